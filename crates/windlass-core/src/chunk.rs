@@ -1,0 +1,14 @@
+//! Placeholder.
+
+use crate::error::Kind;
+
+/// What can go wrong here.
+#[derive(Debug, thiserror::Error)]
+pub enum ChunkError {}
+
+impl ChunkError {
+    /// The kind of failure (see [`crate::error`]).
+    pub fn kind(&self) -> Kind {
+        match *self {}
+    }
+}

@@ -1,0 +1,233 @@
+//! Kinds of failure, and what each one means outside Rust.
+//!
+//! Every module of this crate names its own failures in an enum of its own; [`Error`] is the union.
+//! [`Error::kind`] sorts them into the eleven [`Kind`]s, and [`Kind::row`] is the one table that maps a
+//! kind to a Python exception, an HTTP status, an exit code and a line of advice. No caller keeps a second
+//! table.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What sort of failure an error is. Decides how a caller reacts; the error itself says what happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// The input is malformed or contradicts itself.
+    Invalid,
+    /// The named thing does not exist.
+    NotFound,
+    /// The input was right once: an older version, another incarnation, a base that has moved on.
+    Stale,
+    /// Bytes are not what their sums say.
+    Corrupt,
+    /// A deadline passed.
+    Timeout,
+    /// The other side went away.
+    PeerLost,
+    /// Memory, disk, connections or a configured limit ran out.
+    Exhausted,
+    /// This build, machine or peer cannot do it.
+    Unsupported,
+    /// Not authenticated or not allowed.
+    Denied,
+    /// Given up on request.
+    Cancelled,
+    /// A defect in Windlass.
+    Bug,
+}
+
+/// One line of the table: what a [`Kind`] means to each kind of caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// Name of the Python exception; each one also derives from `WindlassError`.
+    pub python: &'static str,
+    /// The builtin exception it derives from.
+    pub builtin: &'static str,
+    /// HTTP status of a response that carries it.
+    pub http: u16,
+    /// Exit code of the command line.
+    pub exit: u8,
+    /// What to do next when the error itself does not say.
+    pub advice: &'static str,
+}
+
+impl Kind {
+    /// Every kind, in the order of the table.
+    pub const ALL: [Kind; 11] = [
+        Kind::Invalid,
+        Kind::NotFound,
+        Kind::Stale,
+        Kind::Corrupt,
+        Kind::Timeout,
+        Kind::PeerLost,
+        Kind::Exhausted,
+        Kind::Unsupported,
+        Kind::Denied,
+        Kind::Cancelled,
+        Kind::Bug,
+    ];
+
+    /// The table. Exit code 1 is left to commands whose answer is "no" (a diff that found differences).
+    pub const fn row(self) -> Row {
+        const fn row(
+            python: &'static str,
+            builtin: &'static str,
+            http: u16,
+            exit: u8,
+            advice: &'static str,
+        ) -> Row {
+            Row { python, builtin, http, exit, advice }
+        }
+        match self {
+            Kind::Invalid => {
+                row("WindlassInvalid", "ValueError", 400, 2, "correct the input named in the message")
+            }
+            Kind::NotFound => {
+                row("WindlassNotFound", "LookupError", 404, 3, "check the name and that it was published")
+            }
+            Kind::Stale => {
+                row("WindlassStale", "RuntimeError", 409, 4, "ask for the current version and try again")
+            }
+            Kind::Corrupt => row(
+                "WindlassCorrupt",
+                "RuntimeError",
+                422,
+                5,
+                "fetch it again; if it repeats, check memory and disk",
+            ),
+            Kind::Timeout => row(
+                "WindlassTimeout",
+                "TimeoutError",
+                504,
+                6,
+                "see whether the peer is alive, or raise the deadline",
+            ),
+            Kind::PeerLost => row(
+                "WindlassPeerLost",
+                "ConnectionError",
+                502,
+                7,
+                "restart the peer; syncing resumes by itself",
+            ),
+            Kind::Exhausted => {
+                row("WindlassExhausted", "OSError", 507, 8, "free or raise the resource named in the message")
+            }
+            Kind::Unsupported => row(
+                "WindlassUnsupported",
+                "NotImplementedError",
+                501,
+                9,
+                "use one of the alternatives in the message",
+            ),
+            Kind::Denied => {
+                row("WindlassDenied", "PermissionError", 403, 10, "check the token and the allowed endpoints")
+            }
+            Kind::Cancelled => {
+                row("WindlassCancelled", "RuntimeError", 499, 130, "nothing to do; the work was called off")
+            }
+            Kind::Bug => {
+                row("WindlassBug", "RuntimeError", 500, 70, "please report this with the full message")
+            }
+        }
+    }
+
+    /// The name used in JSON, metrics and logs.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Kind::Invalid => "invalid",
+            Kind::NotFound => "not_found",
+            Kind::Stale => "stale",
+            Kind::Corrupt => "corrupt",
+            Kind::Timeout => "timeout",
+            Kind::PeerLost => "peer_lost",
+            Kind::Exhausted => "exhausted",
+            Kind::Unsupported => "unsupported",
+            Kind::Denied => "denied",
+            Kind::Cancelled => "cancelled",
+            Kind::Bug => "bug",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Anything that can go wrong in this crate. Each variant is one module's own enum.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// See [`crate::dtype::DtypeError`].
+    #[error(transparent)]
+    Dtype(#[from] crate::dtype::DtypeError),
+    /// See [`crate::identity::IdentityError`].
+    #[error(transparent)]
+    Identity(#[from] crate::identity::IdentityError),
+    /// See [`crate::manifest::ManifestError`].
+    #[error(transparent)]
+    Manifest(#[from] crate::manifest::ManifestError),
+    /// See [`crate::chunk::ChunkError`].
+    #[error(transparent)]
+    Chunk(#[from] crate::chunk::ChunkError),
+    /// See [`crate::request::RequestError`].
+    #[error(transparent)]
+    Request(#[from] crate::request::RequestError),
+    /// See [`crate::sync_info::SyncInfoError`].
+    #[error(transparent)]
+    SyncInfo(#[from] crate::sync_info::SyncInfoError),
+    /// See [`crate::delta::DeltaError`].
+    #[error(transparent)]
+    Delta(#[from] crate::delta::DeltaError),
+    /// See [`crate::wire::WireError`].
+    #[error(transparent)]
+    Wire(#[from] crate::wire::WireError),
+    /// See [`crate::barrier::BarrierError`].
+    #[error(transparent)]
+    Barrier(#[from] crate::barrier::BarrierError),
+    /// See [`crate::choose::ChooseError`].
+    #[error(transparent)]
+    Choose(#[from] crate::choose::ChooseError),
+}
+
+impl Error {
+    /// The kind of failure.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Error::Dtype(e) => e.kind(),
+            Error::Identity(e) => e.kind(),
+            Error::Manifest(e) => e.kind(),
+            Error::Chunk(e) => e.kind(),
+            Error::Request(e) => e.kind(),
+            Error::SyncInfo(e) => e.kind(),
+            Error::Delta(e) => e.kind(),
+            Error::Wire(e) => e.kind(),
+            Error::Barrier(e) => e.kind(),
+            Error::Choose(e) => e.kind(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_kind_has_its_own_name_exit_code_and_exception() {
+        let exits: HashSet<_> = Kind::ALL.iter().map(|k| k.row().exit).collect();
+        let names: HashSet<_> = Kind::ALL.iter().map(|k| k.as_str()).collect();
+        let python: HashSet<_> = Kind::ALL.iter().map(|k| k.row().python).collect();
+        assert_eq!((exits.len(), names.len(), python.len()), (11, 11, 11));
+        assert!(!exits.contains(&0) && !exits.contains(&1));
+    }
+
+    #[test]
+    fn json_name_is_as_str() {
+        for kind in Kind::ALL {
+            assert_eq!(serde_json::to_string(&kind).unwrap(), format!("\"{kind}\""));
+            assert!((400..600).contains(&kind.row().http));
+        }
+    }
+}

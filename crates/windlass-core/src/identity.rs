@@ -1,0 +1,190 @@
+//! Who a version is: (model, incarnation, version), and the hashes that name layouts and states.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::Kind;
+
+/// A malformed identity.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum IdentityError {
+    /// The model id is empty, too long or has characters that paths and headers do not take.
+    #[error(
+        "model id {0:?} is not usable: expected 1 to 128 of the characters A-Z a-z 0-9 . _ - and no leading '.'"
+    )]
+    ModelId(String),
+    /// A 128-bit hash is not 32 hexadecimal digits.
+    #[error("{0:?} is not a 128-bit hash: expected 32 hexadecimal digits")]
+    Hash(String),
+}
+
+impl IdentityError {
+    /// The kind of failure (see [`crate::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            IdentityError::ModelId(_) | IdentityError::Hash(_) => Kind::Invalid,
+        }
+    }
+}
+
+/// Which policy. Safe as a file name and in a URL path by construction.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(transparent)]
+pub struct ModelId(String);
+
+impl ModelId {
+    /// The longest model id.
+    pub const MAX_LEN: usize = 128;
+
+    /// Checks and wraps a model id.
+    pub fn new(id: impl Into<String>) -> Result<ModelId, IdentityError> {
+        let id = id.into();
+        let ok = (1..=Self::MAX_LEN).contains(&id.len())
+            && !id.starts_with('.')
+            && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'));
+        if ok { Ok(ModelId(id)) } else { Err(IdentityError::ModelId(id.chars().take(140).collect())) }
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for ModelId {
+    type Err = IdentityError;
+    fn from_str(s: &str) -> Result<ModelId, IdentityError> {
+        ModelId::new(s)
+    }
+}
+
+impl fmt::Display for ModelId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for ModelId {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<ModelId, D::Error> {
+        ModelId::new(String::deserialize(d)?).map_err(serde::de::Error::custom)
+    }
+}
+
+/// One life of a publisher. Greater means newer: the publisher mints it from its clock, in nanoseconds, and
+/// never below its predecessor. A newer incarnation supersedes an older one whatever their versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Incarnation(pub u64);
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}", self.0)
+    }
+}
+
+/// A version number. Only grows within an incarnation.
+pub type Version = u64;
+
+/// What a version is called everywhere: in tickets, deltas, notifications, engine reports and store paths.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// Which policy.
+    pub model_id: ModelId,
+    /// Which life of its publisher.
+    pub incarnation: Incarnation,
+    /// Which version within that life.
+    pub version: Version,
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{}.{}", self.model_id, self.incarnation, self.version)
+    }
+}
+
+macro_rules! hash128 {
+    ($name:ident, $doc:literal) => {
+        #[doc = $doc]
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub [u8; 16]);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}({self})", stringify!($name))
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = IdentityError;
+            fn from_str(s: &str) -> Result<$name, IdentityError> {
+                parse_hash(s).map($name).ok_or_else(|| IdentityError::Hash(s.chars().take(40).collect()))
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+                s.collect_str(self)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<$name, D::Error> {
+                String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+
+hash128!(
+    LayoutHash,
+    "Names a layout: the names, dtypes, shapes and aliases of a manifest, and nothing else."
+);
+hash128!(CutsHash, "Names a cut table: how the tensors of a layout are cut into blocks.");
+hash128!(StateDigest, "Names a state: a function of the layout and the bytes, and of nothing else.");
+
+fn parse_hash(s: &str) -> Option<[u8; 16]> {
+    let s: &[u8; 32] = s.as_bytes().try_into().ok()?;
+    let digit = |b: u8| (b as char).to_digit(16).map(|d| d as u8);
+    let mut out = [0; 16];
+    for (o, pair) in out.iter_mut().zip(s.chunks_exact(2)) {
+        *o = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn model_ids_are_safe_file_names() {
+        for good in ["actor", "Qwen3-0.6B", "a_b.c-d", &"x".repeat(128)] {
+            assert!(ModelId::new(good).is_ok(), "{good}");
+        }
+        for bad in ["", ".", "..", "a/b", "a b", "ü", "a\n", "a\0", &"x".repeat(129)] {
+            assert!(ModelId::new(bad).is_err(), "{bad:?}");
+            let json = serde_json::to_string(bad).unwrap();
+            assert!(serde_json::from_str::<ModelId>(&json).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn hashes_round_trip_as_text() {
+        let h = StateDigest([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 254, 255]);
+        assert_eq!(h.to_string(), "000102030405060708090a0b0c0dfeff");
+        assert_eq!(h.to_string().parse::<StateDigest>(), Ok(h));
+        for bad in ["", "00", "zz0102030405060708090a0b0c0dfeff", &"0".repeat(33), "éééééééééééééééé"]
+        {
+            assert!(bad.parse::<StateDigest>().is_err(), "{bad}");
+        }
+    }
+}

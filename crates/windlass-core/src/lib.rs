@@ -1,0 +1,38 @@
+//! What Windlass moves.
+//!
+//! Pure: no I/O, no clock, no environment, no threads, no unsafe. Time is an argument, bytes are slices.
+//! Everything that crosses a process boundary is defined here once, as a type with a parser that checks
+//! every number from outside before it is used.
+//!
+//! | module | what it owns |
+//! |---|---|
+//! | [`error`] | kinds of failure and what each means to Python, HTTP and the shell |
+//! | [`dtype`] | element types and their spellings |
+//! | [`identity`] | (model, incarnation, version) and the hashes that name layouts and states |
+//! | [`manifest`] | the ordered tensors of an image, its safetensors header, cuts into blocks, parts |
+//! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
+//! | [`request`] | weight update requests and their legacy dictionaries |
+//! | [`sync_info`] | what the trainer side hands to the engine side before the first sync |
+//! | [`digest`] | block sums, tensor sums and the state digest |
+//! | [`delta`] | the codec: what changed between two versions |
+//! | [`wire`] | the transfer protocol, without sockets |
+//! | [`barrier`] | who may load which version when |
+//! | [`choose`] | which strategy, link and codec fit the facts, and why |
+#![forbid(unsafe_code)]
+
+pub mod barrier;
+pub mod choose;
+pub mod chunk;
+pub mod delta;
+pub mod digest;
+pub mod dtype;
+pub mod error;
+pub mod identity;
+pub mod manifest;
+pub mod request;
+pub mod sync_info;
+pub mod wire;
+
+pub use dtype::Dtype;
+pub use error::{Error, Kind};
+pub use identity::{Identity, LayoutHash, StateDigest};

@@ -1,0 +1,4 @@
+//! How Windlass moves bytes.
+//!
+//! Owns: the SIMD kernels behind the codec and the digest, and memory-mapped safetensors files.
+//! Called by the `windlass` crate. Must not: use async, know Python, or decide who moves what and when.
