@@ -22,7 +22,7 @@
 //!   partial sums that add up to the sum of the whole, in any order. Keys depend on the place in the tensor
 //!   and not on cuts.
 //! - If some units change, the sum changes by the sum of their differences times their keys: a delta updates
-//!   it in O(changes) ([`SumStep`]).
+//!   it in O(changes) ([`sum_of_changes`]).
 //! - The `+ 1` makes zeros count: a range of zeros that nobody summed is missed.
 //!
 //! # From sums to a digest
@@ -192,55 +192,45 @@ pub fn sum_block<K: Kernels + ?Sized>(kernels: &K, block: &Block, unit: usize, b
     block.runs().zip(bytes.chunks_exact(run)).map(|(r, b)| sum_range(kernels, r * unit as u64, b)).sum()
 }
 
-/// The change of a sum, collected change by change.
+/// The change of a tensor's sum when some of its units change, in O(changes).
 ///
-/// Changes of one group share its high keys, which are multiplied in when the group is left: a change costs
-/// two multiplications, and changes are best given in order.
-#[derive(Debug, Default)]
-pub struct SumStep {
-    group: u64,
-    inner: [u64; 2],
-    sum: BlockSum,
-}
-
-impl SumStep {
-    /// Counts a change of the unit at `offset` bytes into the tensor from `old` to `new`. Both have `unit`
-    /// bytes, which divide `offset`.
-    #[inline(always)]
-    pub fn change(&mut self, offset: u64, unit: usize, old: u64, new: u64) {
-        if unit == 8 {
-            let low = 0xffff_ffff;
-            self.change_word(offset, (new & low).wrapping_sub(old & low));
-            self.change_word(offset + 4, (new >> 32).wrapping_sub(old >> 32));
-        } else {
-            self.change_word(offset, new.wrapping_sub(old) << (8 * (offset % 4)));
+/// Unit `i` of the changes has `U` bytes, stands `offset(i)` bytes into the tensor, and `change(i)` gives its
+/// old and its new value. Changes of one group share its high keys, which are multiplied in when the group is
+/// left, so changes are best given in order.
+#[inline(always)]
+pub fn sum_of_changes<const U: usize>(
+    changes: usize,
+    offset: impl Fn(usize) -> u64,
+    mut change: impl FnMut(usize) -> (u64, u64),
+) -> BlockSum {
+    let mut sum = BlockSum::default();
+    let mut i = 0;
+    while i < changes {
+        let group = offset(i) / GROUP_BYTES;
+        let (mut a, mut b) = (0u64, 0u64);
+        while i < changes {
+            let at = offset(i);
+            if at / GROUP_BYTES != group {
+                break;
+            }
+            let (old, new) = change(i);
+            let column = (at % GROUP_BYTES / 4) as usize;
+            let mut add = |column: usize, difference: u64| {
+                a = a.wrapping_add(difference.wrapping_mul(LOW[0][column].into()));
+                b = b.wrapping_add(difference.wrapping_mul(LOW[1][column].into()));
+            };
+            if U == 8 {
+                let low = 0xffff_ffff;
+                add(column, (new & low).wrapping_sub(old & low));
+                add(column + 1, (new >> 32).wrapping_sub(old >> 32));
+            } else {
+                add(column, new.wrapping_sub(old) << (8 * (at % 4)));
+            }
+            i += 1;
         }
+        sum = sum.plus(BlockSum([a, b]).times(high(group)));
     }
-
-    #[inline(always)]
-    fn change_word(&mut self, offset: u64, difference: u64) {
-        let group = offset / GROUP_BYTES;
-        if group != self.group {
-            self.leave_group();
-            self.group = group;
-        }
-        let column = (offset % GROUP_BYTES / 4) as usize;
-        for (inner, low) in self.inner.iter_mut().zip(&LOW) {
-            *inner = inner.wrapping_add(difference.wrapping_mul(low[column].into()));
-        }
-    }
-
-    #[inline(never)]
-    fn leave_group(&mut self) {
-        let inner = BlockSum(std::mem::take(&mut self.inner));
-        self.sum = self.sum.plus(inner.times(high(self.group)));
-    }
-
-    /// The change of the sum by all changes counted.
-    pub fn finish(mut self) -> BlockSum {
-        self.leave_group();
-        self.sum
-    }
+    sum
 }
 
 /// The raw sum of a state or of a part of one; parts add up.

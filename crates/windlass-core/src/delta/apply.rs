@@ -1,12 +1,12 @@
 //! From a block and a record to the block's next state.
 
-use super::bits::{Ones, section, take_section};
+use super::bits::{section, take_ones, take_section};
 use super::context::{self, ContextScratch};
 use super::encode::{Codes, Pick, by_unit};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{DeltaError, Mode, Record, Tile, gaps};
-use crate::digest::{BlockSum, SumStep, sum_block};
+use crate::digest::{BlockSum, sum_block};
 use crate::kernel::Kernels;
 
 /// What became of a block.
@@ -23,6 +23,7 @@ pub enum Outcome {
 /// Applies records one by one, reusing its memory.
 #[derive(Debug, Default)]
 pub struct Applier {
+    ones: Vec<u32>,
     positions: Vec<u16>,
     codes: Codes,
     context: Option<Box<ContextScratch>>,
@@ -66,10 +67,10 @@ impl Applier {
             Mode::Sparse | Mode::Bitmap => self.decode(tile, record)?,
             Mode::Context => {
                 let scratch = self.context.get_or_insert_default();
-                let positions = &mut self.positions;
+                let (ones, positions) = (&mut self.ones, &mut self.positions);
                 let taken = by_unit!(tile.unit, T => {
                     let codes = T::of(&mut self.codes);
-                    context::take(kernels, scratch, tile, bytes, record.payload, positions, codes)
+                    context::take(kernels, scratch, tile, bytes, record.payload, (ones, positions), codes)
                 });
                 // Over another base a good record decodes to nonsense, which is not the record's fault.
                 if taken.is_err() {
@@ -93,7 +94,7 @@ impl Applier {
     /// Decodes a sparse or bitmap record into positions and codes.
     pub(super) fn decode(&mut self, tile: &Tile, record: &Record<'_>) -> Result<(), DeltaError> {
         by_unit!(tile.unit, T => {
-            take_plain(tile, record.mode, record.payload, &mut self.positions, T::of(&mut self.codes))
+            take_plain(tile, record.mode, record.payload, &mut self.ones, &mut self.positions, T::of(&mut self.codes))
                 .map_err(|why| record.bad(why))
         })
     }
@@ -121,26 +122,20 @@ impl Applier {
 /// Turns codes into the units they lead to, and collects the step of the block's sum.
 fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mut [T]) -> BlockSum {
     let mask = T::mask(tile.line);
-    let mut sums = SumStep::default();
-    let mut each = |p: u16, code: &mut T, tensor_unit: u64| {
-        let old = T::read(bytes, p.into());
-        let new = T::step(mask, old, *code);
-        sums.change(tensor_unit * T::BYTES as u64, T::BYTES, old.wide(), new.wide());
-        *code = new;
+    let codes = &mut codes[..positions.len()];
+    let change = |i: usize| {
+        let old = T::read(bytes, positions[i].into());
+        codes[i] = T::step(mask, old, codes[i]);
+        (old, codes[i])
     };
-    if tile.block.is_contiguous() {
-        let start = tile.block.start;
-        positions.iter().zip(codes).for_each(|(&p, code)| each(p, code, start + u64::from(p)));
-    } else {
-        positions.iter().zip(codes).for_each(|(&p, code)| each(p, code, tile.block.tensor_unit(p.into())));
-    }
-    sums.finish()
+    tile.sum_of_changes(positions, change)
 }
 
 fn take_plain<T: Unit>(
     tile: &Tile,
     mode: Mode,
     mut payload: &[u8],
+    ones: &mut Vec<u32>,
     positions: &mut Vec<u16>,
     codes: &mut Vec<T>,
 ) -> Result<(), &'static str> {
@@ -162,24 +157,24 @@ fn take_plain<T: Unit>(
             return Err("its gap parameter is out of range");
         }
         let low = take_section(&mut payload, n * k as usize)?;
-        let mut unary = gaps::Unary::new(payload);
-        gaps::take(positions, n, k, (low, 0), &mut unary, units)?;
-        let used = unary.at;
-        take_section(&mut payload, used)?;
+        take_ones(&mut payload, n, ones)?;
+        positions.resize(n, 0);
+        gaps::take(positions, k, (low, 0), ones, 0, units)?;
         values_k
     } else {
         let (map, rest) = payload.split_at_checked(section(units)).ok_or("it ends within its bitmap")?;
         payload = rest;
-        positions.extend(Ones::new(map).map(|p| p as u16));
-        if positions.len() != n || Ones::new(map).last().is_some_and(|p| p >= units) {
+        take_ones(&mut { map }, n, ones)?;
+        if map.iter().map(|b| b.count_ones() as usize).sum::<usize>() != n || ones[n - 1] as usize >= units {
             return Err("its bitmap does not have as many changes as it says");
         }
+        positions.extend(ones.iter().map(|&p| p as u16));
         k
     };
     let k = u32::from(values_k);
     if k >= T::BITS {
         return Err("its value parameter is out of range");
     }
-    values::take(codes, &mut payload, &[Group { count: n, k }])?;
+    values::take(codes, ones, &mut payload, &[Group { count: n, k }])?;
     if payload.is_empty() { Ok(()) } else { Err("it goes on after its end") }
 }

@@ -86,39 +86,29 @@ fn tail_word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// The numbers of the bits that are one, in ascending order.
-#[derive(Debug)]
-pub struct Ones<'a> {
-    bytes: &'a [u8],
-    next: usize,
-    base: usize,
-    word: u64,
-}
-
-impl<'a> Ones<'a> {
-    /// The ones of these bytes.
-    pub fn new(bytes: &'a [u8]) -> Ones<'a> {
-        Ones { bytes, next: 0, base: 0, word: 0 }
-    }
-}
-
-impl Iterator for Ones<'_> {
-    type Item = usize;
-
-    #[inline(always)]
-    fn next(&mut self) -> Option<usize> {
-        while self.word == 0 {
-            if self.next >= self.bytes.len() {
-                return None;
-            }
-            self.word = word_at(self.bytes, self.next);
-            self.base = self.next * 8;
-            self.next += 8;
+/// Replaces `out` by the numbers of the first `count` bits that are one, and takes the section that ends with
+/// the last of them off the front.
+pub fn take_ones(bytes: &mut &[u8], count: usize, out: &mut Vec<u32>) -> Result<(), &'static str> {
+    out.clear();
+    out.resize(count, 0);
+    let (words, tail) = bytes.as_chunks::<8>();
+    let mut last = [0; 8];
+    last[..tail.len()].copy_from_slice(tail);
+    let words = words.iter().chain(std::iter::once(&last));
+    let mut slots = out.iter_mut();
+    'words: for (i, word) in words.enumerate() {
+        let mut word = u64::from_le_bytes(*word);
+        while word != 0 {
+            let Some(slot) = slots.next() else { break 'words };
+            *slot = (i * 64) as u32 + word.trailing_zeros();
+            word &= word - 1;
         }
-        let bit = self.word.trailing_zeros() as usize;
-        self.word &= self.word - 1;
-        Some(self.base + bit)
     }
+    if slots.next().is_some() {
+        return Err("it has fewer changes than it says");
+    }
+    take_section(bytes, out.last().map_or(0, |&one| one as usize + 1))?;
+    Ok(())
 }
 
 /// How many bytes a section of so many bits takes.
@@ -191,11 +181,16 @@ mod tests {
             let mut writer = BitWriter::new(&mut out);
             zeros.iter().for_each(|&z| writer.unary(z));
             writer.finish();
+            let mut ones = Vec::new();
+            let mut rest = out.as_slice();
+            prop_assert!(take_ones(&mut out.as_slice(), zeros.len() + 1, &mut ones).is_err());
+            take_ones(&mut rest, zeros.len(), &mut ones).unwrap();
+            prop_assert!(rest.is_empty());
             let mut before = 0;
-            let read: Vec<u64> = Ones::new(&out).map(|b| {
-                let z = b - before;
-                before = b + 1;
-                z as u64
+            let read: Vec<u64> = ones.iter().map(|&one| {
+                let z = one - before;
+                before = one + 1;
+                u64::from(z)
             }).collect();
             prop_assert_eq!(read, zeros);
         }

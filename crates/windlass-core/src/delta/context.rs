@@ -1,6 +1,6 @@
 //! Records whose positions are counted within classes of old values.
 
-use super::bits::{BitWriter, put_varint, take_section, take_varint};
+use super::bits::{BitWriter, put_varint, take_ones, take_section, take_varint};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{Tile, gaps};
@@ -162,7 +162,7 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     tile: &Tile,
     old: &[u8],
     mut payload: &[u8],
-    positions: &mut Vec<u16>,
+    (ones, positions): (&mut Vec<u32>, &mut Vec<u16>),
     codes: &mut Vec<T>,
 ) -> Result<(), &'static str> {
     let mantissa = classify(tile.line).ok_or("integers have no context records")?;
@@ -203,19 +203,20 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     });
     let low_bits = groups.iter().zip(&sizes).map(|(g, s)| g.count * s.1 as usize).sum();
     let low = take_section(&mut payload, low_bits)?;
-    let mut unary = gaps::Unary::new(payload);
-    let mut low_at = 0;
+    take_ones(&mut payload, changes, ones)?;
+    let (mut rest, mut base, mut low_at) = (ones.as_slice(), 0, 0);
     positions.clear();
     let rows = rows.chunks_exact(stride).zip(before.chunks_exact(stride));
     for ((g, &(size, k)), (row, before)) in groups.iter().zip(&sizes).zip(rows) {
-        ranks.clear();
-        gaps::take(ranks, g.count, k, (low, low_at), &mut unary, size)?;
+        let (these, others) = rest.split_at(g.count);
+        ranks.resize(g.count, 0);
+        gaps::take(ranks, k, (low, low_at), these, base, size)?;
         low_at += g.count * k as usize;
+        base = these.last().map_or(base, |&one| one + 1);
+        rest = others;
         select(&row[..words], &before[..words], ranks, positions);
     }
-    let used = unary.at;
-    take_section(&mut payload, used)?;
-    values::take(codes, &mut payload, groups)?;
+    values::take(codes, ones, &mut payload, groups)?;
     if payload.is_empty() { Ok(()) } else { Err("it goes on after its end") }
 }
 

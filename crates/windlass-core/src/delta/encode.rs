@@ -5,7 +5,7 @@ use super::context::{self, ContextScratch};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{Mode, Tile, gaps};
-use crate::digest::{BlockSum, SumStep};
+use crate::digest::BlockSum;
 use crate::kernel::Kernels;
 
 /// Codes of any unit size; each encoder or decoder uses the one for its block.
@@ -146,21 +146,16 @@ fn step_codes<T: Unit>(
     codes: &mut Vec<T>,
 ) -> BlockSum {
     let mask = T::mask(tile.line);
-    let mut sums = SumStep::default();
     codes.clear();
-    codes.reserve(positions.len());
-    let mut each = |p: u16, tensor_unit: u64| {
-        let (a, b) = (T::read(old, p.into()), T::read(new, p.into()));
-        sums.change(tensor_unit * T::BYTES as u64, T::BYTES, a.wide(), b.wide());
-        T::code(mask, a, b)
+    codes.resize(positions.len(), T::default());
+    let codes = &mut codes[..positions.len()];
+    let change = |i: usize| {
+        let p = usize::from(positions[i]);
+        let (a, b) = (T::read(old, p), T::read(new, p));
+        codes[i] = T::code(mask, a, b);
+        (a, b)
     };
-    if tile.block.is_contiguous() {
-        let start = tile.block.start;
-        codes.extend(positions.iter().map(|&p| each(p, start + u64::from(p))));
-    } else {
-        codes.extend(positions.iter().map(|&p| each(p, tile.block.tensor_unit(p.into()))));
-    }
-    sums.finish()
+    tile.sum_of_changes(positions, change)
 }
 
 /// Appends the shortest plain payload. Without the new units, dense is not among the choices.

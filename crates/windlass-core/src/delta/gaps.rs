@@ -1,6 +1,6 @@
 //! Ascending positions as Rice-coded gaps.
 
-use super::bits::{BitWriter, Ones, bits_at};
+use super::bits::{BitWriter, bits_at};
 
 /// The largest Rice parameter: gaps are below 2^16.
 pub const MAX_K: u32 = 15;
@@ -72,51 +72,34 @@ pub fn put_high(writer: &mut BitWriter<'_>, positions: &[u16], k: u32) {
     gaps(positions).for_each(|g| writer.unary(g >> k));
 }
 
-/// Where a decoder of unary parts is.
-#[derive(Debug)]
-pub struct Unary<'a> {
-    pub(super) ones: Ones<'a>,
-    /// The bit after the last one read.
-    pub(super) at: usize,
-}
-
-impl<'a> Unary<'a> {
-    /// Begins to read the unary parts at the front of these bytes.
-    pub fn new(bytes: &'a [u8]) -> Unary<'a> {
-        Unary { ones: Ones::new(bytes), at: 0 }
-    }
-}
-
-/// Appends `count` positions, all below `limit`, whose low bits stand at bit `low_at` of `low`.
+/// Fills in positions, all below `limit`, whose low bits stand at bit `low_at` of `low` and whose unary parts
+/// end at the bits `ones`, counted from bit `base`.
 pub fn take(
-    out: &mut Vec<u16>,
-    count: usize,
+    out: &mut [u16],
     k: u32,
-    (low, low_at): (&[u8], usize),
-    unary: &mut Unary<'_>,
+    (low, mut low_at): (&[u8], usize),
+    ones: &[u32],
+    base: u32,
     limit: usize,
 ) -> Result<(), &'static str> {
-    let start = out.len();
-    out.resize(start + count, 0);
-    // The i-th one stands behind the zeros of all gaps so far and i ones: position = high parts + low parts.
-    let base = unary.at;
-    let (mut low_sum, mut position, mut at) = (0usize, 0usize, low_at);
-    let mut last = base;
-    for (i, slot) in out[start..].iter_mut().enumerate() {
-        let Some(one) = unary.ones.next() else { return Err("it has fewer positions than it says") };
-        last = one + 1;
-        low_sum += bits_at(low, at, k) as usize + 1;
-        at += k as usize;
-        position = ((one - base - i) << k) + low_sum - 1;
+    // The i-th one stands behind the zeros of all gaps so far and i ones: a position is the sum of all high
+    // parts, which is where the one stands, and of all low parts.
+    let (mut sum, mut position, mut zeros_and_ones) = (0, 0, u64::from(base));
+    for (slot, &one) in out.iter_mut().zip(ones) {
+        sum += bits_at(low, low_at, k);
+        low_at += k as usize;
+        position = ((u64::from(one) - zeros_and_ones) << k) + sum;
+        zeros_and_ones += 1;
+        sum += 1;
         *slot = position as u16;
     }
-    unary.at = last;
     // Positions grow, so the last one speaks for all.
-    if count > 0 && position >= limit { Err("a position is beyond the block") } else { Ok(()) }
+    if position >= limit as u64 && !out.is_empty() { Err("a position is beyond the block") } else { Ok(()) }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::bits::take_ones;
     use super::*;
     use proptest::prelude::*;
 
@@ -131,13 +114,14 @@ mod tests {
             let mut writer = BitWriter::new(&mut high);
             put_high(&mut writer, &positions, k);
             writer.finish();
-            let mut back = vec![9];
-            let mut unary = Unary::new(&high);
-            take(&mut back, positions.len(), k, (&low, 0), &mut unary, 65536).unwrap();
-            prop_assert_eq!(&back[1..], &positions);
-            prop_assert_eq!(unary.at as u64, high_bits(&positions, k) + positions.len() as u64);
+            let mut back = vec![0; positions.len()];
+            let mut ones = Vec::new();
+            take_ones(&mut high.as_slice(), positions.len(), &mut ones).unwrap();
+            take(&mut back, k, (&low, 0), &ones, 0, 65536).unwrap();
+            prop_assert_eq!(&back, &positions);
+            prop_assert_eq!(u64::from(ones.last().unwrap() + 1), high_bits(&positions, k) + positions.len() as u64);
             let last = *positions.last().unwrap() as usize;
-            prop_assert!(take(&mut Vec::new(), positions.len(), k, (&low, 0), &mut Unary::new(&high), last).is_err());
+            prop_assert!(take(&mut back, k, (&low, 0), &ones, 0, last).is_err());
             let (best, bits) = parameter(&positions, 65536);
             let cost = |k| positions.len() as u64 * u64::from(k + 1) + high_bits(&positions, k);
             prop_assert_eq!(bits, cost(best));

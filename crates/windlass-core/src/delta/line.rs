@@ -1,5 +1,6 @@
 //! Units of 1, 2, 4 and 8 bytes, and the line on which their values are in order.
 
+use crate::digest::{BlockSum, sum_of_changes};
 use crate::dtype::Line;
 
 /// An unsigned integer of the size of a unit.
@@ -8,8 +9,14 @@ pub trait Unit: Copy + Eq + Ord + Default + std::fmt::Debug + Send + Sync + 'sta
     const BYTES: usize;
     /// Bits of a unit.
     const BITS: u32;
-    /// The units of a little-endian byte string.
+    /// A unit of a little-endian byte string.
     fn read(bytes: &[u8], index: usize) -> Self;
+    /// The change of a tensor's sum (see [`sum_of_changes`]).
+    fn sum_of_changes(
+        changes: usize,
+        offset: impl Fn(usize) -> u64,
+        change: impl FnMut(usize) -> (Self, Self),
+    ) -> BlockSum;
     /// Puts a unit in its place.
     fn write(self, bytes: &mut [u8], index: usize);
     /// Its value, widened.
@@ -33,8 +40,7 @@ pub struct LineMask<T>(T);
 macro_rules! unit {
     ($module:ident, $t:ty, $signed:ty) => {
         mod $module {
-            use super::{LineMask, Unit};
-            use crate::dtype::Line;
+            use super::{BlockSum, Line, LineMask, Unit, sum_of_changes};
 
             const TOP: $t = 1 << (<$t>::BITS - 1);
 
@@ -61,6 +67,18 @@ macro_rules! unit {
                 #[inline(always)]
                 fn read(bytes: &[u8], index: usize) -> Self {
                     <$t>::from_le_bytes(bytes.as_chunks::<{ size_of::<$t>() }>().0[index])
+                }
+
+                #[inline(always)]
+                fn sum_of_changes(
+                    changes: usize,
+                    offset: impl Fn(usize) -> u64,
+                    mut change: impl FnMut(usize) -> (Self, Self),
+                ) -> BlockSum {
+                    sum_of_changes::<{ size_of::<$t>() }>(changes, offset, |i| {
+                        let (old, new) = change(i);
+                        (old.wide(), new.wide())
+                    })
                 }
 
                 #[inline(always)]

@@ -302,6 +302,22 @@ impl Tile {
     pub fn bytes(&self) -> usize {
         self.units() * self.unit
     }
+
+    /// The change of its sum when the units at these positions change; `change` tells how, by index.
+    #[inline(always)]
+    fn sum_of_changes<T: line::Unit>(
+        &self,
+        positions: &[u16],
+        change: impl FnMut(usize) -> (T, T),
+    ) -> BlockSum {
+        let (n, unit) = (positions.len(), T::BYTES as u64);
+        if self.block.is_contiguous() {
+            let start = self.block.start;
+            T::sum_of_changes(n, |i| (start + u64::from(positions[i])) * unit, change)
+        } else {
+            T::sum_of_changes(n, |i| self.block.tensor_unit(positions[i].into()) * unit, change)
+        }
+    }
 }
 
 /// The change of one block.

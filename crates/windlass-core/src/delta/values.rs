@@ -1,6 +1,6 @@
 //! Steps as Rice codes with an escape.
 
-use super::bits::{BitWriter, Ones, bits_at, take_section, wide_bits_at};
+use super::bits::{BitWriter, bits_at, take_ones, take_section, wide_bits_at};
 use super::line::Unit;
 
 /// The high part from which on a code is written in full.
@@ -80,71 +80,66 @@ pub fn put<T: Unit>(out: &mut Vec<u8>, codes: &[T], groups: &[Group]) {
     });
 }
 
-/// Replaces `out` by the codes of these groups, taken off the front of `bytes`.
-pub fn take<T: Unit>(out: &mut Vec<T>, bytes: &mut &[u8], groups: &[Group]) -> Result<(), &'static str> {
+/// Replaces `out` by the codes of these groups, taken off the front of `bytes`; `ones` is scratch.
+pub fn take<T: Unit>(
+    out: &mut Vec<T>,
+    ones: &mut Vec<u32>,
+    bytes: &mut &[u8],
+    groups: &[Group],
+) -> Result<(), &'static str> {
     let count = groups.iter().map(|g| g.count).sum();
     let low_bits = groups.iter().map(|g| g.count * g.k as usize).sum();
     let low = take_section(bytes, low_bits)?;
+    take_ones(bytes, count, ones)?;
     out.clear();
     out.resize(count, T::default());
-    let mut rest = out.as_mut_slice();
-    let mut from = Source { low, low_at: 0, ones: Ones::new(bytes), next: 0 };
+    let (mut slots, mut ends, mut start, mut low_at) = (out.as_mut_slice(), ones.as_slice(), 0, 0);
     let mut escape_bits = 0;
     for g in groups {
-        let (these, others) = rest.split_at_mut(g.count);
+        let (these, others) = slots.split_at_mut(g.count);
+        let (ones, other_ones) = ends.split_at(g.count);
         let escapes = match g.k {
-            0 => from.take(these, 0, |_, _| 0)?,
-            k @ 1..=57 => from.take(these, k, |low, at| bits_at(low, at, k))?,
-            k => from.take(these, k, |low, at| wide_bits_at(low, at, k))?,
+            0 => take_group(these, start, ones, 0, |_| 0)?,
+            k @ 1..=57 => take_group(these, start, ones, k, |i| bits_at(low, low_at + i * k as usize, k))?,
+            k => take_group(these, start, ones, k, |i| wide_bits_at(low, low_at + i * k as usize, k))?,
         };
         escape_bits += escapes * (T::BITS - g.k) as usize;
-        rest = others;
+        low_at += g.count * g.k as usize;
+        start = ones.last().map_or(start, |&one| one + 1);
+        (slots, ends) = (others, other_ones);
     }
-    let unary_bits = from.next;
-    take_section(bytes, unary_bits)?;
     let escapes = take_section(bytes, escape_bits)?;
     if escape_bits > 0 { fill_escapes(out, groups, low, escapes) } else { Ok(()) }
 }
 
-/// Where a decoder of codes is.
-struct Source<'a> {
-    low: &'a [u8],
-    low_at: usize,
-    ones: Ones<'a>,
-    next: usize,
-}
-
-impl Source<'_> {
-    /// Fills the slots of one group and counts its escapes, which keep [`ESCAPE`] as their high part until
-    /// the third section is read.
-    #[inline(always)]
-    fn take<T: Unit>(
-        &mut self,
-        slots: &mut [T],
-        k: u32,
-        low: impl Fn(&[u8], usize) -> u64,
-    ) -> Result<usize, &'static str> {
-        let (mut largest, mut escapes) = (0, 0);
-        for slot in slots.iter_mut() {
-            let Some(one) = self.ones.next() else { return Err("it has fewer values than it says") };
-            let high = (one - self.next) as u64;
-            self.next = one + 1;
-            largest = high.max(largest);
-            escapes += usize::from(high == ESCAPE);
-            *slot = T::narrow(high << k | low(self.low, self.low_at));
-            self.low_at += k as usize;
-        }
-        // With five high bits or more, every part up to the escape is a code of the unit. With fewer, none is
-        // escaped, and the last code would be a step of zero.
-        let high_bits = T::BITS - k;
-        let last = T::narrow(u64::MAX);
-        let fits = if high_bits >= 5 {
-            largest <= ESCAPE
-        } else {
-            largest < 1 << high_bits && slots.iter().all(|&code| code != last)
-        };
-        if fits { Ok(escapes) } else { Err("a value is beyond its unit") }
+/// Fills the slots of one group and counts its escapes, which keep [`ESCAPE`] as their high part until the
+/// third section is read.
+#[inline(always)]
+fn take_group<T: Unit>(
+    slots: &mut [T],
+    start: u32,
+    ones: &[u32],
+    k: u32,
+    low: impl Fn(usize) -> u64,
+) -> Result<usize, &'static str> {
+    let (mut largest, mut escapes, mut before) = (0, 0, start);
+    for (i, (slot, &one)) in slots.iter_mut().zip(ones).enumerate() {
+        let high = one - before;
+        before = one + 1;
+        largest = high.max(largest);
+        escapes += usize::from(high == ESCAPE as u32);
+        *slot = T::narrow(u64::from(high) << k | low(i));
     }
+    // With five high bits or more, every part up to the escape is a code of the unit. With fewer, none is
+    // escaped, and the last code would be a step of zero.
+    let high_bits = T::BITS - k;
+    let last = T::narrow(u64::MAX);
+    let fits = if high_bits >= 5 {
+        u64::from(largest) <= ESCAPE
+    } else {
+        largest < 1 << high_bits && slots.iter().all(|&code| code != last)
+    };
+    if fits { Ok(escapes) } else { Err("a value is beyond its unit") }
 }
 
 /// Second pass over the codes, only where a block has escapes.
