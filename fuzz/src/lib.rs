@@ -7,8 +7,11 @@
 
 use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader};
 
+/// What a target does with one input; it panics if something does not hold.
+pub type Target = fn(&[u8]);
+
 /// Every target, by name; `fuzz/corpus/NAME` holds its corpus.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[("manifest", manifest)];
+pub const TARGETS: &[(&str, Target)] = &[("manifest", manifest)];
 
 /// Enough blocks to see that a cut table is sound; an image may have billions.
 const BLOCKS: u32 = 1000;
