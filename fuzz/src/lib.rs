@@ -3,15 +3,25 @@
 //! One function per target. Each feeds arbitrary bytes to a parser, which must end in a value or a named
 //! error, and checks of every value what must hold of all values. The functions are called by the libFuzzer
 //! targets, and by windlass-core's `fuzz_corpus` test, which includes this file and replays the committed
-//! corpus on every `cargo test`, so nothing here may need more than windlass-core.
+//! corpus on every `cargo test`, so nothing here may need more than windlass-core and what it depends on.
 
-use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader};
+use std::collections::BTreeMap;
+
+use windlass_core::Dtype;
+use windlass_core::delta::container::Piece;
+use windlass_core::delta::{Applier, Composer, Delta, DeltaHeader, Encoder, Mode, Outcome, Record, Tile};
+use windlass_core::digest::{BlockSum, sum_block};
+use windlass_core::kernel::Portable;
+use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader, TensorSpec};
+use windlass_core::request::{WeightUpdateRequest, parse_request, parse_request_json};
+use windlass_core::sync_info::WeightSyncInfo;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// What a target does with one input; it panics if something does not hold.
 pub type Target = fn(&[u8]);
 
 /// Every target, by name; `fuzz/corpus/NAME` holds its corpus.
-pub const TARGETS: &[(&str, Target)] = &[("manifest", manifest)];
+pub const TARGETS: &[(&str, Target)] = &[("manifest", manifest), ("delta", delta), ("request", request)];
 
 /// Enough blocks to see that a cut table is sound; an image may have billions.
 const BLOCKS: u32 = 1000;
@@ -60,5 +70,131 @@ fn check_manifest(manifest: &Manifest) {
         let block = manifest.cuts().block(b).expect("a block that is counted exists");
         let units = manifest.tensors()[block.tensor as usize].units();
         assert!(block.units() > 0 && block.tensor_unit(block.units() - 1) < units, "{block:?}");
+    }
+}
+
+/// A delta container, and a single record behind it.
+pub fn delta(data: &[u8]) {
+    check_container(data);
+    // Behind the sums there is more to parse than a mutation would ever reach.
+    let mut mended = data.to_vec();
+    mend(&mut mended);
+    check_container(&mended);
+    if let [dtype, mode, payload @ ..] = data {
+        let dtype = Dtype::ALL[usize::from(*dtype) % Dtype::ALL.len()];
+        check_record(dtype, Mode::ALL[usize::from(*mode) % 4], payload);
+        check_round_trip(dtype, payload);
+    }
+}
+
+fn check_container(bytes: &[u8]) {
+    let Ok(delta) = Delta::parse(bytes) else { return };
+    let header = delta.header.to_bytes();
+    assert_eq!(header, bytes[..header.len()], "a header has one form");
+    let mut last = None;
+    for (entry, record) in delta.entries().iter().zip(delta.records()) {
+        assert!(last < Some(entry.block) && entry.block < delta.header.blocks, "ascending, and in the table");
+        assert_eq!(delta.find(entry.block), Some(record));
+        check_record(Dtype::BF16, record.mode, record.payload);
+        last = Some(entry.block);
+    }
+}
+
+/// Sets every sum that the container's own lengths lead to.
+fn mend(bytes: &mut [u8]) {
+    let Some(len) = bytes.get(8..12).and_then(|b| b.first_chunk::<4>()) else { return };
+    let mut at = u32::from_le_bytes(*len) as usize;
+    if at < 8 || at > bytes.len() {
+        return;
+    }
+    let sum = xxh3_64(&bytes[..at - 8]);
+    bytes[at - 8..at].copy_from_slice(&sum.to_le_bytes());
+    if DeltaHeader::parse(bytes).is_err() {
+        return;
+    }
+    while let Ok(Some(len)) = Piece::len(&bytes[at..])
+        && let Some(piece) = bytes.get_mut(at..at + len)
+    {
+        if piece.starts_with(b"PART") {
+            let mut sum = Xxh3::new();
+            sum.update(&piece[..16]);
+            sum.update(&piece[24..]);
+            piece[16..24].copy_from_slice(&sum.digest().to_le_bytes());
+        } else {
+            let sum = xxh3_64(&piece[..len - 8]);
+            piece[len - 8..].copy_from_slice(&sum.to_le_bytes());
+        }
+        at += len;
+    }
+}
+
+/// One block of this dtype and a state of it with small, large, special and equal units.
+fn block(dtype: Dtype) -> (Tile, Vec<u8>) {
+    let specs = [TensorSpec::new("w", dtype, [64])];
+    let manifest = Manifest::new(specs, BTreeMap::new()).expect("a good manifest");
+    let tile = Tile::of(&manifest, 0).expect("it has a block");
+    let bytes = (0..tile.bytes()).map(|i| [0x00, 0x3f, 0x80, 0xff, 0x41, 0x7f][i * i % 6] ^ (i / 8) as u8);
+    (tile, bytes.collect())
+}
+
+/// Whatever a record holds, it is applied whole or not at all.
+fn check_record(dtype: Dtype, mode: Mode, payload: &[u8]) {
+    let (tile, old) = block(dtype);
+    let current = sum_block(&Portable, &tile.block, tile.unit, &old);
+    let record = Record { block: 0, mode, sum: BlockSum::from_bytes([7; 16]), payload };
+    let mut applier = Applier::new();
+    let mut bytes = old.clone();
+    let outcome = applier.apply(&Portable, &tile, &record, current, &mut bytes);
+    if let Ok(Outcome::Applied) = outcome {
+        assert_eq!(sum_block(&Portable, &tile.block, tile.unit, &bytes), record.sum);
+    } else {
+        assert_eq!(bytes, old, "nothing is written");
+    }
+    let steps = applier.distances(&tile, &record).map_or(0, |d| d.len());
+    assert!(steps <= tile.units());
+    let mut out = Vec::new();
+    if let Ok(Some(encoded)) = Composer::new().compose(&tile, &record, &record, &mut out) {
+        let twice = Record { block: 0, mode: encoded.mode, sum: encoded.sum, payload: &out };
+        let composed = applier.apply(&Portable, &tile, &twice, current, &mut bytes);
+        assert!(encoded.mode == Mode::Dense || composed.is_ok(), "what the composer writes can be read");
+    }
+}
+
+/// From any state to any state and back again.
+fn check_round_trip(dtype: Dtype, noise: &[u8]) {
+    let (tile, old) = block(dtype);
+    let mut new = old.clone();
+    new.iter_mut().zip(noise).for_each(|(n, x)| *n ^= x);
+    let sum = |bytes: &[u8]| sum_block(&Portable, &tile.block, tile.unit, bytes);
+    for mut encoder in [Encoder::plain(), Encoder::with_context()] {
+        let mut payload = Vec::new();
+        let Some(encoded) = encoder.encode(&Portable, &tile, (&old, sum(&old)), &new, &mut payload) else {
+            assert_eq!(old, new);
+            continue;
+        };
+        assert_eq!(encoded.sum, sum(&new));
+        assert!(payload.len() <= tile.bytes(), "a record is never longer than its block");
+        let record = Record { block: 0, mode: encoded.mode, sum: encoded.sum, payload: &payload };
+        let mut bytes = old.clone();
+        let apply = |current, bytes: &mut [u8]| {
+            Applier::new().apply(&Portable, &tile, &record, current, bytes).expect("our own record")
+        };
+        assert_eq!((apply(sum(&old), &mut bytes), &bytes), (Outcome::Applied, &new));
+        assert_eq!((apply(sum(&new), &mut bytes), &bytes), (Outcome::Skipped, &new));
+    }
+}
+
+/// A weight update request in any of its forms, or sync info.
+pub fn request(data: &[u8]) {
+    if let Ok(request) = parse_request_json(data) {
+        let value = request.to_value();
+        assert_eq!(WeightUpdateRequest::from_value(&value).expect("our own value"), request);
+        assert_eq!(parse_request_json(request.to_json().as_bytes()).expect("our own JSON"), request);
+        if let Ok(dict) = request.to_legacy_dict() {
+            assert_eq!(parse_request(&dict).expect("our own dictionary"), request);
+        }
+    }
+    if let Ok(info) = WeightSyncInfo::from_json(data) {
+        assert_eq!(WeightSyncInfo::from_json(info.to_json().as_bytes()).expect("our own JSON"), info);
     }
 }

@@ -52,6 +52,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Kind;
+pub use crate::sync_info::Backend;
 
 mod rules;
 #[cfg(test)]
@@ -141,16 +142,6 @@ names! {
         Host = "host",
         /// The trainers' GPUs, against a baseline kept there; only the delta crosses the bus.
         Gpu = "gpu",
-    }
-}
-
-names! {
-    /// The library behind the collective group.
-    Backend {
-        /// NCCL.
-        Nccl = "nccl",
-        /// Gloo.
-        Gloo = "gloo",
     }
 }
 

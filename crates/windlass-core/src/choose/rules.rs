@@ -99,7 +99,7 @@ impl Case<'_> {
         all.extend(d.codec.map(|v| format!("codec = {v}")));
         all.extend(d.use_cuda_ipc.map(|v| format!("use_cuda_ipc = {v}")));
         all.extend(d.pack_weights.map(|v| format!("pack_weights = {v}")));
-        all.extend(d.weight_sync_backend.map(|v| format!("weight_sync_backend = {v}")));
+        all.extend(d.weight_sync_backend.map(|v| format!("weight_sync_backend = {}", v.as_str())));
         all.extend(d.encoder.map(|v| format!("encoder = {v}")));
         all.join(", ")
     }
