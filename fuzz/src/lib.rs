@@ -15,13 +15,15 @@ use windlass_core::kernel::Portable;
 use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader, TensorSpec};
 use windlass_core::request::{WeightUpdateRequest, parse_request, parse_request_json};
 use windlass_core::sync_info::WeightSyncInfo;
+use windlass_core::wire::{Frame, HEADER_LEN, Header, Ticket, decode_frame, decode_header};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// What a target does with one input; it panics if something does not hold.
 pub type Target = fn(&[u8]);
 
 /// Every target, by name; `fuzz/corpus/NAME` holds its corpus.
-pub const TARGETS: &[(&str, Target)] = &[("manifest", manifest), ("delta", delta), ("request", request)];
+pub const TARGETS: &[(&str, Target)] =
+    &[("manifest", manifest), ("delta", delta), ("request", request), ("frame", frame)];
 
 /// Enough blocks to see that a cut table is sound; an image may have billions.
 const BLOCKS: u32 = 1000;
@@ -184,7 +186,7 @@ fn check_round_trip(dtype: Dtype, noise: &[u8]) {
     }
 }
 
-/// A weight update request in any of its forms, or sync info.
+/// A weight update request in any of its forms, sync info, or a ticket.
 pub fn request(data: &[u8]) {
     if let Ok(request) = parse_request_json(data) {
         let value = request.to_value();
@@ -196,5 +198,50 @@ pub fn request(data: &[u8]) {
     }
     if let Ok(info) = WeightSyncInfo::from_json(data) {
         assert_eq!(WeightSyncInfo::from_json(info.to_json().as_bytes()).expect("our own JSON"), info);
+    }
+    if let Ok(ticket) = Ticket::from_json(data) {
+        let json = ticket.to_json().expect("a ticket that was read can be written");
+        let again = Ticket::from_json(json.as_bytes()).expect("our own JSON");
+        assert_eq!(again.to_json().ok(), Some(json));
+    }
+}
+
+/// A run of frames.
+pub fn frame(data: &[u8]) {
+    check_frames(data);
+    // As with deltas: set the header's check, so that what it guards is reached.
+    let mut mended = data.to_vec();
+    if let Some(header) = mended.get_mut(..HEADER_LEN) {
+        let check = xxh3_64(&header[..HEADER_LEN - 4]) as u32;
+        header[HEADER_LEN - 4..].copy_from_slice(&check.to_le_bytes());
+        check_frames(&mended);
+    }
+}
+
+fn check_frames(mut bytes: &[u8]) {
+    while let Ok(Some((frame, len))) = decode_frame(bytes) {
+        let Some((this, rest)) = bytes.split_at_checked(len) else {
+            panic!("{len} bytes taken, fewer given")
+        };
+        let header: Header = match &frame {
+            Frame::Message(header, message) => {
+                let again = message.encode(header.stream).expect("what was decoded can be encoded");
+                // Only the minor version may differ, and a refusal's text that was cut to its limit.
+                let (other, taken) = decode_frame(&again).expect("and decoded").expect("whole");
+                let Frame::Message(_, other) = other else { panic!("a message stays one") };
+                assert_eq!((&other, taken), (message, again.len()));
+                *header
+            }
+            Frame::Data(header, body) => {
+                assert_eq!(body.len() + HEADER_LEN, len);
+                *header
+            }
+        };
+        assert_eq!(header.encode(), this[..HEADER_LEN], "a header has one form");
+        assert_eq!(decode_header(&this[..HEADER_LEN]).ok().flatten(), Some(header));
+        for cut in [0, HEADER_LEN - 1, len - 1] {
+            assert!(matches!(decode_frame(&this[..cut]), Ok(None)), "a part of a frame asks for more");
+        }
+        bytes = rest;
     }
 }
