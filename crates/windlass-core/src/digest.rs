@@ -220,9 +220,8 @@ impl SumStep {
             self.group = group;
         }
         let column = (offset % GROUP_BYTES / 4) as usize;
-        for lane in 0..2 {
-            self.inner[lane] =
-                self.inner[lane].wrapping_add(difference.wrapping_mul(LOW[lane][column].into()));
+        for (inner, low) in self.inner.iter_mut().zip(&LOW) {
+            *inner = inner.wrapping_add(difference.wrapping_mul(low[column].into()));
         }
     }
 
