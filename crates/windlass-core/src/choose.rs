@@ -1,14 +1,502 @@
-//! Placeholder.
+//! Which strategy, link and codec fit the facts, and why.
+//!
+//! Owns: the decision, and nothing of its execution. Called by the trainer side before sync info is made, by
+//! `windlass doctor` and by the live page, which show [`Choice::why`] and [`Choice::considered`] as they are.
+//! Must not: look for the facts itself. Somebody else asks the machine whether there is a GPU, a library or a
+//! peer; [`choose`] is a pure function of what they found and of what the configuration demands.
+//!
+//! # How it decides
+//!
+//! The strategies stand in one order of preference ([`Strategy::ALL`]). For each, three questions are asked:
+//!
+//! 1. *Does the configuration rule it out?* Every field of [`Overrides`] that is set narrows the list.
+//! 2. *Is it impossible here?* IPC handles do not open on another GPU, NCCL refuses two ranks on one GPU, a
+//!    collective group cannot gain members, a store needs an address, NIXL needs its library.
+//! 3. *Does it suit?* Possible is not the same as sensible: a store between neighbours, RDMA within one host.
+//!
+//! The first strategy with three good answers is chosen. If overrides leave only strategies that do not suit,
+//! the first possible one of those is chosen, because an override wins; if they leave none that is possible,
+//! the result is an error that says why. So without overrides:
+//!
+//! | facts | strategy | link |
+//! |---|---|---|
+//! | an adapter is trained | `lora` | `file` with a shared path, else `shm` or `tcp` |
+//! | engines on the trainers' GPUs, backend nccl | `packed_cuda_ipc` (`cuda_ipc` if `pack_weights` is false) | `cuda_ipc` |
+//! | engines in another region, a store is given | `store` | `store`, or `file` for a local path |
+//! | a fixed set of engines, backend nccl with GPUs, or gloo | `broadcast` | `collective` |
+//! | engines come and go, RDMA between hosts | `nixl` | `nixl` |
+//! | anything else | `tcp` | `shm` on one host, else `tcp` |
+//!
+//! The codec follows: collectives, IPC and adapters carry whole tensors; the pulling strategies carry deltas
+//! if the peer can decode them and few enough elements change. Context mode saves about three bits a change
+//! and costs the receiver one more pass over the old weights, so it is taken only on a link so slow that the
+//! bits take longer than the pass.
+//!
+//! # Strict
+//!
+//! An option that would have been taken but for something that is *missing* (a GPU, a library, a peer's
+//! capability, the address of a store) is marked [`Considered::blocked`]. With `strict`, a choice that comes
+//! after a blocked option is an error that names the option and what blocks it, because a silent fallback is
+//! how a sync becomes ten times slower without anybody noticing. What the configuration itself ruled out is
+//! not a fallback.
+//!
+//! # Invariants
+//!
+//! 1. The result is a function of the arguments: `choosing_is_deterministic_explained_and_possible`.
+//! 2. No result is impossible under the facts: the same test.
+//! 3. `why` is never empty, and every other strategy appears in `considered` once: the same test.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::error::Kind;
+pub use crate::sync_info::Backend;
 
-/// What can go wrong here.
-#[derive(Debug, thiserror::Error)]
-pub enum ChooseError {}
+mod rules;
+#[cfg(test)]
+mod tests;
+
+macro_rules! names {
+    ($(#[$meta:meta])* $enum:ident { $($(#[$vmeta:meta])* $variant:ident = $name:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum $enum { $($(#[$vmeta])* $variant,)* }
+
+        impl $enum {
+            /// Every value; where one is preferred to another, it comes first.
+            pub const ALL: &'static [$enum] = &[$($enum::$variant,)*];
+
+            /// The name used in configuration, JSON and logs.
+            pub const fn as_str(self) -> &'static str {
+                match self { $($enum::$variant => $name,)* }
+            }
+        }
+
+        impl fmt::Display for $enum {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+
+names! {
+    /// How the two sides meet.
+    Strategy {
+        /// Adapters only: a PEFT directory on a shared path, or the adapter as an image of its own.
+        Lora = "lora",
+        /// Colocated: buckets packed into one arena whose handle lives as long as the run.
+        PackedCudaIpc = "packed_cuda_ipc",
+        /// Colocated: one handle per parameter.
+        CudaIpc = "cuda_ipc",
+        /// Anchors and deltas in a directory or an object store.
+        Store = "store",
+        /// A collective over a fixed group of trainer rank 0 and all engine ranks.
+        Broadcast = "broadcast",
+        /// Engines pull from an agent by RDMA.
+        Nixl = "nixl",
+        /// Engines pull from an agent over TCP, or map its slot on the same host.
+        Tcp = "tcp",
+    }
+}
+
+names! {
+    /// The way the bytes take.
+    Link {
+        /// Shared memory of one host.
+        Shm = "shm",
+        /// TCP streams.
+        Tcp = "tcp",
+        /// CUDA IPC handles.
+        CudaIpc = "cuda_ipc",
+        /// The process group's own transport.
+        Collective = "collective",
+        /// RDMA through NIXL.
+        Nixl = "nixl",
+        /// An object store.
+        Store = "store",
+        /// A file system that both sides see.
+        File = "file",
+    }
+}
+
+names! {
+    /// What the bytes are.
+    Codec {
+        /// Whole tensors.
+        Full = "full",
+        /// What changed, in the mode that decodes without the old weights and composes.
+        DeltaPlain = "delta_plain",
+        /// What changed, in the smaller mode that needs the old weights to decode.
+        DeltaContext = "delta_context",
+    }
+}
+
+names! {
+    /// Who finds what changed.
+    Encoder {
+        /// The agent's threads, from the two slots.
+        Host = "host",
+        /// The trainers' GPUs, against a baseline kept there; only the delta crosses the bus.
+        Gpu = "gpu",
+    }
+}
+
+names! {
+    /// Where the engines run, seen from the trainers.
+    Placement {
+        /// On the trainers' GPUs (`colocate_all`).
+        SameGpu = "same_gpu",
+        /// On the trainers' host, on GPUs of their own or on none.
+        SameHost = "same_host",
+        /// On another host.
+        Remote = "remote",
+    }
+}
+
+names! {
+    /// What serves the model.
+    Engine {
+        /// vLLM with our worker extension.
+        Vllm = "vllm",
+        /// SGLang with our loader.
+        Sglang = "sglang",
+        /// Any engine that is reached by its HTTP interface only.
+        Http = "http",
+        /// Somebody's own engine with our receiver inside.
+        Custom = "custom",
+    }
+}
+
+/// What the engine side can decode, as it said when it registered.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Peer {
+    /// It decodes deltas.
+    pub delta: bool,
+    /// It decodes context mode too, and registered for it.
+    pub context: bool,
+    /// Its codec version; unknown before it registered.
+    pub codec_version: Option<u16>,
+}
+
+/// What was found out about the run and the machines. Defaults to the least: remote, nothing present.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "independent findings, not states of one thing")]
+pub struct Facts {
+    /// Where the engines run.
+    pub placement: Placement,
+    /// The backend that the run uses for its collectives.
+    pub backend: Backend,
+    /// UUIDs of the trainers' GPUs; empty if they have none.
+    pub trainer_gpus: Vec<String>,
+    /// UUIDs of the engines' GPUs; empty if they have none.
+    pub engine_gpus: Vec<String>,
+    /// What kinds of engine there are.
+    pub engines: Vec<Engine>,
+    /// Engines may join and leave during the run.
+    pub elastic: bool,
+    /// The engines are in another region.
+    pub cross_region: bool,
+    /// Address of a store: a URL, or a path on a shared file system.
+    pub store_url: Option<String>,
+    /// The NIXL library can be loaded on both sides.
+    pub nixl_library: bool,
+    /// There is an RDMA device on both sides.
+    pub rdma_device: bool,
+    /// Only an adapter is trained and synced.
+    pub lora: bool,
+    /// A directory that trainers and engines see, for adapters.
+    pub lora_sync_path: Option<String>,
+    /// Bytes of one image.
+    pub model_bytes: Option<u64>,
+    /// Speed of the slowest link to an engine, in bytes per second.
+    pub link_bytes_per_second: Option<u64>,
+    /// Share of elements expected to change per step, 0 to 1.
+    pub change_rate: Option<f64>,
+    /// What the engine side can decode.
+    pub peer: Peer,
+    /// Our codec version.
+    pub codec_version: u16,
+    /// The trainers' GPUs have room for a baseline.
+    pub gpu_baseline_fits: bool,
+}
+
+impl Default for Facts {
+    fn default() -> Facts {
+        Facts {
+            placement: Placement::Remote,
+            backend: Backend::Nccl,
+            trainer_gpus: Vec::new(),
+            engine_gpus: Vec::new(),
+            engines: Vec::new(),
+            elastic: false,
+            cross_region: false,
+            store_url: None,
+            nixl_library: false,
+            rdma_device: false,
+            lora: false,
+            lora_sync_path: None,
+            model_bytes: None,
+            link_bytes_per_second: None,
+            change_rate: None,
+            peer: Peer::default(),
+            codec_version: 1,
+            gpu_baseline_fits: false,
+        }
+    }
+}
+
+/// What the configuration demands; `None` leaves the decision to [`choose`].
+///
+/// In JSON each key may carry the prefix `generator.`, `null` means unset, and an unknown key is an error
+/// that suggests the nearest known one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Map<String, Value>")]
+pub struct Overrides {
+    /// The collective backend, instead of the one among the facts.
+    pub weight_sync_backend: Option<Backend>,
+    /// Whether IPC packs parameters into buckets. True also demands IPC.
+    pub pack_weights: Option<bool>,
+    /// Whether to use CUDA IPC.
+    pub use_cuda_ipc: Option<bool>,
+    /// The strategy.
+    pub strategy: Option<Strategy>,
+    /// The link.
+    pub link: Option<Link>,
+    /// The codec.
+    pub codec: Option<Codec>,
+    /// Who encodes.
+    pub encoder: Option<Encoder>,
+    /// Make a slower fallback an error.
+    pub strict: bool,
+}
+
+impl Overrides {
+    /// The keys that JSON may hold.
+    pub const KEYS: [&'static str; 8] = [
+        "weight_sync_backend",
+        "pack_weights",
+        "use_cuda_ipc",
+        "strategy",
+        "link",
+        "codec",
+        "encoder",
+        "strict",
+    ];
+}
+
+impl TryFrom<Map<String, Value>> for Overrides {
+    type Error = ChooseError;
+
+    fn try_from(map: Map<String, Value>) -> Result<Overrides, ChooseError> {
+        fn read<T: serde::de::DeserializeOwned>(key: &str, value: Value) -> Result<Option<T>, ChooseError> {
+            serde_json::from_value(value)
+                .map_err(|cause| ChooseError::BadValue { key: key.to_owned(), cause: cause.to_string() })
+        }
+        let mut o = Overrides::default();
+        for (key, value) in map {
+            match key.strip_prefix("generator.").unwrap_or(&key) {
+                "weight_sync_backend" => o.weight_sync_backend = read(&key, value)?,
+                "pack_weights" => o.pack_weights = read(&key, value)?,
+                "use_cuda_ipc" => o.use_cuda_ipc = read(&key, value)?,
+                "strategy" => o.strategy = read(&key, value)?,
+                "link" => o.link = read(&key, value)?,
+                "codec" => o.codec = read(&key, value)?,
+                "encoder" => o.encoder = read(&key, value)?,
+                "strict" => o.strict = read(&key, value)?.unwrap_or(false),
+                _ => return Err(ChooseError::unknown_key(&key)),
+            }
+        }
+        Ok(o)
+    }
+}
+
+/// Something that [`choose`] decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Subject {
+    /// A strategy.
+    Strategy(Strategy),
+    /// A link.
+    Link(Link),
+    /// A codec.
+    Codec(Codec),
+    /// An encoder.
+    Encoder(Encoder),
+}
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Subject::Strategy(s) => write!(f, "strategy {s}"),
+            Subject::Link(l) => write!(f, "link {l}"),
+            Subject::Codec(c) => write!(f, "codec {c}"),
+            Subject::Encoder(e) => write!(f, "encoder {e}"),
+        }
+    }
+}
+
+/// An option that was not taken.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Considered {
+    /// The option.
+    pub option: Subject,
+    /// Why it was not taken.
+    pub why_not: String,
+    /// It would have been taken, but something is missing.
+    pub blocked: bool,
+}
+
+/// What to do, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Choice {
+    /// How the sides meet.
+    pub strategy: Strategy,
+    /// The way the bytes take.
+    pub link: Link,
+    /// What the bytes are.
+    pub codec: Codec,
+    /// Who encodes, if anything is encoded.
+    pub encoder: Option<Encoder>,
+    /// The reason, for people.
+    pub why: String,
+    /// What else there was.
+    pub considered: Vec<Considered>,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} over {}, {}: {}", self.strategy, self.link, self.codec, self.why)?;
+        for c in &self.considered {
+            let mark = if c.blocked { " (blocked)" } else { "" };
+            write!(f, "\n  not {}{mark}: {}", c.option, c.why_not)?;
+        }
+        Ok(())
+    }
+}
+
+/// Why there is no choice.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ChooseError {
+    /// An override names something that cannot work here.
+    #[error("{option} was demanded by {by}, but cannot work here: {why}")]
+    Impossible {
+        /// What cannot work.
+        option: Subject,
+        /// The overrides that leave nothing else.
+        by: String,
+        /// What stands in the way, and the remedy.
+        why: String,
+    },
+    /// Two overrides exclude each other.
+    #[error("{by} contradict each other: no strategy satisfies all of them; remove one")]
+    Contradiction {
+        /// The overrides in force.
+        by: String,
+    },
+    /// `strict`, and something faster was not available.
+    #[error("strict: {faster} would be faster than {chosen}, but {blocked_by}")]
+    Fallback {
+        /// What would have been chosen.
+        faster: Subject,
+        /// What it would have fallen back to.
+        chosen: Subject,
+        /// What is missing, and the remedy.
+        blocked_by: String,
+    },
+    /// A number among the facts makes no sense.
+    #[error("fact {name} is {value}, expected {expected}")]
+    BadFact {
+        /// Which.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What was expected.
+        expected: &'static str,
+    },
+    /// A key of the overrides that nobody knows.
+    #[error("unknown override {key:?}; did you mean {suggestion:?}? Known: {}", Overrides::KEYS.join(", "))]
+    UnknownKey {
+        /// The key.
+        key: String,
+        /// The nearest known one.
+        suggestion: &'static str,
+    },
+    /// A known key with a value of the wrong kind.
+    #[error("override {key:?}: {cause}")]
+    BadValue {
+        /// The key.
+        key: String,
+        /// What is wrong with its value.
+        cause: String,
+    },
+}
 
 impl ChooseError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
-        match *self {}
+        match self {
+            ChooseError::Impossible { .. } | ChooseError::Fallback { .. } => Kind::Unsupported,
+            ChooseError::Contradiction { .. }
+            | ChooseError::BadFact { .. }
+            | ChooseError::UnknownKey { .. }
+            | ChooseError::BadValue { .. } => Kind::Invalid,
+        }
+    }
+
+    fn unknown_key(key: &str) -> ChooseError {
+        // A key from outside may be of any length; enough of it is compared and shown.
+        let key: String = key.chars().take(64).collect();
+        let bare = key.strip_prefix("generator.").unwrap_or(&key);
+        let distance = |known: &&&str| strsim::osa_distance(bare, known);
+        let suggestion = Overrides::KEYS.iter().min_by_key(distance).copied().unwrap_or_default();
+        ChooseError::UnknownKey { key, suggestion }
+    }
+}
+
+/// Decides. See the module's documentation for the rules.
+pub fn choose(facts: &Facts, overrides: &Overrides) -> Result<Choice, ChooseError> {
+    if let Some(rate) = facts.change_rate
+        && !(0.0..=1.0).contains(&rate)
+    {
+        let value = rate.to_string();
+        return Err(ChooseError::BadFact { name: "change_rate", value, expected: "a share from 0 to 1" });
+    }
+    rules::decide(facts, overrides)
+}
+
+impl Strategy {
+    /// The links that can serve it.
+    pub const fn links(self) -> &'static [Link] {
+        match self {
+            Strategy::Lora => &[Link::File, Link::Shm, Link::Tcp],
+            Strategy::PackedCudaIpc | Strategy::CudaIpc => &[Link::CudaIpc],
+            Strategy::Store => &[Link::Store, Link::File],
+            Strategy::Broadcast => &[Link::Collective],
+            Strategy::Nixl => &[Link::Nixl],
+            Strategy::Tcp => &[Link::Shm, Link::Tcp],
+        }
+    }
+
+    /// Whether it can carry deltas.
+    pub const fn carries_deltas(self) -> bool {
+        match self {
+            Strategy::Store | Strategy::Nixl | Strategy::Tcp => true,
+            Strategy::Lora | Strategy::PackedCudaIpc | Strategy::CudaIpc | Strategy::Broadcast => false,
+        }
+    }
+
+    const fn is_ipc(self) -> bool {
+        match self {
+            Strategy::PackedCudaIpc | Strategy::CudaIpc => true,
+            Strategy::Lora | Strategy::Store | Strategy::Broadcast | Strategy::Nixl | Strategy::Tcp => false,
+        }
     }
 }

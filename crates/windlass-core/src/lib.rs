@@ -21,6 +21,7 @@
 //! | [`barrier`] | who may load which version when |
 //! | [`choose`] | which strategy, link and codec fit the facts, and why |
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod barrier;
 pub mod choose;

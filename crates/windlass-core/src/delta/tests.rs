@@ -49,7 +49,7 @@ fn changed(bits: &mut Bits, old: &[u8], unit: usize, change: Change) -> Vec<u8> 
     for slot in new.chunks_exact_mut(unit) {
         let value = match change {
             Change::Some(chance) if bits.next() % 1000 >= chance => continue,
-            Change::Some(_) if bits.next() % 10 > 0 => {
+            Change::Some(_) if !bits.next().is_multiple_of(10) => {
                 let step = (bits.next() % 5).wrapping_sub(2);
                 crate::kernel::read_unit(slot).wrapping_add(step)
             }

@@ -6,7 +6,7 @@
 //! begins on a page boundary.
 
 use std::collections::BTreeMap;
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
@@ -111,14 +111,15 @@ impl Manifest {
         }
         let mut json = format!("{{\"__metadata__\":{}", to_json(&metadata));
         for t in self.tensors() {
-            json.push_str(&format!(
+            let _ = write!(
+                json,
                 ",{}:{{\"dtype\":\"{}\",\"shape\":{},\"data_offsets\":[{},{}]}}",
                 to_json(&t.name),
                 t.dtype.safetensors_name(),
                 to_json(&t.shape),
                 t.offset,
                 t.offset + t.bytes
-            ));
+            );
         }
         json.push('}');
         let padded = (8 + json.len() as u64).next_multiple_of(PAGE) - 8;

@@ -2,7 +2,7 @@
 //!
 //! Owns: the order and the offsets of tensors in an image, the safetensors header in front of them
 //! ([`header`]), the cut of every tensor into blocks ([`cut`]), the division of blocks among nodes
-//! ([`part`]), and the [`LayoutHash`] that names the layout. Called by everything that touches weights.
+//! (`part`), and the [`LayoutHash`] that names the layout. Called by everything that touches weights.
 //! Must not: know where the bytes are.
 //!
 //! # Order and offsets

@@ -117,11 +117,11 @@ fn every_fault_of_a_header_has_its_name() {
     refuses!(format!("{{{}}}", t("a", "U8", "[4294967296,4294967296,0]", 0, 0)), 0, E::TooLarge { .. });
     let dims = format!("[{}]", vec!["1"; 65].join(","));
     refuses!(format!("{{{}}}", t("a", "U8", &dims, 0, 1)), 1, E::TooManyDims { rank: 65, .. });
-    refuses!("{\"a\":{}}".to_owned(), 0, E::Json { .. });
-    refuses!("[]".to_owned(), 0, E::Json { .. });
-    refuses!("{".to_owned(), 0, E::Json { .. });
+    refuses!("{\"a\":{}}", 0, E::Json { .. });
+    refuses!("[]", 0, E::Json { .. });
+    refuses!("{", 0, E::Json { .. });
     refuses!(format!("{{{}}}", t("a", "U8", "[-1]", 0, 1)), 1, E::Json { .. });
-    refuses!("{\"__metadata__\":{},\"__metadata__\":{}}".to_owned(), 0, E::Json { .. });
+    refuses!("{\"__metadata__\":{},\"__metadata__\":{}}", 0, E::Json { .. });
     refuses!("[".repeat(100_000), 0, E::Json { .. });
     assert!(matches!(SafetensorsHeader::parse(&[1, 2], 2), Err(E::Truncated { need: 8, have: 2 })));
     assert!(matches!(

@@ -1,0 +1,61 @@
+# The one list of commands. `make` prints it.
+# Needs cargo (the toolchain is pinned in rust-toolchain.toml), Python 3.11 and a C compiler; nothing else is
+# installed, and nothing is written outside this tree but cargo's own cache.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash -euo pipefail
+PYTHON ?= python3
+CARGO ?= cargo
+TARGET ?=
+SECONDS ?= 60
+
+# Scripts leave no bytecode behind.
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help demo test bench lint fmt layers contract testdata fuzz doc clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: ## show the main job on this machine
+	$(CARGO) run --release --locked -p windlass -- demo
+
+test: contract testdata ## all tests: Rust with its doc tests, the contract table, the golden files
+	$(CARGO) test --workspace --locked
+
+bench: ## measure the codec and the digest beside the limits of this machine
+	$(CARGO) run --release --locked -p windlass -- bench codec
+	$(CARGO) run --release --locked -p windlass -- bench digest
+
+lint: layers ## formatting, clippy, layers and documentation; warnings are errors
+	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+
+fmt: ## format all Rust code
+	$(CARGO) fmt --all
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml
+
+layers: ## forbidden dependencies, `unsafe` and `async` outside their places
+	$(PYTHON) scripts/layers.py --self-test
+	$(PYTHON) scripts/layers.py
+
+contract: ## docs/contract.md names tests that exist
+	$(PYTHON) scripts/contract.py --self-test
+	$(PYTHON) scripts/contract.py
+
+testdata: ## the generators in testdata/ make the golden files that are there
+	$(PYTHON) scripts/testdata.py --self-test
+	$(PYTHON) scripts/testdata.py
+
+fuzz: ## fuzz every parser, or TARGET=name, for SECONDS=60 each
+	scripts/fuzz.sh run "$(SECONDS)" $(TARGET)
+
+doc: ## build the API documentation
+	$(CARGO) doc --workspace --no-deps --locked
+	@echo "open target/doc/windlass_core/index.html"
+
+clean: ## remove everything that was built or installed here
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .tools
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

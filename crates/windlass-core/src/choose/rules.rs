@@ -1,0 +1,446 @@
+//! The rules behind [`super::choose`]: what is ruled out, what is impossible, what does not suit.
+
+use super::{
+    Backend, Choice, ChooseError, Codec, Considered, Encoder, Engine, Facts, Link, Overrides, Placement,
+    Strategy, Subject,
+};
+
+/// Why an option is not taken.
+struct Objection {
+    why: String,
+    blocked: bool,
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "every caller answers with an option")]
+fn unsuited(why: impl Into<String>) -> Option<Objection> {
+    Some(Objection { why: why.into(), blocked: false })
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "every caller answers with an option")]
+fn blocked(why: impl Into<String>) -> Option<Objection> {
+    Some(Objection { why: why.into(), blocked: true })
+}
+
+/// The facts and demands together, with what follows directly from them.
+struct Case<'a> {
+    facts: &'a Facts,
+    demands: &'a Overrides,
+    backend: Backend,
+}
+
+/// Asks the questions in order. The facts' numbers have been checked.
+pub(super) fn decide(facts: &Facts, overrides: &Overrides) -> Result<Choice, ChooseError> {
+    let backend = overrides.weight_sync_backend.unwrap_or(facts.backend);
+    let case = Case { facts, demands: overrides, backend };
+    let mut considered = Vec::new();
+    let strategy = case.pick_strategy(&mut considered)?;
+    let link = case.pick_link(strategy)?;
+    let (codec, codec_why) = case.pick_codec(strategy, link, &mut considered)?;
+    let (encoder, encoder_why) = case.pick_encoder(codec, &mut considered)?;
+    let why = [case.praise(strategy, link), codec_why, encoder_why].concat();
+    Ok(Choice { strategy, link, codec, encoder, why, considered })
+}
+
+impl Case<'_> {
+    fn pick_strategy(&self, considered: &mut Vec<Considered>) -> Result<Strategy, ChooseError> {
+        let open: Vec<Strategy> =
+            Strategy::ALL.iter().copied().filter(|s| self.ruled_out(*s).is_none()).collect();
+        let Some(&first) = open.first() else {
+            return Err(ChooseError::Contradiction { by: self.demanded() });
+        };
+        let possible: Vec<Strategy> =
+            open.iter().copied().filter(|s| self.impossible(*s).is_none()).collect();
+        let best = possible.iter().find(|s| self.unsuited(**s).is_none()).or(possible.first());
+        let Some(&chosen) = best else {
+            let reasons = open.iter().filter_map(|s| Some(format!("{s}: {}", self.impossible(*s)?.why)));
+            let why = reasons.collect::<Vec<_>>().join("; ");
+            let option = match (self.demands.strategy, self.demands.link) {
+                (None, Some(link)) => Subject::Link(link),
+                (Some(_), _) | (None, None) => Subject::Strategy(first),
+            };
+            return Err(ChooseError::Impossible { option, by: self.demanded(), why });
+        };
+        for &other in Strategy::ALL.iter().filter(|s| **s != chosen) {
+            let not_needed = || Objection { why: format!("{chosen} comes first"), blocked: false };
+            let objection = self
+                .ruled_out(other)
+                .or_else(|| self.impossible(other))
+                .or_else(|| self.unsuited(other))
+                .unwrap_or_else(not_needed);
+            // A blocked option counts as a fallback only if it stands before what was chosen.
+            let blocked = objection.blocked && other < chosen;
+            let faster = Subject::Strategy(other);
+            self.note(considered, faster, Subject::Strategy(chosen), Objection { blocked, ..objection })?;
+        }
+        Ok(chosen)
+    }
+
+    /// Records why an option was not taken; in strict mode, a blocked one is an error.
+    fn note(
+        &self,
+        considered: &mut Vec<Considered>,
+        option: Subject,
+        chosen: Subject,
+        objection: Objection,
+    ) -> Result<(), ChooseError> {
+        if self.demands.strict && objection.blocked {
+            return Err(ChooseError::Fallback { faster: option, chosen, blocked_by: objection.why });
+        }
+        considered.push(Considered { option, why_not: objection.why, blocked: objection.blocked });
+        Ok(())
+    }
+
+    /// The overrides in force, for messages.
+    fn demanded(&self) -> String {
+        let d = self.demands;
+        let mut all = Vec::new();
+        all.extend(d.strategy.map(|v| format!("strategy = {v}")));
+        all.extend(d.link.map(|v| format!("link = {v}")));
+        all.extend(d.codec.map(|v| format!("codec = {v}")));
+        all.extend(d.use_cuda_ipc.map(|v| format!("use_cuda_ipc = {v}")));
+        all.extend(d.pack_weights.map(|v| format!("pack_weights = {v}")));
+        all.extend(d.weight_sync_backend.map(|v| format!("weight_sync_backend = {}", v.as_str())));
+        all.extend(d.encoder.map(|v| format!("encoder = {v}")));
+        all.join(", ")
+    }
+
+    fn ruled_out(&self, s: Strategy) -> Option<Objection> {
+        let d = self.demands;
+        if let Some(v) = d.strategy
+            && v != s
+        {
+            return unsuited(format!("strategy = {v} is configured"));
+        }
+        // What the other overrides say is about syncing a whole model; an adapter must not turn into one.
+        if self.facts.lora && d.strategy.is_none() {
+            let lora = s == Strategy::Lora;
+            let why = "only the adapter changes, and this would send the base weights again";
+            return if lora { None } else { unsuited(why) };
+        }
+        if let Some(v) = d.link
+            && !s.links().contains(&v)
+        {
+            return unsuited(format!("link = {v} is configured"));
+        }
+        if let Some(v) = d.codec
+            && v != Codec::Full
+            && !s.carries_deltas()
+        {
+            return unsuited(format!("codec = {v} is configured, and {s} carries whole tensors"));
+        }
+        if let Some(v) = d.encoder
+            && !s.carries_deltas()
+        {
+            return unsuited(format!("encoder = {v} is configured, and {s} carries whole tensors"));
+        }
+        if let Some(v) = d.use_cuda_ipc
+            && v != s.is_ipc()
+        {
+            return unsuited(format!("use_cuda_ipc = {v} is configured"));
+        }
+        match (d.pack_weights, s) {
+            (Some(true), s) if s != Strategy::PackedCudaIpc => {
+                unsuited("pack_weights = true is configured, and only packed_cuda_ipc packs")
+            }
+            (Some(false), Strategy::PackedCudaIpc) => unsuited("pack_weights = false is configured"),
+            _ => None,
+        }
+    }
+
+    fn impossible(&self, s: Strategy) -> Option<Objection> {
+        let f = self.facts;
+        match s {
+            Strategy::PackedCudaIpc | Strategy::CudaIpc => self.ipc_impossible(),
+            Strategy::Broadcast => self.broadcast_impossible(),
+            Strategy::Lora if !f.lora => unsuited("no adapter is trained; the whole model has to be synced"),
+            Strategy::Store if f.store_url.is_none() => {
+                let why = "no store_url is given; set it to a bucket or to a path that both sides see";
+                Some(Objection { why: why.into(), blocked: f.cross_region })
+            }
+            Strategy::Nixl if !f.nixl_library => {
+                let why = "the NIXL library cannot be loaded on both sides; install the nixl package";
+                // Only an RDMA device that lies idle is a loss.
+                Some(Objection { why: why.into(), blocked: self.unsuited(s).is_none() })
+            }
+            Strategy::Lora | Strategy::Store | Strategy::Nixl | Strategy::Tcp => None,
+        }
+    }
+
+    fn ipc_impossible(&self) -> Option<Objection> {
+        let f = self.facts;
+        match f.placement {
+            Placement::Remote => {
+                return unsuited(
+                    "the engines run on another host, and IPC handles open only on their own GPU",
+                );
+            }
+            Placement::SameHost => {
+                return unsuited("the engines do not share the trainers' GPUs; colocate them to use IPC");
+            }
+            Placement::SameGpu => {}
+        }
+        // The run is colocated, so whatever stands in the way now is a loss.
+        if f.trainer_gpus.is_empty() || f.engine_gpus.is_empty() {
+            let side = if f.trainer_gpus.is_empty() { "trainers" } else { "engines" };
+            return blocked(format!("no GPU was found at the {side}; check that CUDA is visible there"));
+        }
+        if let Some(uuid) = f.engine_gpus.iter().find(|u| !f.trainer_gpus.contains(u)) {
+            return blocked(format!(
+                "no trainer rank holds the engine's GPU {uuid}, so nobody can export a handle for it; \
+                 check CUDA_VISIBLE_DEVICES and the placement group"
+            ));
+        }
+        if f.engines.contains(&Engine::Http) {
+            return blocked(
+                "an engine is reached by HTTP only and cannot open IPC handles; install the worker extension",
+            );
+        }
+        None
+    }
+
+    fn broadcast_impossible(&self) -> Option<Objection> {
+        let f = self.facts;
+        if f.elastic {
+            return unsuited("engines may join and leave, and a collective group cannot change its members");
+        }
+        match self.backend {
+            Backend::Nccl if f.trainer_gpus.is_empty() || f.engine_gpus.is_empty() => {
+                unsuited("nccl needs a GPU on both sides; set weight_sync_backend to gloo")
+            }
+            Backend::Nccl if f.engine_gpus.iter().any(|u| f.trainer_gpus.contains(u)) => unsuited(
+                "nccl refuses two ranks on one GPU, and trainers and engines share one; use IPC or gloo",
+            ),
+            Backend::Nccl | Backend::Gloo => None,
+        }
+    }
+
+    fn unsuited(&self, s: Strategy) -> Option<Objection> {
+        let f = self.facts;
+        match s {
+            Strategy::PackedCudaIpc | Strategy::CudaIpc if self.backend == Backend::Gloo => {
+                match self.demands.weight_sync_backend {
+                    Some(_) => unsuited("weight_sync_backend = gloo is configured"),
+                    None => blocked("the backend is gloo; set weight_sync_backend to nccl to use IPC"),
+                }
+            }
+            Strategy::CudaIpc if self.demands.pack_weights != Some(false) => {
+                unsuited("packed buckets open one handle per run instead of one per parameter")
+            }
+            Strategy::Store if !f.cross_region => {
+                unsuited("the engines are in the same region and can be reached directly, which is faster")
+            }
+            Strategy::Broadcast if f.cross_region => {
+                unsuited("across regions a collective runs at the pace of the slowest link, for every rank")
+            }
+            Strategy::Nixl if f.placement != Placement::Remote => {
+                unsuited("on one host shared memory needs no copy at all")
+            }
+            Strategy::Nixl if !f.rdma_device || f.cross_region => {
+                unsuited("there is no RDMA between the hosts, and without it NIXL is TCP with more parts")
+            }
+            Strategy::Lora
+            | Strategy::PackedCudaIpc
+            | Strategy::CudaIpc
+            | Strategy::Store
+            | Strategy::Broadcast
+            | Strategy::Nixl
+            | Strategy::Tcp => None,
+        }
+    }
+
+    fn pick_link(&self, s: Strategy) -> Result<Link, ChooseError> {
+        let f = self.facts;
+        let local = f.placement != Placement::Remote;
+        let near = if local { Link::Shm } else { Link::Tcp };
+        let fitting = match s {
+            Strategy::Lora if f.lora_sync_path.is_some() => Link::File,
+            Strategy::Lora | Strategy::Tcp => near,
+            Strategy::PackedCudaIpc | Strategy::CudaIpc => Link::CudaIpc,
+            Strategy::Store if self.store_is_path() => Link::File,
+            Strategy::Store => Link::Store,
+            Strategy::Broadcast => Link::Collective,
+            Strategy::Nixl => Link::Nixl,
+        };
+        let Some(link) = self.demands.link else { return Ok(fitting) };
+        let why = match (s, link) {
+            (Strategy::Lora, link) if !s.links().contains(&link) => "adapters travel by file, shm or tcp",
+            (_, Link::Shm) if !local => {
+                "the engines run on another host and share no memory with the trainers"
+            }
+            (Strategy::Lora, Link::File) if f.lora_sync_path.is_none() => {
+                "no lora_sync_path is given; set it to a directory that both sides see"
+            }
+            (Strategy::Store, Link::File) if !self.store_is_path() => {
+                "store_url is an object store, not a path; use link = store"
+            }
+            (Strategy::Store, Link::Store) if self.store_is_path() => {
+                "store_url is a path, not an object store; use link = file"
+            }
+            _ => return Ok(link),
+        };
+        Err(ChooseError::Impossible { option: Subject::Link(link), by: self.demanded(), why: why.to_owned() })
+    }
+
+    fn store_is_path(&self) -> bool {
+        let path = |url: &String| url.starts_with("file:") || !url.contains("://");
+        self.facts.store_url.as_ref().is_some_and(path)
+    }
+
+    /// Why a delta cannot be decoded at the other side.
+    fn delta_impossible(&self, codec: Codec) -> Option<String> {
+        let f = self.facts;
+        if !f.peer.delta {
+            return Some("the engine side does not decode deltas; update windlass there".into());
+        }
+        if let Some(theirs) = f.peer.codec_version
+            && theirs != f.codec_version
+        {
+            return Some(format!(
+                "the engine side speaks codec version {theirs}, we speak {}; update the older one",
+                f.codec_version
+            ));
+        }
+        if codec == Codec::DeltaContext && !f.peer.context {
+            return Some("the engine side did not register for context mode; enable it there".into());
+        }
+        None
+    }
+
+    fn pick_codec(
+        &self,
+        s: Strategy,
+        link: Link,
+        considered: &mut Vec<Considered>,
+    ) -> Result<(Codec, String), ChooseError> {
+        if let Some(codec) = self.demands.codec {
+            let objection = match codec {
+                Codec::Full => None,
+                // Other strategies without deltas were ruled out before.
+                Codec::DeltaPlain | Codec::DeltaContext if !s.carries_deltas() => {
+                    Some("an adapter is small and travels whole".to_owned())
+                }
+                Codec::DeltaPlain | Codec::DeltaContext => self.delta_impossible(codec),
+            };
+            if let Some(why) = objection {
+                let by = self.demanded();
+                return Err(ChooseError::Impossible { option: Subject::Codec(codec), by, why });
+            }
+            return Ok((codec, format!("; codec {codec} is configured")));
+        }
+        if !s.carries_deltas() {
+            return Ok((Codec::Full, "; it carries whole tensors".into()));
+        }
+        let rate = self.facts.change_rate.unwrap_or(USUAL_CHANGE_RATE);
+        let percent = rate * 100.0;
+        let (delta, full) = (Subject::Codec(Codec::DeltaPlain), Subject::Codec(Codec::Full));
+        if rate >= DENSE_CHANGE_RATE {
+            let why = format!("{percent:.0} % of the elements change, so a delta would not be smaller");
+            self.note(considered, delta, full, Objection { why, blocked: false })?;
+            return Ok((Codec::Full, format!("; whole tensors, as {percent:.0} % of them change")));
+        }
+        if let Some(why) = self.delta_impossible(Codec::DeltaPlain) {
+            self.note(considered, delta, full, Objection { why, blocked: true })?;
+            return Ok((Codec::Full, "; whole tensors, as deltas cannot be decoded".into()));
+        }
+        let context = Subject::Codec(Codec::DeltaContext);
+        let objection = if !self.context_pays(link, rate) {
+            Objection {
+                why: "another pass over the old weights would take longer than the bits it saves".into(),
+                blocked: false,
+            }
+        } else if let Some(why) = self.delta_impossible(Codec::DeltaContext) {
+            Objection { why, blocked: true }
+        } else {
+            let why = "; deltas in context mode, as the link is slower than a pass over the old weights";
+            return Ok((Codec::DeltaContext, why.into()));
+        };
+        self.note(considered, context, delta, objection)?;
+        let image = self.facts.model_bytes.map_or(String::new(), |b| {
+            format!(" (about {:.0} MB of {:.0} MB)", delta_bytes(b, rate) / 1e6, b as f64 / 1e6)
+        });
+        Ok((Codec::DeltaPlain, format!("; deltas, as about {percent:.2} % changes per step{image}")))
+    }
+
+    fn context_pays(&self, link: Link, rate: f64) -> bool {
+        let wire = link != Link::Shm && link != Link::File;
+        let saved_per_image_byte = rate * CONTEXT_SAVES_BITS / 16.0;
+        let speed = self.facts.link_bytes_per_second;
+        wire && speed.is_some_and(|v| saved_per_image_byte * PASS_BYTES_PER_SECOND > v as f64)
+    }
+
+    fn pick_encoder(
+        &self,
+        codec: Codec,
+        considered: &mut Vec<Considered>,
+    ) -> Result<(Option<Encoder>, String), ChooseError> {
+        let demanded = self.demands.encoder;
+        let impossible = |encoder, why: String| {
+            Err(ChooseError::Impossible { option: Subject::Encoder(encoder), by: self.demanded(), why })
+        };
+        if codec == Codec::Full {
+            return match demanded {
+                Some(e) => impossible(e, "whole tensors are sent, so nothing is encoded".into()),
+                None => Ok((None, String::new())),
+            };
+        }
+        let objection = if self.facts.trainer_gpus.is_empty() {
+            Some("no GPU was found at the trainers")
+        } else if !self.facts.gpu_baseline_fits {
+            Some("the trainers' GPUs have no room for a baseline")
+        } else {
+            None
+        };
+        match (demanded, objection) {
+            (Some(Encoder::Gpu), Some(why)) => impossible(Encoder::Gpu, why.into()),
+            (Some(Encoder::Gpu) | None, None) => {
+                Ok((Some(Encoder::Gpu), ", found on the GPU so that only they cross the bus".into()))
+            }
+            (Some(Encoder::Host), _) => Ok((Some(Encoder::Host), String::new())),
+            (None, Some(why)) => {
+                let (gpu, host) = (Subject::Encoder(Encoder::Gpu), Subject::Encoder(Encoder::Host));
+                self.note(considered, gpu, host, Objection { why: why.into(), blocked: false })?;
+                Ok((Some(Encoder::Host), String::new()))
+            }
+        }
+    }
+
+    /// What speaks for a strategy.
+    fn praise(&self, s: Strategy, link: Link) -> String {
+        let reason = match (s, link) {
+            (Strategy::Lora, Link::File) => "only an adapter is trained, and both sides see its directory",
+            (Strategy::Lora, _) => "only an adapter is trained, and it travels as an image of its own",
+            (Strategy::PackedCudaIpc, _) => "the engines share the trainers' GPUs: one arena, one handle",
+            (Strategy::CudaIpc, _) => "the engines share the trainers' GPUs: one handle per parameter",
+            (Strategy::Store, _) => "a store is given: each region reads at its own pace",
+            (Strategy::Broadcast, _) => match self.backend {
+                Backend::Nccl => "the set of engines is fixed: one nccl group for the run",
+                Backend::Gloo => "the set of engines is fixed: one gloo group for the run",
+            },
+            (Strategy::Nixl, _) => "engines pull by RDMA when they like, and may come and go",
+            (Strategy::Tcp, Link::Shm) => {
+                "engines on this host map the trainer's memory, and may come and go"
+            }
+            (Strategy::Tcp, _) => "engines pull over TCP when they like, and may come and go",
+        };
+        match self.demanded() {
+            demanded if demanded.is_empty() => reason.to_owned(),
+            demanded => format!("{reason} (configured: {demanded})"),
+        }
+    }
+}
+
+/// Share of elements that usually changes per step, where nobody says better.
+const USUAL_CHANGE_RATE: f64 = 0.01;
+/// From here on a delta is no smaller than the image.
+const DENSE_CHANGE_RATE: f64 = 0.5;
+/// Bits per change of plain mode, on 16-bit elements.
+const PLAIN_BITS: f64 = 11.0;
+/// Bits per change that context mode saves.
+const CONTEXT_SAVES_BITS: f64 = 3.0;
+/// Speed of the receiver's extra pass over the old weights: a cautious figure for two cores.
+const PASS_BYTES_PER_SECOND: f64 = 6e9;
+
+/// Expected size of a plain delta of 16-bit elements.
+fn delta_bytes(image: u64, rate: f64) -> f64 {
+    image as f64 * rate * PLAIN_BITS / 16.0
+}
