@@ -45,7 +45,7 @@ def state_sum(tensors: list[bytes]) -> list[int]:
 
 
 def text(total: list[int]) -> str:
-    return "".join(f"{t:016x}" for t in total)
+    return b"".join(t.to_bytes(8, "little") for t in total).hex()
 
 
 def main() -> None:

@@ -44,8 +44,12 @@
 //! different sums is always seen in the sums. The keys are public constants: this defends against accidents;
 //! against people there are tokens and TLS.
 
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::hex::{self, Hex};
 use crate::identity::{LayoutHash, StateDigest};
 use crate::kernel::Kernels;
 use crate::manifest::{Block, Manifest};
@@ -135,6 +139,26 @@ impl BlockSum {
 
     fn times(self, keys: [u64; 2]) -> BlockSum {
         BlockSum([self.0[0].wrapping_mul(keys[0]), self.0[1].wrapping_mul(keys[1])])
+    }
+}
+
+/// The text and JSON form: its sixteen bytes in hexadecimal.
+impl fmt::Display for BlockSum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Hex(&self.to_bytes()).fmt(f)
+    }
+}
+
+impl Serialize for BlockSum {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockSum {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<BlockSum, D::Error> {
+        let bytes = hex::parse(&String::deserialize(d)?).map(BlockSum::from_bytes);
+        bytes.ok_or_else(|| serde::de::Error::custom("a block sum is 32 hexadecimal digits"))
     }
 }
 

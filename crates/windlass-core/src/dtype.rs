@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::Kind;
+use crate::error::{Kind, excerpt};
 
 /// A dtype that no spelling we know stands for.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -139,8 +139,7 @@ impl FromStr for Dtype {
             "int" => Dtype::I32,
             "long" => Dtype::I64,
             "cfloat" => Dtype::C64,
-            // A spelling from outside may be of any length; the message shows enough of it.
-            _ => return Err(DtypeError::Unknown(s.chars().take(64).collect())),
+            _ => return Err(DtypeError::Unknown(excerpt(s))),
         })
     }
 }
@@ -182,7 +181,7 @@ mod tests {
     fn unknown_spellings_are_named() {
         assert_eq!("bf17".parse::<Dtype>(), Err(DtypeError::Unknown("bf17".into())));
         assert!("torch.".parse::<Dtype>().is_err());
-        assert!(matches!("x".repeat(10_000).parse::<Dtype>(), Err(DtypeError::Unknown(s)) if s.len() == 64));
+        assert!(matches!("x".repeat(10_000).parse::<Dtype>(), Err(DtypeError::Unknown(s)) if s.len() == 80));
     }
 
     #[test]

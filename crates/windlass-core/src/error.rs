@@ -165,6 +165,9 @@ pub enum Error {
     /// See [`crate::identity::IdentityError`].
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
+    /// See [`crate::address::AddressError`].
+    #[error(transparent)]
+    Address(#[from] crate::address::AddressError),
     /// See [`crate::ranges::RangesError`].
     #[error(transparent)]
     Ranges(#[from] crate::ranges::RangesError),
@@ -200,6 +203,7 @@ impl Error {
         match self {
             Error::Dtype(e) => e.kind(),
             Error::Identity(e) => e.kind(),
+            Error::Address(e) => e.kind(),
             Error::Ranges(e) => e.kind(),
             Error::Manifest(e) => e.kind(),
             Error::Chunk(e) => e.kind(),
@@ -211,6 +215,11 @@ impl Error {
             Error::Choose(e) => e.kind(),
         }
     }
+}
+
+/// The first characters of a text from outside, for messages.
+pub(crate) fn excerpt(text: &str) -> String {
+    text.chars().take(80).collect()
 }
 
 #[cfg(test)]

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::error::Kind;
+use crate::error::{Kind, excerpt};
+use crate::hex::hex_bytes;
 
 /// A malformed identity.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -44,7 +45,7 @@ impl ModelId {
         let ok = (1..=Self::MAX_LEN).contains(&id.len())
             && !id.starts_with('.')
             && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'));
-        if ok { Ok(ModelId(id)) } else { Err(IdentityError::ModelId(id.chars().take(140).collect())) }
+        if ok { Ok(ModelId(id)) } else { Err(IdentityError::ModelId(excerpt(&id))) }
     }
 
     /// The id as text.
@@ -107,40 +108,7 @@ impl fmt::Display for Identity {
 
 macro_rules! hash128 {
     ($name:ident, $doc:literal) => {
-        #[doc = $doc]
-        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name(pub [u8; 16]);
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{}({self})", stringify!($name))
-            }
-        }
-
-        impl FromStr for $name {
-            type Err = IdentityError;
-            fn from_str(s: &str) -> Result<$name, IdentityError> {
-                parse_hash(s).map($name).ok_or_else(|| IdentityError::Hash(s.chars().take(40).collect()))
-            }
-        }
-
-        impl Serialize for $name {
-            fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-                s.collect_str(self)
-            }
-        }
-
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<$name, D::Error> {
-                String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
-            }
-        }
+        hex_bytes!($name, 16, IdentityError, |text| IdentityError::Hash(excerpt(text)), $doc);
     };
 }
 
@@ -150,16 +118,6 @@ hash128!(
 );
 hash128!(CutsHash, "Names a cut table: how the tensors of a layout are cut into blocks.");
 hash128!(StateDigest, "Names a state: a function of the layout and the bytes, and of nothing else.");
-
-fn parse_hash(s: &str) -> Option<[u8; 16]> {
-    let s: &[u8; 32] = s.as_bytes().try_into().ok()?;
-    let digit = |b: u8| (b as char).to_digit(16).map(|d| d as u8);
-    let mut out = [0; 16];
-    for (o, pair) in out.iter_mut().zip(s.chunks_exact(2)) {
-        *o = digit(pair[0])? << 4 | digit(pair[1])?;
-    }
-    Some(out)
-}
 
 #[cfg(test)]
 mod tests {

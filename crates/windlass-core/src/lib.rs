@@ -9,6 +9,7 @@
 //! | [`error`] | kinds of failure and what each means to Python, HTTP and the shell |
 //! | [`dtype`] | element types and their spellings |
 //! | [`identity`] | (model, incarnation, version) and the hashes that name layouts and states |
+//! | [`address`] | hosts, endpoints, store URLs and tokens, as checked text |
 //! | [`ranges`] | sets of blocks |
 //! | [`manifest`] | the ordered tensors of an image, its safetensors header, cuts into blocks, parts |
 //! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
@@ -23,6 +24,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
+pub mod address;
 pub mod barrier;
 pub mod choose;
 pub mod chunk;
@@ -30,6 +32,7 @@ pub mod delta;
 pub mod digest;
 pub mod dtype;
 pub mod error;
+mod hex;
 pub mod identity;
 pub mod kernel;
 pub mod manifest;

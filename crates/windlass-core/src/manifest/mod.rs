@@ -35,7 +35,7 @@ pub use cut::{BLOCK_UNITS, Block, CutTable, DimCut};
 pub use header::{HeaderTensor, SafetensorsHeader};
 
 use crate::dtype::Dtype;
-use crate::error::Kind;
+use crate::error::{Kind, excerpt};
 use crate::identity::{CutsHash, LayoutHash};
 
 /// The most tensors a manifest may hold. The largest open models of today have about 150,000.
@@ -355,7 +355,7 @@ fn check_name(name: &str) -> Result<(), ManifestError> {
         return Err(ManifestError::ReservedName);
     }
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
-        return Err(ManifestError::BadName { name: name.chars().take(80).collect() });
+        return Err(ManifestError::BadName { name: excerpt(name) });
     }
     Ok(())
 }
@@ -566,7 +566,7 @@ fn not_canonical<T: PartialEq + ToString>(
 }
 
 fn parse_dtype(name: &str, dtype: &str) -> Result<Dtype, ManifestError> {
-    dtype.parse().map_err(|source| ManifestError::Dtype { name: name.chars().take(80).collect(), source })
+    dtype.parse().map_err(|source| ManifestError::Dtype { name: excerpt(name), source })
 }
 
 /// Alignment of a tensor's first byte. Complex elements are aligned as a pair.

@@ -1,10 +1,10 @@
 //! Why a request is refused.
 
+use crate::address::AddressError;
 use crate::chunk::ExtentError;
 use crate::dtype::{Dtype, DtypeError};
 use crate::error::Kind;
 use crate::identity::IdentityError;
-use crate::sync_info::AddressError;
 
 use super::{FieldError, HandleKind, LORA_DISK_LOAD, MAX_HANDLE_BYTES, MAX_JSON_BYTES, MAX_PARAMETERS};
 

@@ -7,7 +7,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::error::Kind;
+use crate::error::{Kind, excerpt};
 
 /// A field that is missing, unknown or of the wrong type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,11 +60,6 @@ impl FieldError {
             FieldError::Type { .. } => "wrong_type",
         }
     }
-}
-
-/// The first characters of a text from outside, for messages.
-pub(crate) fn excerpt(text: &str) -> String {
-    text.chars().take(80).collect()
 }
 
 /// What a JSON value is, in words.

@@ -12,8 +12,9 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
 
 use super::fields::{object, type_of};
-use super::{Fields, MAX_HANDLE_BYTES, Parameters, RequestError, excerpt};
+use super::{Fields, MAX_HANDLE_BYTES, Parameters, RequestError};
 use crate::dtype::Dtype;
+use crate::error::excerpt;
 
 /// The UUID of a physical GPU: the same in every process, whatever `CUDA_VISIBLE_DEVICES` says.
 ///

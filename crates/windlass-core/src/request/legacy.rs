@@ -9,8 +9,9 @@ use super::parameters::check_lengths;
 use super::{
     BroadcastWeightUpdateRequest, CudaIpcWeightUpdateRequest, Fields, LORA_DISK_LOAD,
     LoraDiskWeightUpdateRequest, MAX_JSON_BYTES, PackedCudaIpcWeightUpdateRequest, Parameters, RequestError,
-    WeightUpdateRequest, excerpt, packed_layout,
+    WeightUpdateRequest, packed_layout,
 };
+use crate::error::excerpt;
 
 /// Reads a request in its plain form or as one of the four legacy dictionaries.
 pub fn parse_request(value: &Value) -> Result<WeightUpdateRequest, RequestError> {

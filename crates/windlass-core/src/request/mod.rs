@@ -66,12 +66,13 @@ pub use ipc::{GpuUuid, HandleKind, IpcHandle, IpcHandles, PackedTensor, packed_l
 pub use legacy::{parse_request, parse_request_json};
 pub use parameters::Parameters;
 
-pub(crate) use fields::{Fields, excerpt, tag};
+pub(crate) use fields::{Fields, tag};
 
 use serde_json::{Map, Value, json};
 
+use crate::address::{Endpoint, StoreUrl};
+use crate::error::excerpt;
 use crate::identity::{Identity, Incarnation, ModelId};
-use crate::sync_info::{Endpoint, StoreUrl};
 use ipc::{check_cover, check_layout, read_handles, write_handles};
 use parameters::check_lengths;
 

@@ -4,9 +4,10 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value, json};
 
-use super::{Fields, LORA_DISK_LOAD, MAX_PARAMETERS, RequestError, excerpt};
+use super::{Fields, LORA_DISK_LOAD, MAX_PARAMETERS, RequestError};
 use crate::chunk::{Extent, WeightChunk};
 use crate::dtype::Dtype;
+use crate::error::excerpt;
 
 /// Names, dtypes and shapes, one entry per parameter in each; no name twice, none empty, every size known.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -27,9 +27,7 @@
 //! engine 0 has offset 1 and each engine's offset is its predecessor's plus the predecessor's ranks. A rank
 //! inside an engine is rank `local + offset` of the group.
 
-mod address;
-
-pub use address::{AddressError, Endpoint, Host, StoreUrl, Token};
+pub use crate::address::{AddressError, Endpoint, Host, StoreUrl, Token};
 
 use std::collections::HashSet;
 use std::str::FromStr;
@@ -37,9 +35,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::error::Kind;
+use crate::error::{Kind, excerpt};
 use crate::identity::{IdentityError, Incarnation, ModelId};
-use crate::request::{FieldError, Fields, excerpt, tag};
+use crate::request::{FieldError, Fields, tag};
 
 /// The largest JSON text of a sync info.
 pub const MAX_JSON_BYTES: usize = 1 << 20;

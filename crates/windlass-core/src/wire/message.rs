@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::bytes::{BlockSum, Mac, Nonce, TicketId};
+use super::bytes::{Mac, Nonce, TicketId};
 use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId, decode_header};
 use super::{Extent, MAX_MESSAGE, SourceId, WireError};
+use crate::digest::BlockSum;
 use crate::error::Kind;
 use crate::identity::{Identity, Incarnation, ModelId, StateDigest};
 
@@ -302,7 +303,7 @@ impl Message {
                 Check::BlockSums(sums) => {
                     out.extend([1, 0, 0, 0]);
                     out.extend((sums.len() as u32).to_le_bytes());
-                    out.extend(sums.iter().flat_map(|sum| sum.0));
+                    out.extend(sums.iter().flat_map(|sum| sum.to_bytes()));
                 }
             },
             Message::Ack { verdict, .. } => {
@@ -456,7 +457,7 @@ impl<'a> Body<'a> {
                     return Err(WireError::SumCount { count, bytes: self.rest.len() });
                 }
                 self.rest = odd;
-                Ok(Check::BlockSums(sums.iter().map(|s| BlockSum(*s)).collect()))
+                Ok(Check::BlockSums(sums.iter().map(|s| BlockSum::from_bytes(*s)).collect()))
             }
             tag => Err(self.code("check", tag)),
         }

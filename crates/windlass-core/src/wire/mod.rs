@@ -196,7 +196,6 @@
 mod admission;
 mod bytes;
 mod claims;
-mod endpoint;
 mod error;
 mod frame;
 mod handshake;
@@ -211,10 +210,10 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
+pub use crate::address::HostPort as Endpoint;
 pub use admission::Admission;
-pub use bytes::{BlockSum, Mac, Nonce, TicketId, TicketKey};
+pub use bytes::{Mac, Nonce, TicketId, TicketKey};
 pub use claims::{ClaimPolicy, Claims, Failure, Grant, Outcome, Progress};
-pub use endpoint::Endpoint;
 pub use error::WireError;
 pub use frame::{FrameKind, HEADER_LEN, Header, MAGIC, ProtocolVersion, StreamId, decode_header};
 pub use handshake::{Challenged, Dial, Greeted, HelloSent, ProofSent, Proved, Receiver, Sender, refuse};

@@ -10,8 +10,8 @@ use std::ops::Deref;
 
 use serde::{Deserialize, Serialize};
 
+use super::Endpoint;
 use super::bytes::{TicketId, TicketKey};
-use super::endpoint::Endpoint;
 use super::frame::ProtocolVersion;
 use super::message::Completion;
 use super::versions::BlockVersions;
@@ -60,17 +60,6 @@ pub enum TicketError {
         ours: u8,
         /// What the ticket is for.
         theirs: u8,
-    },
-    /// An endpoint nobody can connect to.
-    #[error(
-        "{text:?} is not an endpoint to connect to ({why}): expected HOST:PORT with a host name, an IPv4 \
-         address or an IPv6 address in brackets; set `advertise_host` on the sender"
-    )]
-    Endpoint {
-        /// The text, cut.
-        text: String,
-        /// What is wrong with it.
-        why: &'static str,
     },
     /// No sources, or too many.
     #[error("a ticket has 1 to {max} sources, this one {count}")]
@@ -241,7 +230,6 @@ impl TicketError {
         match self {
             TicketError::Json(_)
             | TicketError::Hex { .. }
-            | TicketError::Endpoint { .. }
             | TicketError::SourceTwice { .. }
             | TicketError::NothingWanted
             | TicketError::VersionRun { .. }

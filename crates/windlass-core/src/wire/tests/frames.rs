@@ -2,6 +2,7 @@ use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::*;
+use crate::digest::BlockSum;
 use crate::error::Kind;
 use crate::identity::{Identity, Incarnation, ModelId, StateDigest};
 
@@ -40,7 +41,8 @@ fn any_message() -> impl Strategy<Value = Message> {
     let stage = proptest::sample::select(Stage::ALL.to_vec());
     let check = prop_oneof![
         any::<u64>().prop_map(Check::Xxh3),
-        proptest::collection::vec(any::<[u8; 16]>().prop_map(BlockSum), 1..40).prop_map(Check::BlockSums),
+        proptest::collection::vec(any::<[u8; 16]>().prop_map(BlockSum::from_bytes), 1..40)
+            .prop_map(Check::BlockSums),
     ];
     let verdict =
         prop_oneof![Just(Verdict::Good), Just(Verdict::BadStripe), any::<u32>().prop_map(Verdict::BadBlock)];
@@ -244,7 +246,7 @@ fn long_texts_are_cut_between_characters_and_long_lists_refused() {
 
     let end = |n: u32| Message::StripeEnd {
         stripe: 0,
-        check: Check::BlockSums(vec![BlockSum([0; 16]); n as usize]),
+        check: Check::BlockSums(vec![BlockSum::default(); n as usize]),
     };
     assert!(end(MAX_BLOCKS_PER_STRIPE).encode(STREAM).is_ok());
     let error = end(MAX_BLOCKS_PER_STRIPE + 1).encode(STREAM).unwrap_err();

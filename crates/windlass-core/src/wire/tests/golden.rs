@@ -5,16 +5,12 @@ use serde_json::Value;
 
 use super::super::*;
 use super::split;
+use crate::hex::unhex;
 
 const FRAMES: &str = include_str!("../../../../../testdata/wire/frames.json");
 const HANDSHAKE: &str = include_str!("../../../../../testdata/wire/handshake.json");
 const TICKET_FULL: &str = include_str!("../../../../../testdata/wire/ticket_full.json");
 const TICKET_DELTA: &str = include_str!("../../../../../testdata/wire/ticket_delta.json");
-
-fn unhex(text: &str) -> Vec<u8> {
-    assert_eq!(text.len() % 2, 0);
-    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).unwrap()).collect()
-}
 
 #[derive(Deserialize)]
 struct Vector {
@@ -112,7 +108,7 @@ fn golden_tickets_read_and_write() {
         (full.block_versions.version_of(63), full.block_versions.version_of(64)),
         (Some(41), Some(42))
     );
-    assert_eq!(full.sources[1].endpoint.host(), "2001:db8::7");
+    assert_eq!(full.sources[1].endpoint.host().as_str(), "2001:db8::7");
     let delta = Ticket::from_json(TICKET_DELTA.as_bytes()).unwrap();
     let Mode::Delta { base, payloads } = &delta.mode else { panic!("not a delta") };
     assert_eq!((base.identity.version, payloads[1].bytes), (40, 77));

@@ -1,15 +1,17 @@
 //! Where a peer can be reached: hosts, endpoints, store URLs, and the token that opens them.
 //!
-//! Each is a checked text: once it exists, it has the form its documentation states. Nothing here resolves
-//! or connects.
+//! Owns: what makes such a text usable by somebody else. Each type is a checked text: once it exists, it has
+//! the form its documentation states. Called by requests, sync infos and tickets, which carry them. Must not:
+//! resolve or connect.
 
 use core::net::{IpAddr, Ipv6Addr};
 use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
-use crate::error::Kind;
-use crate::request::excerpt;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::{Kind, excerpt};
 
 /// An address that no peer could use. The message shows the text except where it may hold a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +24,9 @@ pub enum AddressError {
         "{0:?} means every interface of this machine and cannot be reached from another; set advertise_host"
     )]
     Wildcard(String),
+    /// Not `host:port`.
+    #[error("{0:?} is not host:port: expected both, an IPv6 address in brackets, and nothing else")]
+    HostPort(String),
     /// Not `host:port`, optionally after `http://` or `https://`.
     #[error(
         "{0:?} is not an endpoint: expected host:port, http://host:port or https://host:port, \
@@ -29,7 +34,7 @@ pub enum AddressError {
     )]
     Endpoint(String),
     /// Port 0 or above 65535.
-    #[error("endpoint {0:?} has no usable port: expected 1 to 65535; advertise the port that was bound")]
+    #[error("{0:?} has no usable port: expected 1 to 65535; advertise the port that was bound")]
     Port(String),
     /// Not a store URL that we know how to open.
     #[error(
@@ -55,6 +60,7 @@ impl AddressError {
         match self {
             AddressError::Host(_)
             | AddressError::Wildcard(_)
+            | AddressError::HostPort(_)
             | AddressError::Endpoint(_)
             | AddressError::Port(_)
             | AddressError::StoreUrl(_)
@@ -68,6 +74,7 @@ impl AddressError {
         match self {
             AddressError::Host(_) => "bad_host",
             AddressError::Wildcard(_) => "wildcard_host",
+            AddressError::HostPort(_) => "bad_host_port",
             AddressError::Endpoint(_) => "bad_endpoint",
             AddressError::Port(_) => "bad_port",
             AddressError::StoreUrl(_) => "bad_store_url",
@@ -107,42 +114,29 @@ impl Host {
     }
 }
 
-/// Where an agent listens: `host:port`, optionally after `http://` or `https://`.
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// An address to connect to, `host:port`: the advertised one, never the one bound to. An IPv6 address stands
+/// in brackets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Endpoint {
-    text: String,
+pub struct HostPort {
     host: Host,
     port: NonZeroU16,
 }
 
-impl Endpoint {
-    /// The endpoint as it was given.
-    pub fn as_str(&self) -> &str {
-        &self.text
-    }
-
-    /// Its host.
-    pub fn host(&self) -> &Host {
-        &self.host
-    }
-
-    /// Its port.
-    pub fn port(&self) -> u16 {
-        self.port.get()
-    }
-}
-
-impl FromStr for Endpoint {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Endpoint, AddressError> {
+impl HostPort {
+    /// Reads the end of `text` from byte `start` on. Messages show the text, as `malformed` puts it.
+    fn parse(text: &str, start: usize, malformed: fn(String) -> AddressError) -> Result<Self, AddressError> {
         // Credentials do not belong here; what precedes the @ is kept out of the message.
         if let Some((_, rest)) = text.rsplit_once('@') {
-            return Err(AddressError::Endpoint(excerpt(rest)));
+            return Err(malformed(excerpt(rest)));
         }
-        let malformed = || AddressError::Endpoint(excerpt(text));
-        let rest = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://")).unwrap_or(text);
-        let (host, port) = rest.rsplit_once(':').ok_or_else(malformed)?;
+        let malformed = || malformed(excerpt(text));
+        let (host, port) = text[start..].rsplit_once(':').ok_or_else(malformed)?;
         let host = match host.strip_prefix('[').map(|h| h.strip_suffix(']')) {
             Some(Some(v6)) if v6.parse::<Ipv6Addr>().is_ok() => v6,
             None if !host.contains(':') => host,
@@ -151,8 +145,74 @@ impl FromStr for Endpoint {
         if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
             return Err(malformed());
         }
-        let port = port.parse::<NonZeroU16>().map_err(|_| AddressError::Port(excerpt(text)))?;
-        Ok(Endpoint { text: text.to_owned(), host: Host::new(host)?, port })
+        let port = port.parse().map_err(|_| AddressError::Port(excerpt(text)))?;
+        Ok(HostPort { host: Host::new(host)?, port })
+    }
+
+    /// The host.
+    pub fn host(&self) -> &Host {
+        &self.host
+    }
+
+    /// The port.
+    pub fn port(&self) -> u16 {
+        self.port.get()
+    }
+}
+
+impl FromStr for HostPort {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<HostPort, AddressError> {
+        HostPort::parse(text, 0, AddressError::HostPort)
+    }
+}
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let HostPort { host, port } = self;
+        if host.0.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+impl Serialize for HostPort {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for HostPort {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<HostPort, D::Error> {
+        String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Where an agent listens: `host:port`, optionally after `http://` or `https://`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Endpoint {
+    text: String,
+    address: HostPort,
+}
+
+impl Endpoint {
+    /// The endpoint as it was given.
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    /// Its host and port.
+    pub fn address(&self) -> &HostPort {
+        &self.address
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Endpoint, AddressError> {
+        let rest = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://")).unwrap_or(text);
+        let address = HostPort::parse(text, text.len() - rest.len(), AddressError::Endpoint)?;
+        Ok(Endpoint { text: text.to_owned(), address })
     }
 }
 
@@ -265,7 +325,8 @@ mod tests {
             ("https://[2001:db8::7]:443", "2001:db8::7", 443),
         ] {
             let endpoint: Endpoint = good.parse().unwrap();
-            assert_eq!((endpoint.as_str(), endpoint.host().as_str(), endpoint.port()), (good, host, port));
+            let address = endpoint.address();
+            assert_eq!((endpoint.as_str(), address.host().as_str(), address.port()), (good, host, port));
         }
         for bad in [
             "",
@@ -290,6 +351,41 @@ mod tests {
         }
         assert!(matches!("http://0.0.0.0:80".parse::<Endpoint>(), Err(AddressError::Wildcard(_))));
         assert!(matches!("[::]:80".parse::<Endpoint>(), Err(AddressError::Wildcard(_))));
+    }
+
+    #[test]
+    fn endpoints_are_addresses_that_can_be_dialled() {
+        for good in ["trainer-0:1", "10.0.0.4:7071", "a.b_c.d:65535", "[::1]:80", "[2001:db8::7]:7071"] {
+            assert_eq!(good.parse::<HostPort>().unwrap().to_string(), good);
+        }
+        let v6: HostPort = "[2001:db8::7]:7071".parse().unwrap();
+        assert_eq!((v6.host().as_str(), v6.port()), ("2001:db8::7", 7071));
+        for bad in [
+            "",
+            ":1",
+            "host",
+            "host:",
+            "host:0",
+            "host:65536",
+            "host:+1",
+            "ho st:1",
+            "a..b:1",
+            "::1:80",
+            "[::1]",
+            "[zz]:1",
+            "0.0.0.0:7071",
+            "[::]:7071",
+            "user@host:1",
+            "host/x:1",
+            "http://host:1",
+            "hôte:1",
+            &format!("{}:1", "x".repeat(64)),
+            &format!("{}:1", "x.".repeat(127) + "xxxxx"),
+        ] {
+            assert!(bad.parse::<HostPort>().is_err(), "{bad:?}");
+            let json = serde_json::to_string(bad).unwrap();
+            assert!(serde_json::from_str::<HostPort>(&json).is_err(), "{bad:?}");
+        }
     }
 
     #[test]
@@ -334,6 +430,8 @@ mod tests {
         for secret in ["http://u:hunter2@node:80", "hunter2@node:80", "http://hunter2@node"] {
             let error = secret.parse::<Endpoint>().unwrap_err();
             assert!(matches!(error, AddressError::Endpoint(_)), "{secret:?}");
+            assert!(!error.to_string().contains("hunter2"));
+            let error = secret.parse::<HostPort>().unwrap_err();
             assert!(!error.to_string().contains("hunter2"));
         }
     }
