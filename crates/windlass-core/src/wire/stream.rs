@@ -88,6 +88,7 @@ fn unexpected(header: &Header, state: &'static str) -> WireError {
 #[derive(Debug)]
 struct Inbox {
     stream: StreamId,
+    completion: Completion,
     pending: Pending,
     ping: Option<u64>,
     closed: bool,
@@ -101,8 +102,8 @@ enum Pending {
 }
 
 impl Inbox {
-    fn new(stream: StreamId) -> Inbox {
-        Inbox { stream, pending: Pending::Nothing, ping: None, closed: false }
+    fn new(stream: StreamId, completion: Completion) -> Inbox {
+        Inbox { stream, completion, pending: Pending::Nothing, ping: None, closed: false }
     }
 
     fn begin(&self, header: &Header) -> Result<(), WireError> {
@@ -132,6 +133,7 @@ impl Inbox {
         Next::Body(header.body_len)
     }
 
+    /// Decodes a body. After `Done` and `Error` the connection is at its end.
     fn body(&mut self, body: &[u8]) -> Result<(Header, Message), WireError> {
         let Pending::Body(header) = self.pending else {
             return Err(WireError::BytesExcess { stream: self.stream, given: body.len(), left: 0 });
@@ -143,7 +145,18 @@ impl Inbox {
         {
             return Err(unexpected(&header, "a Pong with the number of the Ping"));
         }
+        if let Message::Done(theirs) = &message
+            && *theirs != self.completion
+        {
+            let (ours, theirs) = (Box::new(self.completion.clone()), Box::new(theirs.clone()));
+            return Err(WireError::Completion { ours, theirs });
+        }
+        self.closed = matches!(header.kind, FrameKind::Done | FrameKind::Error);
         Ok((header, message))
+    }
+
+    fn done(&self) -> Result<Vec<u8>, WireError> {
+        Message::Done(self.completion.clone()).encode(self.stream)
     }
 
     fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
@@ -210,7 +223,6 @@ pub struct PullStream {
     inbox: Inbox,
     window: u16,
     checks: Checks,
-    completion: Completion,
     claimed: VecDeque<Moving>,
     ended: VecDeque<Stripe>,
     done_sent: bool,
@@ -220,10 +232,9 @@ impl PullStream {
     /// Starts on a proved connection of the transfer that ends in `completion`.
     pub fn new(proved: Proved<Receiver>, completion: Completion, checks: Checks) -> PullStream {
         PullStream {
-            inbox: Inbox::new(proved.stream()),
+            inbox: Inbox::new(proved.stream(), completion),
             window: proved.window(),
             checks,
-            completion,
             claimed: VecDeque::new(),
             ended: VecDeque::new(),
             done_sent: false,
@@ -306,15 +317,8 @@ impl PullStream {
                 self.ended.push_back(stripe);
                 Ok(PullEvent::StripeEnd { stripe, check })
             }
-            Message::Done(done) => {
-                same_completion(&self.completion, done)?;
-                self.inbox.closed = true;
-                Ok(PullEvent::Done)
-            }
-            Message::Error(fault) => {
-                self.inbox.closed = true;
-                Ok(PullEvent::Fault(fault))
-            }
+            Message::Done(_) => Ok(PullEvent::Done),
+            Message::Error(fault) => Ok(PullEvent::Fault(fault)),
             Message::Ping(number) => Ok(PullEvent::Ping(number)),
             Message::Pong(_) => Ok(PullEvent::Pong),
             Message::Hello(_)
@@ -346,7 +350,7 @@ impl PullStream {
             return Err(WireError::Unexpected { frame: FrameKind::Done, state: "the claimed stripes" });
         }
         self.done_sent = true;
-        Message::Done(self.completion.clone()).encode(self.inbox.stream)
+        self.inbox.done()
     }
 
     /// A `Ping` frame; one may be open at a time. The answer must carry the same number.
@@ -373,7 +377,6 @@ pub struct ServeStream<'p> {
     window: u16,
     plan: &'p StripePlan,
     source: usize,
-    completion: Completion,
     claimed: VecDeque<Moving>,
     unacknowledged: VecDeque<Stripe>,
 }
@@ -388,11 +391,10 @@ impl<'p> ServeStream<'p> {
         let id = proved.source();
         let source = plan.source_position(id).ok_or(WireError::UnknownSource { source_id: id.0 })?;
         Ok(ServeStream {
-            inbox: Inbox::new(proved.stream()),
+            inbox: Inbox::new(proved.stream(), completion),
             window: proved.window(),
             plan,
             source,
-            completion,
             claimed: VecDeque::new(),
             unacknowledged: VecDeque::new(),
         })
@@ -441,15 +443,8 @@ impl<'p> ServeStream<'p> {
                 self.unacknowledged.pop_front();
                 Ok(ServeEvent::Ack { stripe, verdict })
             }
-            Message::Done(done) => {
-                same_completion(&self.completion, done)?;
-                self.inbox.closed = true;
-                Ok(ServeEvent::Done)
-            }
-            Message::Error(fault) => {
-                self.inbox.closed = true;
-                Ok(ServeEvent::Fault(fault))
-            }
+            Message::Done(_) => Ok(ServeEvent::Done),
+            Message::Error(fault) => Ok(ServeEvent::Fault(fault)),
             Message::Ping(number) => Ok(ServeEvent::Ping(number)),
             Message::Pong(_) => Ok(ServeEvent::Pong),
             Message::Hello(_)
@@ -515,18 +510,11 @@ impl<'p> ServeStream<'p> {
 
     /// The `Done` frame that answers the receiver's.
     pub fn done(&self) -> Result<Vec<u8>, WireError> {
-        Message::Done(self.completion.clone()).encode(self.inbox.stream)
+        self.inbox.done()
     }
 
     /// A `Ping` frame; one may be open at a time. The answer must carry the same number.
     pub fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
         self.inbox.ping(number)
     }
-}
-
-fn same_completion(ours: &Completion, theirs: Completion) -> Result<(), WireError> {
-    if *ours == theirs {
-        return Ok(());
-    }
-    Err(WireError::Completion { ours: Box::new(ours.clone()), theirs: Box::new(theirs) })
 }
