@@ -78,16 +78,13 @@ fn manifest(dtype: Dtype, rows: u64, cols: u64, cut: bool) -> Manifest {
 }
 
 fn gather(m: &Manifest, tile: &Tile, image: &[u8]) -> Vec<u8> {
-    let offset = m.tensors()[tile.block.tensor as usize].offset as usize;
-    let run = tile.block.run as usize * tile.unit;
-    tile.block.runs().flat_map(|r| image[offset + r as usize * tile.unit..][..run].to_vec()).collect()
+    m.byte_runs(&tile.block).flat_map(|r| &image[r.start as usize..r.end as usize]).copied().collect()
 }
 
 fn scatter(m: &Manifest, tile: &Tile, block: &[u8], image: &mut [u8]) {
-    let offset = m.tensors()[tile.block.tensor as usize].offset as usize;
     let run = tile.block.run as usize * tile.unit;
-    for (r, bytes) in tile.block.runs().zip(block.chunks_exact(run)) {
-        image[offset + r as usize * tile.unit..][..run].copy_from_slice(bytes);
+    for (r, bytes) in m.byte_runs(&tile.block).zip(block.chunks_exact(run)) {
+        image[r.start as usize..r.end as usize].copy_from_slice(bytes);
     }
 }
 

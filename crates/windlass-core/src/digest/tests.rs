@@ -31,13 +31,7 @@ fn digest_of(m: &Manifest, data: &[u8]) -> StateDigest {
 }
 
 fn gather(m: &Manifest, block: &Block, data: &[u8]) -> Vec<u8> {
-    let t = &m.tensors()[block.tensor as usize];
-    let unit = t.dtype.unit() as u64;
-    let run = |r: u64| {
-        let begin = (t.offset + r * unit) as usize;
-        data[begin..begin + (block.run * unit) as usize].to_vec()
-    };
-    block.runs().flat_map(run).collect()
+    m.byte_runs(block).flat_map(|r| &data[r.start as usize..r.end as usize]).copied().collect()
 }
 
 fn table_of(m: &Manifest, data: &[u8]) -> SumTable {

@@ -2,7 +2,7 @@
 //!
 //! Owns: the order and the offsets of tensors in an image, the safetensors header in front of them
 //! ([`header`]), the cut of every tensor into blocks ([`cut`]), the division of blocks among nodes
-//! (`part`), and the [`LayoutHash`] that names the layout. Called by everything that touches weights.
+//! ([`part`]), and the [`LayoutHash`] that names the layout. Called by everything that touches weights.
 //! Must not: know where the bytes are.
 //!
 //! # Order and offsets
@@ -25,6 +25,7 @@
 
 pub mod cut;
 pub mod header;
+pub mod part;
 
 use std::collections::BTreeMap;
 
@@ -33,6 +34,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 pub use cut::{BLOCK_UNITS, Block, CutTable, DimCut};
 pub use header::{HeaderTensor, SafetensorsHeader};
+pub use part::Parts;
 
 use crate::dtype::Dtype;
 use crate::error::{Kind, excerpt};
@@ -486,15 +488,11 @@ impl Manifest {
         self.cuts.hash()
     }
 
-    /// The bytes of a block of contiguous cut, as a range of the image's data; `None` if the block is
-    /// strided.
-    pub fn contiguous_range(&self, block: &Block) -> Option<std::ops::Range<u64>> {
+    /// The bytes of a block's runs, each as a range of the image's data; a contiguous block has one.
+    pub fn byte_runs(&self, block: &Block) -> impl Iterator<Item = std::ops::Range<u64>> + use<> {
         let t = &self.tensors[block.tensor as usize];
-        let unit = t.dtype.unit() as u64;
-        (block.count == 1).then(|| {
-            let begin = t.offset + block.start * unit;
-            begin..begin + block.run * unit
-        })
+        let (offset, unit, run) = (t.offset, t.dtype.unit() as u64, block.run);
+        block.runs().map(move |start| offset + start * unit..offset + (start + run) * unit)
     }
 
     /// The canonical JSON form: fixed order of keys, no white space. Equal manifests give equal bytes.

@@ -4,11 +4,11 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
+pub(super) fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
     TensorSpec::new(name, dtype, shape)
 }
 
-fn manifest(specs: Vec<TensorSpec>) -> Manifest {
+pub(super) fn manifest(specs: Vec<TensorSpec>) -> Manifest {
     Manifest::new(specs, BTreeMap::new()).unwrap()
 }
 
@@ -239,7 +239,7 @@ fn chunked_cuts_are_torch_chunks() {
 }
 
 /// A shape and uneven cuts of some of its dimensions.
-fn shape_and_cuts() -> impl Strategy<Value = (Vec<u64>, Vec<DimCut>)> {
+pub(super) fn shape_and_cuts() -> impl Strategy<Value = (Vec<u64>, Vec<DimCut>)> {
     prop::collection::vec(prop_oneof![1u64..6, 1u64..40, 60u64..700], 1..4).prop_flat_map(|shape| {
         let per_dim: Vec<_> = shape
             .iter()
