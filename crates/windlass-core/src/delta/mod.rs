@@ -14,32 +14,39 @@
 //!
 //! Units are moved onto a line on which neighbours in value are neighbours in number: for floats, patterns
 //! with the sign bit set are inverted and the others get it set, so that the line runs from the largest
-//! negative NaN through both zeros to the largest positive NaN; integers stay as they are. The map is a
-//! permutation of all bit patterns, so signed zeros and NaN payloads are bits like any others. A *step* is
-//! the wrapped difference of two places on the line, read as a signed number. Every change has exactly one
-//! step, of whatever size, which is why there is no second form with a raw value: steps of two deltas add up
-//! to the step of their composition, always.
+//! negative NaN through both zeros to the largest positive NaN; integers stay as they are. [`crate::dtype`]
+//! lists what the units of each dtype are: complex elements are two floats, packed elements and E8M0 scales
+//! are bytes on the line of integers. The map is a permutation of all bit patterns, so signed zeros and NaN
+//! payloads are bits like any others. A *step* is the wrapped difference of two places on the line, read as a
+//! signed number. Every change has exactly one step, of whatever size, which is why there is no second form
+//! with a raw value: steps of two deltas add up to the step of their composition, always.
 //!
 //! # Records
 //!
-//! A block that did not change has no record. Otherwise its record has the smallest of these forms; of equal
-//! ones, the first listed:
+//! A block that did not change has no record. Otherwise its record has one of these forms:
 //!
 //! | mode | code | payload |
 //! |---|---|---|
 //! | sparse | 1 | `count-1` u16 · `k` u8 · `values.k` u8 · gaps · values |
 //! | bitmap | 3 | `count-1` u16 · `values.k` u8 · one bit for each unit · values |
-//! | dense | 4 | the units themselves |
+//! | dense | 4 | the new units themselves |
 //! | context | 2 | `count-1` u16 · `top` u16 · `classes` u8 · class table · gaps · values |
 //!
-//! All integers are little-endian, all bit fields begin with the lowest bit, every *section* begins on a byte
-//! and is filled up with zero bits.
+//! It is the smallest of the first three; of equal ones, the first listed. An encoder that makes context
+//! records takes one where it is shorter still. It does not try where the other is a bitmap or has fewer than
+//! 24 bytes.
 //!
-//! **Gaps.** Positions are ascending; the gap of a position is its distance to the one before, less one. A
-//! gap is Rice-coded in two sections: first the low `k` bits of every gap, then for every gap its remaining
-//! high part in unary (that many zeros and a one). Keeping fixed-width bits apart from unary ones lets a
-//! decoder find every gap by counting ones, without reading them in turn. `k` is the smallest that gives the
-//! shortest code.
+//! The *position* of a unit is its number within the block, counted from 0, run after run (see
+//! [`crate::manifest::cut`]). `count` is how many units changed. All integers are little-endian, all bit
+//! fields begin with the lowest bit, every *section* begins on a byte and is filled up with zero bits. A
+//! *varint* is a number below 2^32 in groups of seven bits, lowest first, one to a byte, whose top bit is set
+//! in all but the last; it has no more groups than it needs.
+//!
+//! **Gaps.** Positions are ascending; the gap of a position is its distance to the one before, less one, and
+//! the gap of the first is the position itself. A gap is Rice-coded in two sections: first the low `k` bits
+//! of every gap, then for every gap its remaining high part in unary (that many zeros and a one). Keeping
+//! fixed-width bits apart from unary ones lets a decoder find every gap by counting ones, without reading
+//! them in turn. `k` is the smallest that gives the shortest code, at most 15.
 //!
 //! **Values.** A step `s` becomes the code `zigzag(s) - 1`, so that -1, +1, -2, +2 … are 0, 1, 2, 3 …. Three
 //! sections: the low `values.k` bits of every code; the remaining high part in unary, but at most
@@ -47,12 +54,18 @@
 //! `values.k`. `values.k` follows from the codes' bit lengths by the rule of [`values::parameter`].
 //!
 //! **Context.** The smaller a weight, the likelier it changes: the chance halves with each octave. Units are
-//! put into classes by the exponent of their *old* value: class 0 is `top` and above, then one class for each
-//! exponent below, the last class has all the rest. The class table gives for each class the count of its
-//! changes as a varint and, unless that is zero, `values.k` in one byte. Gaps count only units of their own
-//! class; their `k` follows from the class's size and count ([`context::gap_parameter`]). Sections are
-//! shared: low bits of all classes in turn, then all unary parts, and so on. The decoder needs the old block.
-//! Only floats have context records.
+//! put into `classes` classes, 1 to 16 of them, by the exponent of their *old* value, the bits between sign
+//! and mantissa read as a number: class 0 is `top` and above, then one class for each exponent below, the
+//! last class has all the rest. The class table gives for each class the count of its changes as a varint
+//! and, unless that is zero, `values.k` in one byte. Changes are listed class by class, in each by position.
+//! Gaps count only units of their own class: a change stands for the `n`-th unit of its class, counted from
+//! 0, and each class begins anew. Their `k` is not written: it is the largest, at most 15, with `count · 2^k
+//! ≤ 0.7 · size`, where `size` is how many units the class has, or 0 if there is none
+//! ([`context::gap_parameter`]). Sections are shared: low bits of all classes in turn, then all unary parts,
+//! and so on. The decoder needs the old block. Only floats have context records.
+//!
+//! Encoders make 14 classes. They find `top` by looking at every 16th unit of the old block, from the first
+//! on: it is the largest exponent such that a thirty-second of these, rounded up, have it or a larger one.
 //!
 //! Encoders that follow these rules give the same bytes for the same cut table, on whatever hardware.
 //!
@@ -69,10 +82,11 @@
 //! end       = "END\0" · parts u32 · records u64 · changes u64 · XXH3-64 of the 24 bytes before u64
 //! ```
 //!
-//! A part's XXH3 covers its first 16 bytes, its index and its payload. The container is an unordered union
-//! of parts: several writers (ranks, nodes, GPU and CPU encoders) may each bring some, in any order, as long
-//! as no block has two records. A reader checks every length against what is there before it uses it; a part
-//! holds at most [`container::MAX_PART`] bytes, so that a stream can be read part by part in bounded memory.
+//! The header's length counts all of it, the XXH3 included. A part's XXH3 covers its first 16 bytes, its
+//! index and its payload. The container is an unordered union of parts: several writers (ranks, nodes, GPU
+//! and CPU encoders) may each bring some, in any order, as long as no block has two records. A reader checks
+//! every length against what is there before it uses it; a part holds at most [`container::MAX_PART`] bytes,
+//! so that a stream can be read part by part in bounded memory.
 //!
 //! # Applying
 //!
@@ -341,3 +355,5 @@ impl Record<'_> {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod vectors;

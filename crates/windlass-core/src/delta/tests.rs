@@ -9,18 +9,19 @@ use crate::dtype::Dtype;
 use crate::identity::{Incarnation, ModelId};
 use crate::kernel::Portable;
 use crate::manifest::{DimCut, TensorSpec};
+use crate::ranges::BlockRanges;
 
 /// A small deterministic generator; the tests want bits, not quality.
-struct Bits(u64);
+pub(super) struct Bits(pub(super) u64);
 
 impl Bits {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let x = self.0 ^ self.0 >> 33;
         x.wrapping_mul(0xff51_afd7_ed55_8ccd) ^ x >> 29
     }
 
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
+    pub(super) fn bytes(&mut self, len: usize) -> Vec<u8> {
         (0..len).map(|_| self.next() as u8).collect()
     }
 }
@@ -88,7 +89,7 @@ fn scatter(m: &Manifest, tile: &Tile, block: &[u8], image: &mut [u8]) {
     }
 }
 
-fn table(m: &Manifest, image: &[u8]) -> SumTable {
+pub(super) fn table(m: &Manifest, image: &[u8]) -> SumTable {
     let sum = |b| {
         let tile = Tile::of(m, b).unwrap();
         sum_block(&Portable, &tile.block, tile.unit, &gather(m, &tile, image))
@@ -109,26 +110,46 @@ fn header(m: &Manifest, versions: (u64, u64), digests: (&SumTable, &SumTable)) -
     }
 }
 
-fn make(m: &Manifest, versions: (u64, u64), old: &[u8], new: &[u8], mut encoder: Encoder) -> Vec<u8> {
+fn make(m: &Manifest, versions: (u64, u64), old: &[u8], new: &[u8], encoder: Encoder) -> Vec<u8> {
+    make_parts(m, versions, old, new, encoder, &[(0..m.cuts().blocks()).into()])
+}
+
+/// A container with a part for each of these sets of blocks.
+pub(super) fn make_parts(
+    m: &Manifest,
+    versions: (u64, u64),
+    old: &[u8],
+    new: &[u8],
+    mut encoder: Encoder,
+    parts: &[BlockRanges],
+) -> Vec<u8> {
     let (old_table, new_table) = (table(m, old), table(m, new));
     let mut out = header(m, versions, (&old_table, &new_table)).to_bytes();
-    let mut parts = PartBuilder::new();
-    for b in 0..m.cuts().blocks() {
-        let tile = Tile::of(m, b).unwrap();
-        let (o, n) = (gather(m, &tile, old), gather(m, &tile, new));
-        let mut payload = Vec::new();
-        if let Some(e) = encoder.encode(&Portable, &tile, (&o, old_table.get(b)), &n, &mut payload) {
-            assert_eq!(e.sum, new_table.get(b), "the sum follows the changes");
-            parts.push(b, &e, &payload, &mut out);
-        } else {
-            assert_eq!(o, n);
+    let mut builder = PartBuilder::new();
+    for blocks in parts {
+        for b in blocks.iter() {
+            let tile = Tile::of(m, b).unwrap();
+            let (o, n) = (gather(m, &tile, old), gather(m, &tile, new));
+            let mut payload = Vec::new();
+            if let Some(e) = encoder.encode(&Portable, &tile, (&o, old_table.get(b)), &n, &mut payload) {
+                assert_eq!(e.sum, new_table.get(b), "the sum follows the changes");
+                builder.push(b, &e, &payload, &mut out);
+            } else {
+                assert_eq!(o, n);
+            }
         }
+        builder.close(&mut out);
     }
-    parts.finish(&mut out);
+    builder.finish(&mut out);
     out
 }
 
-fn apply_all(m: &Manifest, image: &mut [u8], table: &mut SumTable, delta: &Delta<'_>) -> Vec<Outcome> {
+pub(super) fn apply_all(
+    m: &Manifest,
+    image: &mut [u8],
+    table: &mut SumTable,
+    delta: &Delta<'_>,
+) -> Vec<Outcome> {
     delta.header.check(m).unwrap();
     let mut applier = Applier::new();
     let mut outcomes = Vec::new();

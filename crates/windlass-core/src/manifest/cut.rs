@@ -11,9 +11,11 @@
 //!
 //! How boundaries become tiles: the innermost cut dimension turns the tensor into a matrix whose rows are
 //! everything before it and whose columns are it and everything after it. Cuts of outer dimensions become
-//! breaks between rows, cuts of the innermost one breaks between columns. Each cell of that grid is cut
-//! into tiles of as many whole rows as fit into a block, or, where one row is too long, into pieces of rows.
-//! With no break between columns a cell is contiguous and is cut without regard to rows.
+//! breaks between rows, cuts of the innermost one breaks between columns. Each cell of that grid is cut into
+//! tiles of as many whole rows as fit into a block, or, where one row is too long, into pieces of rows. With
+//! no break between columns a cell is contiguous and is cut without regard to rows; the same goes for a
+//! matrix of a single row. A tensor's blocks are numbered cell by cell, row of cells after row of cells, and
+//! within a cell from its first unit on.
 
 use std::collections::{BTreeMap, BTreeSet};
 
