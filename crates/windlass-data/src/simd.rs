@@ -42,15 +42,16 @@ pub fn kernels_name() -> &'static str {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256i, __m512i, _mm_cvtsi32_si128, _mm256_add_epi64, _mm256_castsi256_pd, _mm256_castsi256_ps,
-        _mm256_cmpeq_epi8, _mm256_cmpeq_epi16, _mm256_cmpeq_epi32, _mm256_cmpeq_epi64,
-        _mm256_cmpneq_epi8_mask, _mm256_loadu_si256, _mm256_movemask_epi8, _mm256_movemask_pd,
-        _mm256_movemask_ps, _mm256_mul_epu32, _mm256_packs_epi16, _mm256_permute4x64_epi64,
-        _mm256_setzero_si256, _mm256_srli_epi64, _mm256_storeu_si256, _mm512_add_epi16, _mm512_add_epi64,
-        _mm512_and_si512, _mm512_cmpeq_epi16_mask, _mm512_cmpneq_epi16_mask, _mm512_cmpneq_epi32_mask,
-        _mm512_cmpneq_epi64_mask, _mm512_loadu_si512, _mm512_maskz_compress_epi16, _mm512_min_epu16,
-        _mm512_mul_epu32, _mm512_reduce_add_epi64, _mm512_set1_epi16, _mm512_setzero_si512, _mm512_srl_epi16,
-        _mm512_srli_epi64, _mm512_storeu_si512, _mm512_subs_epu16,
+        __m256i, __m512i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_prefetch, _mm256_add_epi64,
+        _mm256_castsi256_pd, _mm256_castsi256_ps, _mm256_cmpeq_epi8, _mm256_cmpeq_epi16, _mm256_cmpeq_epi32,
+        _mm256_cmpeq_epi64, _mm256_cmpneq_epi8_mask, _mm256_loadu_si256, _mm256_movemask_epi8,
+        _mm256_movemask_pd, _mm256_movemask_ps, _mm256_mul_epu32, _mm256_packs_epi16,
+        _mm256_permute4x64_epi64, _mm256_setzero_si256, _mm256_srli_epi64, _mm256_storeu_si256,
+        _mm512_add_epi16, _mm512_add_epi64, _mm512_and_si512, _mm512_cmpeq_epi16_mask,
+        _mm512_cmpneq_epi16_mask, _mm512_cmpneq_epi32_mask, _mm512_cmpneq_epi64_mask, _mm512_loadu_si512,
+        _mm512_maskz_compress_epi16, _mm512_min_epu16, _mm512_mul_epu32, _mm512_reduce_add_epi64,
+        _mm512_set1_epi16, _mm512_setzero_si512, _mm512_srl_epi16, _mm512_srli_epi64, _mm512_storeu_si512,
+        _mm512_subs_epu16,
     };
 
     use windlass_core::kernel::{Classes, Kernels, Portable};
@@ -102,6 +103,10 @@ mod x86 {
                 Portable.classes(old, unit, by, stride, out);
             }
         }
+
+        fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
+            prefetch_all(bytes, unit, positions);
+        }
     }
 
     impl Kernels for Avx2 {
@@ -117,6 +122,19 @@ mod x86 {
 
         fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
             Portable.classes(old, unit, by, stride, out);
+        }
+
+        fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
+            prefetch_all(bytes, unit, positions);
+        }
+    }
+
+    fn prefetch_all(bytes: &[u8], unit: usize, positions: &[u16]) {
+        for &p in positions {
+            if let Some(byte) = bytes.get(usize::from(p) * unit) {
+                // SAFETY: a prefetch has no effect on memory, and the address is that of a living byte.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) };
+            }
         }
     }
 
