@@ -318,3 +318,17 @@ pub(super) fn abandon(peer: &Peer, order: Order, identity: Option<Identity>, ctx
         ctx.out.push(Action::Abandon { to: peer.clone(), order, identity });
     }
 }
+
+/// What the members of a group see of it, borrowing only the fields that they need.
+macro_rules! view {
+    ($group:expr) => {
+        $crate::barrier::member::View {
+            set: &$group.set,
+            models: &$group.models,
+            lineages: &$group.lineages,
+            service: $group.service,
+            round: $group.round.as_ref().map(|r| (r.version, r.phase)),
+        }
+    };
+}
+pub(super) use view;

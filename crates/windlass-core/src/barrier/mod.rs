@@ -1,11 +1,103 @@
 //! Who may load which version when.
 //!
-//! DOCS
+//! The controller's heart as a state machine: [`Barrier::step`] takes one [`Event`] and the time and returns
+//! [`Action`]s; [`Barrier::tick`] takes only the time. It owns the version barrier of every model set, the
+//! pool of receivers and what each of them holds, the service version and those who wait for it. The
+//! controller calls it and carries out the actions. It must not know clocks, sockets or threads, and it never
+//! learns anything but from an event, so every interleaving can be tried by a test.
+//!
+//! # Words
+//!
+//! A *set* is a list of models that are served together (actor and verifier). Sets are independent. A
+//! *member* is a receiver that has joined, seen from one set; it is *live* when it may serve the set. A
+//! *lineage* is one incarnation of one model, with the versions it has announced. A *round* takes one
+//! version from announced to served. An *order* is a numbered `Stage` or `Load` to one receiver.
+//!
+//! # A round
+//!
+//! ```text
+//!  Notify(actor, 7) ─► Stage to all          Notify(verifier, 7) ─► Stage to all, round 7 opens
+//!                         │ Staged …                                  │ Staged …
+//!                         └───────────────► all required are ready ◄──┘
+//!                                                   │ Load (all models of the set, one order each receiver)
+//!                                                   ▼
+//!                                       all required have loaded ─► service_version 7, GoLive, OpenGate
+//! ```
+//!
+//! **Target.** A version can be loaded when every model of the set has announced exactly that version. A
+//! round opens for the highest such version above what is served. Receivers are told to stage a version as
+//! soon as its own model announces it, up to `max_ahead` versions past the round, because models are seldom
+//! equally fast; staged versions queue at the receiver.
+//!
+//! **Newer versions.** A round gives way to a newer common version only while nobody is ready for its own,
+//! and at most `max_ahead` times in a row; what it leaves is skipped and abandoned. Once somebody is ready,
+//! the round is carried through, or trainers that are faster than the slowest receiver would be chased for
+//! ever. A load that has begun is finished first. A round that is past its deadline gives way as soon as no
+//! load is open. Then the newest common version is next, and those between are skipped. Within an
+//! incarnation nothing goes back: versions below one of which a load has begun are never loaded again.
+//!
+//! **Required.** With [`Required::All`] the round waits for every live member; while none is live (at the
+//! start, or after an incarnation change), for every member. A member is *excused* from a round when its
+//! staging fails, runs past its deadline or brings something newer, when its load fails or expires, and when
+//! it has passed the version already. With a quorum the round waits for so many members, live or not, and
+//! for nobody in particular. In any case at least `floor` members must be ready, and among them one for each
+//! model; until then nothing moves, and [`Action::Stalled`] says what is missing. With no receivers at all,
+//! nothing is served and gates run into their deadlines.
+//!
+//! **Live.** A member is live exactly while every model it serves has loaded one and the same version of the
+//! lineages that count, and that version is not below what is served (a load under way does not change it).
+//! So a receiver whose staging fails stays live until the others move on; one whose load fails, or runs past
+//! its deadline, is fenced at once; one that lags is fenced when the others have moved on. All of them, and
+//! those who join, come back in the same way: stage, load, [`Action::GoLive`]. Nobody waits for them.
+//!
+//! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
+//! the set serves is the lowest of its models' versions.
+//!
+//! # Incarnations
+//!
+//! The first notify of a newer incarnation voids everything of the older one: staged versions, open orders,
+//! and what engines have loaded of it. The set serves nothing (`service_version` is `None`), all its members
+//! are fenced, and the set starts over, possibly at a lower version. Models of the set that were not resumed
+//! keep their lineage and do not go back in it, so the resumed one must first reach what they have loaded;
+//! [`Blocked::NoCommonVersion`] says so. Waits on behalf of the dead incarnation fail; waits without a
+//! lineage follow the new one.
+//!
+//! # What is believed
+//!
+//! A receiver is believed about itself, and only in its present session and about orders that are open: an
+//! order is closed by its answer, its deadline, [`Action::Abandon`], an incarnation change or a new session.
+//! A load whose outcome is unknown leaves the engines' state unknown, and only a later order can mend that.
+//! What a receiver has when it joins counts as announced in a lineage that a trainer has confirmed: this is
+//! how a restarted controller, which knows nothing, finds its way back from joins and the next notifies.
+//!
+//! # Invariants
+//!
+//! Each is proved by the tests named at the end of this file.
+//!
+//! - B-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
+//!   its models, and every model of the set has announced it. A load order names the whole set.
+//! - B-2 (C72) No live member that serves has a mix of versions of a strict set.
+//! - B-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
+//!   them, and each model has one. A gate opens exactly when what it waits for is served.
+//! - B-4 (C77) Nobody is live before it has loaded what is served; who has loaded one model and failed another
+//!   is out at once.
+//! - B-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
+//! - B-6 Within an incarnation neither a receiver nor what is served goes back.
+//! - B-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
+//! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
+//! - B-9 If receivers answer, the newest common version is served in the end, and all are live.
+//! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
+//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait; history is
+//!   released when no member has a claim on it, or its claim has expired.
+//! - B-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
+//!   becomes none. Failures name the receiver.
+//! - B-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was asked for.
 
 mod config;
 mod error;
 mod group;
 mod member;
+mod round;
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -524,3 +616,37 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
     let groups = sets.get(set).and_then(|s| groups.get(s.groups.clone())).unwrap_or_default();
     groups.iter().map(Group::blocked).find(|b| *b != Blocked::UpToDate).unwrap_or(Blocked::UpToDate)
 }
+
+// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-10
+// in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
+//
+// B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
+//      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other
+// B-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
+//      loading_another_version_than_ordered_is_a_failed_load
+// B-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
+//      quorum_does_not_wait_and_laggards_are_out_until_they_have_loaded,
+//      percentage_quorum_counts_all_members_rounded_up, below_the_floor_nothing_advances_and_it_is_reported,
+//      model_that_no_ready_receiver_serves_holds_the_set_up,
+//      receivers_that_fall_silent_together_do_not_vouch_for_each_other
+// B-4  joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it,
+//      failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up
+// B-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
+// B-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
+//      newer_announcements_skip_versions_that_nobody_has_staged
+// B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
+//      load_that_runs_past_its_deadline_fences_the_receiver,
+//      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
+//      receiver_that_got_a_newer_version_waits_for_the_others_there
+// B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
+//      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
+//      time_that_steps_back_is_not_believed
+// B-9  version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
+//      restarted_controller_rebuilds_from_joins_and_the_next_notify
+// B-10 words_of_an_earlier_session_are_refused, malformed_words_are_refused_by_name
+// B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
+//      history_is_released_only_when_no_receiver_has_a_claim_on_it
+// B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
+//      sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged,
+//      staged_bytes_are_not_abandoned_when_another_order_for_them_is_open
+// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval
