@@ -643,7 +643,8 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 //      time_that_steps_back_is_not_believed
 // B-9  version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify
-// B-10 words_of_an_earlier_session_are_refused, malformed_words_are_refused_by_name
+// B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
+//      malformed_words_are_refused_by_name
 // B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
 //      history_is_released_only_when_no_receiver_has_a_claim_on_it
 // B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,

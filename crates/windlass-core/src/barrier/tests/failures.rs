@@ -193,6 +193,25 @@ fn load_that_runs_past_its_deadline_fences_the_receiver() {
 }
 
 #[test]
+fn answer_to_an_earlier_attempt_does_not_count_for_the_next() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let (first, _) = t.loads[&receiver(0)].clone();
+    let echo = Event::Loaded { peer: t.peer(0), order: first, identity: id("actor", 1, 7) };
+    t.fail(0, Phase::Loading, id("actor", 1, 7));
+    t.after(50);
+    t.stage_pair(0, 1, 7);
+    let (second, _) = t.loads[&receiver(0)].clone();
+    assert!(second > first);
+    t.step(Event::Loaded { peer: t.peer(0), order: second, identity: id("verifier", 1, 7) });
+    // The actor is still being written; the network repeats what was said of the first attempt.
+    assert!(matches!(t.try_step(echo), Err(BarrierError::StaleOrder { .. })));
+    assert_eq!(t.served(), None);
+}
+
+#[test]
 fn failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
