@@ -129,6 +129,15 @@ mod x86 {
         }
     }
 
+    /// Asks for the line this far ahead of `at`. The hardware does so too, but stops at every page.
+    #[inline(always)]
+    fn prefetch_ahead(bytes: &[u8], at: usize) {
+        const AHEAD: usize = 2048;
+        let address = bytes.as_ptr().wrapping_add(at + AHEAD);
+        // SAFETY: a prefetch has no effect on memory and faults at no address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+
     fn prefetch_all(bytes: &[u8], unit: usize, positions: &[u16]) {
         for &p in positions {
             if let Some(byte) = bytes.get(usize::from(p) * unit) {
@@ -159,6 +168,7 @@ mod x86 {
         // Even and odd words are added up apart: four independent chains hide the latency of the additions.
         let mut sums = [_mm512_setzero_si512(); 4];
         for i in (0..whole).step_by(16) {
+            prefetch_ahead(bytes, i * 4);
             let (w, ka, kb) = (load_512(bytes, i * 4), load_512(a, i), load_512(b, i));
             let (w1, ka1, kb1) =
                 (_mm512_srli_epi64::<32>(w), _mm512_srli_epi64::<32>(ka), _mm512_srli_epi64::<32>(kb));
@@ -178,6 +188,7 @@ mod x86 {
         let whole = words / 8 * 8;
         let mut sums = [_mm256_setzero_si256(); 4];
         for i in (0..whole).step_by(8) {
+            prefetch_ahead(bytes, i * 4);
             let (w, ka, kb) = (load_256(bytes, i * 4), load_256(a, i), load_256(b, i));
             let (w1, ka1, kb1) =
                 (_mm256_srli_epi64::<32>(w), _mm256_srli_epi64::<32>(ka), _mm256_srli_epi64::<32>(kb));
@@ -246,6 +257,8 @@ mod x86 {
         let mut index = load_512(&lanes, 0);
         let step = _mm512_set1_epi16(LANES as i16);
         for at in (0..whole).step_by(LANES) {
+            prefetch_ahead(old, at * U);
+            prefetch_ahead(new, at * U);
             let mask = differ_512(old, new, U, at);
             let packed = _mm512_maskz_compress_epi16(mask, index);
             // SAFETY: `len` grows by at most LANES a step, so before each of the units/LANES steps it is at
@@ -303,6 +316,8 @@ mod x86 {
         assert_eq!(old.len(), new.len(), "two states of one block");
         let whole = old.len() / U / LANES * LANES;
         for at in (0..whole).step_by(LANES) {
+            prefetch_ahead(old, at * U);
+            prefetch_ahead(new, at * U);
             let mut mask = differ_256::<U>(old, new, at);
             while mask != 0 {
                 out.push((at + mask.trailing_zeros() as usize) as u16);
