@@ -13,6 +13,7 @@
 //! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
 //! | [`request`] | weight update requests and their legacy dictionaries |
 //! | [`sync_info`] | what the trainer side hands to the engine side before the first sync |
+//! | [`kernel`] | the three inner loops of codec and digest, replaceable by faster ones |
 //! | [`digest`] | block sums, tensor sums and the state digest |
 //! | [`delta`] | the codec: what changed between two versions |
 //! | [`wire`] | the transfer protocol, without sockets |
@@ -28,6 +29,7 @@ pub mod digest;
 pub mod dtype;
 pub mod error;
 pub mod identity;
+pub mod kernel;
 pub mod manifest;
 pub mod request;
 pub mod sync_info;

@@ -1,14 +1,647 @@
-//! Placeholder.
+//! The ordered tensors of an image, and everything that follows from them.
+//!
+//! Owns: the order and the offsets of tensors in an image, the safetensors header in front of them
+//! ([`header`]), the cut of every tensor into blocks ([`cut`]), the division of blocks among nodes
+//! ([`part`]), and the [`LayoutHash`] that names the layout. Called by everything that touches weights.
+//! Must not: know where the bytes are.
+//!
+//! # Order and offsets
+//!
+//! A manifest is always in canonical order: widest alignment first, then by name (bytewise). Tensors are
+//! contiguous, so offsets follow from the order, and every tensor is aligned to its element. Whoever builds
+//! a manifest from the same names, dtypes and shapes gets the same offsets, the same block numbers and the
+//! same hash, in whatever order the tensors were given.
+//!
+//! # Aliases
+//!
+//! Tied parameters are stored once. The other names are aliases: they are listed in the header's
+//! `__metadata__`, belong to the layout hash, and occupy no bytes.
+//!
+//! # Two hashes
+//!
+//! [`LayoutHash`] covers names, dtypes, shapes and aliases. It leaves the cut table out, because a state
+//! digest is a function of layout and bytes alone and must not change when a run is re-sharded. The cut
+//! table has a hash of its own ([`CutsHash`]); deltas, whose records speak of blocks, carry both.
 
+pub mod cut;
+pub mod header;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+pub use cut::{BLOCK_UNITS, Block, CutTable, DimCut};
+pub use header::{HeaderTensor, SafetensorsHeader};
+
+use crate::dtype::Dtype;
 use crate::error::Kind;
+use crate::identity::{CutsHash, LayoutHash};
 
-/// What can go wrong here.
+/// The most tensors a manifest may hold. The largest open models of today have about 150,000.
+pub const MAX_TENSORS: usize = 1_000_000;
+/// The longest tensor name, in bytes.
+pub const MAX_NAME: usize = 1024;
+/// The most dimensions of a tensor.
+pub const MAX_RANK: usize = 64;
+/// The largest image, in bytes.
+pub const MAX_IMAGE: u64 = 1 << 50;
+
+/// What can be wrong with a manifest, a safetensors header or a cut table.
 #[derive(Debug, thiserror::Error)]
-pub enum ManifestError {}
+pub enum ManifestError {
+    /// There are more tensors than [`MAX_TENSORS`].
+    #[error("{count} tensors are more than the {MAX_TENSORS} that a manifest may hold")]
+    TooManyTensors {
+        /// How many there are.
+        count: usize,
+    },
+    /// A name is empty, too long or has control characters.
+    #[error("tensor name {name:?} is not usable: expected 1 to {MAX_NAME} bytes without control characters")]
+    BadName {
+        /// The name, cut to a readable length.
+        name: String,
+    },
+    /// The name that safetensors reserves for metadata.
+    #[error("\"__metadata__\" is reserved by the safetensors format and cannot name a tensor")]
+    ReservedName,
+    /// A name stands twice.
+    #[error("tensor {name:?} is listed twice")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// A tensor has too many dimensions.
+    #[error("tensor {name:?} has {rank} dimensions, more than {MAX_RANK}")]
+    TooManyDims {
+        /// The tensor.
+        name: String,
+        /// Its rank.
+        rank: usize,
+    },
+    /// Shape times element size does not fit, or goes beyond [`MAX_IMAGE`].
+    #[error(
+        "tensor {name:?} of shape {shape:?} and dtype {dtype} is larger than any image ({MAX_IMAGE} bytes)"
+    )]
+    TooLarge {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// A packed dtype whose elements do not fill whole bytes.
+    #[error("tensor {name:?} of shape {shape:?} and dtype {dtype} does not fill whole bytes")]
+    PartialByte {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// All tensors together are larger than [`MAX_IMAGE`].
+    #[error("the tensors add up to more than {MAX_IMAGE} bytes")]
+    ImageTooLarge,
+    /// An alias stands for a tensor that is not there.
+    #[error("alias {alias:?} stands for {target:?}, which is not a tensor of this manifest")]
+    DanglingAlias {
+        /// The alias.
+        alias: String,
+        /// What it should stand for.
+        target: String,
+    },
+    /// The dtype is unknown.
+    #[error("tensor {name:?}: {source}")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// What is wrong with it.
+        source: crate::dtype::DtypeError,
+    },
+    /// The bytes end before the header does.
+    #[error("the safetensors header needs {need} bytes and only {have} are there")]
+    Truncated {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes at hand.
+        have: u64,
+    },
+    /// The header declares an absurd length.
+    #[error("the safetensors header declares {len} bytes, more than the format's limit of {max}", max = header::MAX_HEADER)]
+    HeaderTooLarge {
+        /// The declared length.
+        len: u64,
+    },
+    /// The header is not UTF-8.
+    #[error("the safetensors header is not UTF-8 after byte {valid_up_to}")]
+    NotUtf8 {
+        /// Bytes before the fault.
+        valid_up_to: usize,
+    },
+    /// The JSON does not parse or lacks a field.
+    #[error("not a valid {what}: {source}")]
+    Json {
+        /// What was being read.
+        what: &'static str,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// `data_offsets` disagree with dtype and shape.
+    #[error("tensor {name:?} occupies bytes {begin}..{end}, but its dtype and shape need {need} bytes")]
+    SizeMismatch {
+        /// The tensor.
+        name: String,
+        /// First byte.
+        begin: u64,
+        /// Byte after the last.
+        end: u64,
+        /// Bytes needed.
+        need: u64,
+    },
+    /// Two tensors overlap.
+    #[error("tensors {a:?} and {b:?} overlap at byte {at}")]
+    Overlap {
+        /// The one that begins first.
+        a: String,
+        /// The other.
+        b: String,
+        /// Where.
+        at: u64,
+    },
+    /// Bytes that belong to no tensor.
+    #[error("bytes {begin}..{end} before tensor {next:?} belong to no tensor")]
+    Hole {
+        /// First byte of the hole.
+        begin: u64,
+        /// Byte after the hole.
+        end: u64,
+        /// The tensor behind it.
+        next: String,
+    },
+    /// The file is longer or shorter than its tensors.
+    #[error("the file has {have} bytes of data and its tensors need {need}")]
+    DataLength {
+        /// Bytes the tensors need.
+        need: u64,
+        /// Bytes in the file.
+        have: u64,
+    },
+    /// The manifest JSON was written by a newer Windlass.
+    #[error("manifest format {found} is not supported; this build reads format {supported}", supported = FORMAT)]
+    Format {
+        /// The format found.
+        found: u32,
+    },
+    /// Offsets, sizes or hashes in a manifest JSON are not those of the canonical layout.
+    #[error("{what} of {name:?} is {found}, but the canonical layout gives {expected}")]
+    NotCanonical {
+        /// Which field.
+        what: &'static str,
+        /// The tensor, or "manifest".
+        name: String,
+        /// What the JSON says.
+        found: String,
+        /// What it must be.
+        expected: String,
+    },
+    /// Cuts for a tensor that is not there.
+    #[error("cuts are given for {name:?}, which is not a tensor of this manifest")]
+    CutsUnknownTensor {
+        /// The tensor.
+        name: String,
+    },
+    /// A cut along a dimension that the tensor does not have, or twice along one.
+    #[error(
+        "cuts of {name:?} along dimension {dim}: the tensor has rank {rank}, and each dimension may be named once, in order"
+    )]
+    CutsBadDim {
+        /// The tensor.
+        name: String,
+        /// The dimension.
+        dim: usize,
+        /// The tensor's rank.
+        rank: usize,
+    },
+    /// Cut boundaries are not strictly growing inside the dimension.
+    #[error(
+        "cuts of {name:?} along dimension {dim}: boundary {bound} must grow and lie strictly between 0 and {size}"
+    )]
+    CutsBadBound {
+        /// The tensor.
+        name: String,
+        /// The dimension.
+        dim: usize,
+        /// The boundary.
+        bound: u64,
+        /// Size of the dimension.
+        size: u64,
+    },
+    /// A cut through the middle of a byte of packed elements.
+    #[error(
+        "cuts of {name:?} along dimension {dim}: boundary {bound} splits a byte of packed {dtype} elements"
+    )]
+    CutsPartialByte {
+        /// The tensor.
+        name: String,
+        /// The dimension.
+        dim: usize,
+        /// The boundary.
+        bound: u64,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// The cuts make more blocks than can be numbered.
+    #[error("the cuts make more than {max} blocks or cells; cut less finely", max = cut::MAX_BLOCKS)]
+    TooManyBlocks,
+    /// A block number beyond the cut table.
+    #[error("block {block} is beyond the {count} blocks of this manifest")]
+    NoSuchBlock {
+        /// The block.
+        block: u32,
+        /// How many there are.
+        count: u32,
+    },
+    /// Parts that do not hold every block exactly once.
+    #[error("{what} block {block}: every block must belong to exactly one part")]
+    BadParts {
+        /// "no part holds" or "two parts hold".
+        what: &'static str,
+        /// The block.
+        block: u32,
+    },
+}
 
 impl ManifestError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
-        match *self {}
+        use ManifestError as E;
+        match self {
+            E::TooManyTensors { .. }
+            | E::BadName { .. }
+            | E::ReservedName
+            | E::DuplicateName { .. }
+            | E::TooManyDims { .. }
+            | E::TooLarge { .. }
+            | E::PartialByte { .. }
+            | E::ImageTooLarge
+            | E::DanglingAlias { .. }
+            | E::Dtype { .. }
+            | E::HeaderTooLarge { .. }
+            | E::NotUtf8 { .. }
+            | E::Json { .. }
+            | E::SizeMismatch { .. }
+            | E::Overlap { .. }
+            | E::Hole { .. }
+            | E::NotCanonical { .. }
+            | E::CutsUnknownTensor { .. }
+            | E::CutsBadDim { .. }
+            | E::CutsBadBound { .. }
+            | E::CutsPartialByte { .. }
+            | E::TooManyBlocks
+            | E::BadParts { .. } => Kind::Invalid,
+            E::Truncated { .. } | E::DataLength { .. } => Kind::Corrupt,
+            E::NoSuchBlock { .. } => Kind::NotFound,
+            E::Format { .. } => Kind::Unsupported,
+        }
     }
 }
+
+/// A tensor as its owner describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its checkpoint name.
+    pub name: String,
+    /// Its dtype.
+    pub dtype: Dtype,
+    /// Its shape; empty for a scalar.
+    pub shape: Vec<u64>,
+}
+
+impl TensorSpec {
+    /// A tensor of this name, dtype and shape.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<u64>>) -> TensorSpec {
+        TensorSpec { name: name.into(), dtype, shape: shape.into() }
+    }
+
+    /// Its size in bytes, checked: name, rank, overflow, whole bytes.
+    pub fn bytes(&self) -> Result<u64, ManifestError> {
+        check_name(&self.name)?;
+        if self.shape.len() > MAX_RANK {
+            return Err(ManifestError::TooManyDims { name: self.name.clone(), rank: self.shape.len() });
+        }
+        let too_large = || ManifestError::TooLarge {
+            name: self.name.clone(),
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+        };
+        // A zero anywhere empties the tensor, but must not hide an overflow before it.
+        let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d)).ok_or_else(too_large)?;
+        if elements > MAX_IMAGE {
+            return Err(too_large());
+        }
+        let bytes = self.dtype.bytes(elements).ok_or_else(|| ManifestError::PartialByte {
+            name: self.name.clone(),
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+        })?;
+        if bytes > MAX_IMAGE { Err(too_large()) } else { Ok(bytes) }
+    }
+}
+
+fn check_name(name: &str) -> Result<(), ManifestError> {
+    if name == "__metadata__" {
+        return Err(ManifestError::ReservedName);
+    }
+    if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
+        return Err(ManifestError::BadName { name: name.chars().take(80).collect() });
+    }
+    Ok(())
+}
+
+/// A tensor with its place in the image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its checkpoint name.
+    pub name: String,
+    /// Its dtype.
+    pub dtype: Dtype,
+    /// Its shape; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// Where its bytes begin, counted from the first byte of data.
+    pub offset: u64,
+    /// How many bytes it has.
+    pub bytes: u64,
+}
+
+impl Tensor {
+    /// How many units (see [`Dtype::unit`]) it has.
+    pub fn units(&self) -> u64 {
+        self.bytes / self.dtype.unit() as u64
+    }
+
+    /// Its bytes as a range of the image's data.
+    pub fn range(&self) -> std::ops::Range<u64> {
+        self.offset..self.offset + self.bytes
+    }
+}
+
+/// The ordered tensors of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    tensors: Vec<Tensor>,
+    aliases: BTreeMap<String, String>,
+    data_bytes: u64,
+    layout_hash: LayoutHash,
+    cuts: CutTable,
+}
+
+/// The version of the manifest's JSON form.
+pub const FORMAT: u32 = 1;
+
+impl Manifest {
+    /// Lays out these tensors. `aliases` maps further names to tensors that they share bytes with.
+    pub fn new(
+        specs: impl IntoIterator<Item = TensorSpec>,
+        aliases: BTreeMap<String, String>,
+    ) -> Result<Manifest, ManifestError> {
+        let mut tensors = Vec::new();
+        for spec in specs {
+            let bytes = spec.bytes()?;
+            if tensors.len() == MAX_TENSORS {
+                return Err(ManifestError::TooManyTensors { count: MAX_TENSORS + 1 });
+            }
+            let TensorSpec { name, dtype, shape } = spec;
+            tensors.push(Tensor { name, dtype, shape, offset: 0, bytes });
+        }
+        tensors.sort_unstable_by(|a, b| {
+            alignment(b.dtype).cmp(&alignment(a.dtype)).then_with(|| a.name.cmp(&b.name))
+        });
+        let mut data_bytes = 0u64;
+        for t in &mut tensors {
+            t.offset = data_bytes;
+            data_bytes += t.bytes;
+            if data_bytes > MAX_IMAGE {
+                return Err(ManifestError::ImageTooLarge);
+            }
+        }
+        check_names(&tensors, &aliases)?;
+        let layout_hash = layout_hash(&tensors, &aliases);
+        let cuts = CutTable::new(&tensors, &BTreeMap::new())?;
+        Ok(Manifest { tensors, aliases, data_bytes, layout_hash, cuts })
+    }
+
+    /// The same layout, cut along these boundaries (by tensor name) instead of the default ones.
+    pub fn with_cuts(mut self, cuts: &BTreeMap<String, Vec<DimCut>>) -> Result<Manifest, ManifestError> {
+        self.cuts = CutTable::new(&self.tensors, cuts)?;
+        Ok(self)
+    }
+
+    /// The tensors, in canonical order.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// Further names of tensors.
+    pub fn aliases(&self) -> &BTreeMap<String, String> {
+        &self.aliases
+    }
+
+    /// The index of a tensor, by name or alias.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        let name = self.aliases.get(name).map_or(name, String::as_str);
+        // Tensors of one alignment are sorted by name, and there are at most four alignments.
+        let mut rest = self.tensors.as_slice();
+        let mut base = 0;
+        while let Some(first) = rest.first() {
+            let align = alignment(first.dtype);
+            let len = rest.partition_point(|t| alignment(t.dtype) == align);
+            if let Ok(i) = rest[..len].binary_search_by(|t| t.name.as_str().cmp(name)) {
+                return Some(base + i);
+            }
+            rest = &rest[len..];
+            base += len;
+        }
+        None
+    }
+
+    /// Bytes of an image, without the header.
+    pub fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
+    /// Names the layout.
+    pub fn layout_hash(&self) -> LayoutHash {
+        self.layout_hash
+    }
+
+    /// How the tensors are cut into blocks.
+    pub fn cuts(&self) -> &CutTable {
+        &self.cuts
+    }
+
+    /// Names the cut table.
+    pub fn cuts_hash(&self) -> CutsHash {
+        self.cuts.hash()
+    }
+
+    /// The bytes of a block of contiguous cut, as a range of the image's data; `None` if the block is
+    /// strided.
+    pub fn contiguous_range(&self, block: &Block) -> Option<std::ops::Range<u64>> {
+        let t = &self.tensors[block.tensor as usize];
+        let unit = t.dtype.unit() as u64;
+        (block.count == 1).then(|| {
+            let begin = t.offset + block.start * unit;
+            begin..begin + block.run * unit
+        })
+    }
+
+    /// The canonical JSON form: fixed order of keys, no white space. Equal manifests give equal bytes.
+    pub fn to_json(&self) -> String {
+        let wire = ManifestJson {
+            windlass_manifest: FORMAT,
+            layout_hash: self.layout_hash,
+            data_bytes: self.data_bytes,
+            tensors: self
+                .tensors
+                .iter()
+                .map(|t| TensorJson {
+                    name: t.name.clone(),
+                    dtype: t.dtype.safetensors_name().to_owned(),
+                    shape: t.shape.clone(),
+                    offset: t.offset,
+                    bytes: t.bytes,
+                })
+                .collect(),
+            aliases: self.aliases.clone(),
+            cuts: self.cuts.given().clone(),
+        };
+        serde_json::to_string(&wire).expect("strings and numbers always serialise")
+    }
+
+    /// Reads the JSON form back. Offsets, sizes and hashes must be those of the canonical layout.
+    pub fn from_json(json: &[u8]) -> Result<Manifest, ManifestError> {
+        let text = header::utf8(json)?;
+        let wire: ManifestJson =
+            serde_json::from_str(text).map_err(|source| ManifestError::Json { what: "manifest", source })?;
+        if wire.windlass_manifest != FORMAT {
+            return Err(ManifestError::Format { found: wire.windlass_manifest });
+        }
+        let mut specs = Vec::with_capacity(wire.tensors.len().min(MAX_TENSORS));
+        for t in &wire.tensors {
+            specs.push(TensorSpec {
+                name: t.name.clone(),
+                dtype: parse_dtype(&t.name, &t.dtype)?,
+                shape: t.shape.clone(),
+            });
+        }
+        let manifest = Manifest::new(specs, wire.aliases)?.with_cuts(&wire.cuts)?;
+        for (got, want) in wire.tensors.iter().zip(&manifest.tensors) {
+            not_canonical("position", &want.name, &got.name, &want.name)?;
+            not_canonical("offset", &want.name, &got.offset, &want.offset)?;
+            not_canonical("size", &want.name, &got.bytes, &want.bytes)?;
+        }
+        not_canonical("data_bytes", "manifest", &wire.data_bytes, &manifest.data_bytes)?;
+        not_canonical("layout_hash", "manifest", &wire.layout_hash, &manifest.layout_hash)?;
+        Ok(manifest)
+    }
+}
+
+fn not_canonical<T: PartialEq + ToString>(
+    what: &'static str,
+    name: &str,
+    found: &T,
+    expected: &T,
+) -> Result<(), ManifestError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(ManifestError::NotCanonical {
+        what,
+        name: name.to_owned(),
+        found: found.to_string(),
+        expected: expected.to_string(),
+    })
+}
+
+fn parse_dtype(name: &str, dtype: &str) -> Result<Dtype, ManifestError> {
+    dtype.parse().map_err(|source| ManifestError::Dtype { name: name.chars().take(80).collect(), source })
+}
+
+/// Alignment of a tensor's first byte. Complex elements are aligned as a pair.
+fn alignment(dtype: Dtype) -> usize {
+    if dtype == Dtype::C64 { 8 } else { dtype.unit() }
+}
+
+/// The names, sorted, if none stands twice.
+fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>, ManifestError> {
+    let mut names: Vec<&str> = names.collect();
+    names.sort_unstable();
+    match names.windows(2).find(|w| w[0] == w[1]) {
+        Some(twice) => Err(ManifestError::DuplicateName { name: twice[0].to_owned() }),
+        None => Ok(names),
+    }
+}
+
+fn check_names(tensors: &[Tensor], aliases: &BTreeMap<String, String>) -> Result<(), ManifestError> {
+    let names = distinct(tensors.iter().map(|t| t.name.as_str()))?;
+    if tensors.len() + aliases.len() > MAX_TENSORS {
+        return Err(ManifestError::TooManyTensors { count: tensors.len() + aliases.len() });
+    }
+    for (alias, target) in aliases {
+        check_name(alias)?;
+        if names.binary_search(&alias.as_str()).is_ok() {
+            return Err(ManifestError::DuplicateName { name: alias.clone() });
+        }
+        if names.binary_search(&target.as_str()).is_err() {
+            return Err(ManifestError::DanglingAlias { alias: alias.clone(), target: target.clone() });
+        }
+    }
+    Ok(())
+}
+
+fn layout_hash(tensors: &[Tensor], aliases: &BTreeMap<String, String>) -> LayoutHash {
+    let mut h = Xxh3::new();
+    let text = |h: &mut Xxh3, s: &str| {
+        h.update(&(s.len() as u64).to_le_bytes());
+        h.update(s.as_bytes());
+    };
+    h.update(b"windlass layout 1\0");
+    h.update(&(tensors.len() as u64).to_le_bytes());
+    for t in tensors {
+        text(&mut h, &t.name);
+        text(&mut h, t.dtype.safetensors_name());
+        h.update(&(t.shape.len() as u64).to_le_bytes());
+        t.shape.iter().for_each(|d| h.update(&d.to_le_bytes()));
+    }
+    for (alias, target) in aliases {
+        text(&mut h, alias);
+        text(&mut h, target);
+    }
+    LayoutHash(h.digest128().to_be_bytes())
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ManifestJson {
+    windlass_manifest: u32,
+    layout_hash: LayoutHash,
+    data_bytes: u64,
+    tensors: Vec<TensorJson>,
+    aliases: BTreeMap<String, String>,
+    cuts: BTreeMap<String, Vec<DimCut>>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TensorJson {
+    name: String,
+    dtype: String,
+    shape: Vec<u64>,
+    offset: u64,
+    bytes: u64,
+}
+
+#[cfg(test)]
+mod tests;
