@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use windlass_core::StateDigest;
 use windlass_core::error::Kind;
 use windlass_data::file::FileError;
 
@@ -42,6 +43,16 @@ pub enum Error {
     /// A synthetic model that cannot be made.
     #[error(transparent)]
     Synth(#[from] SynthError),
+    /// The bytes are not those expected.
+    #[error("the state digest of {} is {found}, not {expected}", path.display())]
+    Digest {
+        /// The image.
+        path: PathBuf,
+        /// Its digest.
+        found: StateDigest,
+        /// What it should be.
+        expected: StateDigest,
+    },
     /// The output would destroy an input.
     #[error("the output {} is also the input {}", output.display(), input.display())]
     Overwrite {
@@ -95,6 +106,7 @@ impl Error {
             Error::Content { source, .. } => source.kind(),
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
+            Error::Digest { .. } => Kind::Corrupt,
             Error::Busy { .. } => Kind::Exhausted,
             Error::Cancelled => Kind::Cancelled,
             Error::Bug(_) => Kind::Bug,
@@ -104,19 +116,15 @@ impl Error {
     /// What to do next.
     pub fn advice(&self) -> String {
         match self {
-            Error::Io { source, path, .. } => match source.kind() {
-                io::ErrorKind::NotFound => "check the path; relative ones start at the current directory".into(),
-                io::ErrorKind::PermissionDenied => "check the owner and the mode of the file and its folder".into(),
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                    format!("free some space where {} is, or write elsewhere with -o", path.display())
-                }
-                _ => self.kind().row().advice.into(),
-            },
+            Error::Io { source, path, .. } | Error::File(FileError::Io { source, path, .. }) => {
+                io_advice(source, path)
+            }
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { path, .. } => format!("remove {} or choose another output", path.display()),
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Cancelled => "nothing was left half-written; run the command again when ready".into(),
+            Error::Digest { .. } => "this is another version, or its bytes were damaged; fetch it again".into(),
             Error::Content { .. } | Error::File(_) | Error::Synth(_) | Error::Bug(_) => {
                 self.kind().row().advice.into()
             }
@@ -135,6 +143,17 @@ impl Error {
             cause = c.source();
         }
         text
+    }
+}
+
+fn io_advice(source: &io::Error, path: &Path) -> String {
+    match source.kind() {
+        io::ErrorKind::NotFound => "check the path; relative ones start at the current directory".into(),
+        io::ErrorKind::PermissionDenied => "check the owner and the mode of the file and its folder".into(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            format!("free some space where {} is, or write elsewhere with -o", path.display())
+        }
+        _ => io_kind(source).row().advice.into(),
     }
 }
 

@@ -61,7 +61,7 @@ pub enum SynthError {
     #[error("a synthetic model of {0} elements cannot be made; ask for {MIN_ELEMENTS} to {MAX_ELEMENTS}")]
     Elements(u64),
     /// No such change rate can be reached.
-    #[error("a change rate of {0} is out of range; ask for more than 0 % and at most {max} %", max = MAX_CHANGE * 100.0)]
+    #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
     Change(f64),
 }
 
@@ -83,6 +83,19 @@ pub struct SynthConfig {
     pub seed: u64,
     /// Share of all elements that change in the first step, between 0 and [`MAX_CHANGE`].
     pub change: f64,
+}
+
+impl SynthConfig {
+    /// Whether such a model can be made.
+    pub fn check(&self) -> Result<(), SynthError> {
+        if !(MIN_ELEMENTS..=MAX_ELEMENTS).contains(&self.elements) {
+            return Err(SynthError::Elements(self.elements));
+        }
+        if !(self.change > 0.0 && self.change <= MAX_CHANGE) {
+            return Err(SynthError::Change(self.change));
+        }
+        Ok(())
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,12 +165,7 @@ pub struct Synth {
 impl Synth {
     /// Lays out the model and solves for the learning rates.
     pub fn new(config: SynthConfig) -> Result<Synth, SynthError> {
-        if !(MIN_ELEMENTS..=MAX_ELEMENTS).contains(&config.elements) {
-            return Err(SynthError::Elements(config.elements));
-        }
-        if !(config.change > 0.0 && config.change <= MAX_CHANGE) {
-            return Err(SynthError::Change(config.change));
-        }
+        config.check()?;
         let mut tensors = shapes(config.elements);
         for (i, t) in tensors.iter_mut().enumerate() {
             t.key = mix(config.seed ^ mix(i as u64 + 1));

@@ -19,6 +19,16 @@ pub fn each<S: Send>(
     state: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, u64) -> Result<(), Error> + Sync,
 ) -> Result<Vec<S>, Error> {
+    claim(threads, count, state, |s, i| cancel.check().and_then(|()| work(s, i)))
+}
+
+/// [`each`] without looking at Ctrl-C: every claimed index reaches `work`.
+fn claim<S: Send>(
+    threads: usize,
+    count: u64,
+    state: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, u64) -> Result<(), Error> + Sync,
+) -> Result<Vec<S>, Error> {
     let next = AtomicU64::new(0);
     let failure = Mutex::new(None);
     let run = || {
@@ -28,7 +38,7 @@ pub fn each<S: Send>(
             if i >= count {
                 return s;
             }
-            if let Err(e) = cancel.check().and_then(|()| work(&mut s, i)) {
+            if let Err(e) = work(&mut s, i) {
                 // Indices are claimed in order, so everything below `i` still finishes or fails.
                 next.fetch_max(count, Ordering::Relaxed);
                 keep_first(&failure, i, e);
@@ -75,8 +85,10 @@ pub fn in_order<B: Batch, K: Send>(
     let handfuls = count.div_ceil(HANDFUL);
     let turn = Mutex::new(Turn { next: 0, failed: false, sink });
     let passed = Condvar::new();
-    each(threads, handfuls, cancel, batch, |b, h| {
+    claim(threads, handfuls, batch, |b, h| {
+        let alarm = Alarm { turn: &turn, passed: &passed };
         let run = |b: &mut B| {
+            cancel.check()?;
             for i in h * HANDFUL..count.min((h + 1) * HANDFUL) {
                 make(b, i)?;
                 if b.full() {
@@ -94,7 +106,9 @@ pub fn in_order<B: Batch, K: Send>(
         let result = if mine.failed { Ok(()) } else { result.and_then(|()| put(&mut mine.sink, b)) };
         mine.next += u64::from(!mine.failed);
         mine.failed |= result.is_err();
+        drop(mine);
         passed.notify_all();
+        drop(alarm);
         result
     })?;
     let turn = turn.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -108,6 +122,21 @@ struct Turn<K> {
     next: u64,
     failed: bool,
     sink: K,
+}
+
+/// Wakes the others when a thread panics, so that they end instead of waiting for its turn.
+struct Alarm<'a, K> {
+    turn: &'a Mutex<Turn<K>>,
+    passed: &'a Condvar,
+}
+
+impl<K> Drop for Alarm<'_, K> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.turn.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+            self.passed.notify_all();
+        }
+    }
 }
 
 /// Waits until it is `h`'s turn or something failed.
@@ -162,7 +191,7 @@ mod tests {
 
         #[test]
         fn the_lowest_failure_wins_and_nobody_hangs(bad in 0u64..100, threads in 1usize..9) {
-            let make = |p: &mut Pile, i| {
+            let make = |p: &mut Pile, i: u64| {
                 if i >= bad { Err(Error::Bug(i.to_string())) } else { p.0.push(i); Ok(()) }
             };
             let pile = || Pile(Vec::new(), 5);
@@ -192,5 +221,27 @@ mod tests {
             Ok(())
         });
         assert!(matches!(done, Err(Error::Cancelled)));
+    }
+
+    #[test]
+    fn cancelling_ordered_work_leaves_nobody_waiting() {
+        let cancel = Cancel::default();
+        let make = |p: &mut Pile, i| {
+            if i == 500 {
+                cancel.set();
+            }
+            p.0.push(i);
+            Ok(())
+        };
+        let done = in_order(4, 1 << 40, &cancel, Vec::new(), || Pile(Vec::new(), 3), make, drain);
+        assert!(matches!(done, Err(Error::Cancelled)));
+    }
+
+    #[test]
+    fn a_panic_in_ordered_work_leaves_nobody_waiting() {
+        let make = |_: &mut Pile, i| if i == 40 { panic!("on purpose") } else { Ok(()) };
+        let pile = || Pile(Vec::new(), 3);
+        let work = || in_order(4, 1000, &Cancel::default(), Vec::new(), pile, make, drain);
+        assert!(std::panic::catch_unwind(work).is_err());
     }
 }
