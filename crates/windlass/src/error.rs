@@ -43,6 +43,28 @@ pub enum Error {
     /// A synthetic model that cannot be made.
     #[error(transparent)]
     Synth(#[from] SynthError),
+    /// Two checkpoints do not have the same tensors.
+    #[error("{} and {} do not have the same tensors: {name:?} {how}", a.display(), b.display())]
+    LayoutDiffers {
+        /// One checkpoint.
+        a: PathBuf,
+        /// The other.
+        b: PathBuf,
+        /// The first tensor that differs.
+        name: String,
+        /// How it does.
+        how: String,
+    },
+    /// A delta was to be applied to something that is not its base.
+    #[error("{} is not the base of {}: {why}", base.display(), delta.display())]
+    WrongBase {
+        /// What it was to be applied to.
+        base: PathBuf,
+        /// The delta.
+        delta: PathBuf,
+        /// How that was seen.
+        why: String,
+    },
     /// The bytes are not those expected.
     #[error("the state digest of {} is {found}, not {expected}", path.display())]
     Digest {
@@ -101,7 +123,11 @@ impl Error {
     /// The kind of failure (see [`windlass_core::error`]).
     pub fn kind(&self) -> Kind {
         match self {
-            Error::Usage(_) | Error::Overwrite { .. } | Error::InTheWay { .. } => Kind::Invalid,
+            Error::Usage(_)
+            | Error::Overwrite { .. }
+            | Error::InTheWay { .. }
+            | Error::LayoutDiffers { .. } => Kind::Invalid,
+            Error::WrongBase { .. } => Kind::Stale,
             Error::Io { source, .. } => io_kind(source),
             Error::Content { source, .. } => source.kind(),
             Error::File(e) => e.kind(),
@@ -124,6 +150,12 @@ impl Error {
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Cancelled => "nothing was left half-written; run the command again when ready".into(),
+            Error::LayoutDiffers { .. } => {
+                "compare versions of one model, saved with the same tensors and dtypes".into()
+            }
+            Error::WrongBase { .. } => {
+                "nothing was changed; apply it to the version that `windlass delta show` names as its base".into()
+            }
             Error::Digest { .. } => "this is another version, or its bytes were damaged; fetch it again".into(),
             Error::Content { .. } | Error::File(_) | Error::Synth(_) | Error::Bug(_) => {
                 self.kind().row().advice.into()

@@ -71,7 +71,8 @@ pub trait Batch: Send {
 
 /// Calls `make(batch, i)` for every `i` below `count` on several threads and `put(sink, batch)` for their
 /// results strictly in order, one thread at a time. Blocks are claimed by the handful so that threads rarely
-/// wait for each other; a batch that is full waits for its turn, so that memory stays bounded.
+/// wait for each other; a batch that is full waits for its turn, so that memory stays bounded. Answers the sink
+/// and the threads' batches.
 pub fn in_order<B: Batch, K: Send>(
     threads: usize,
     count: u64,
@@ -80,12 +81,12 @@ pub fn in_order<B: Batch, K: Send>(
     batch: impl Fn() -> B + Sync,
     make: impl Fn(&mut B, u64) -> Result<(), Error> + Sync,
     put: impl Fn(&mut K, &mut B) -> Result<(), Error> + Sync,
-) -> Result<K, Error> {
+) -> Result<(K, Vec<B>), Error> {
     const HANDFUL: u64 = 16;
     let handfuls = count.div_ceil(HANDFUL);
     let turn = Mutex::new(Turn { next: 0, failed: false, sink });
     let passed = Condvar::new();
-    claim(threads, handfuls, batch, |b, h| {
+    let batches = claim(threads, handfuls, batch, |b, h| {
         let alarm = Alarm { turn: &turn, passed: &passed };
         let run = |b: &mut B| {
             cancel.check()?;
@@ -115,7 +116,7 @@ pub fn in_order<B: Batch, K: Send>(
     if turn.next < handfuls {
         return Err(Error::Bug("blocks were lost on the way to the output".into()));
     }
-    Ok(turn.sink)
+    Ok((turn.sink, batches))
 }
 
 struct Turn<K> {
@@ -185,7 +186,7 @@ mod tests {
                 Ok(())
             };
             let pile = || Pile(Vec::new(), full);
-            let out = in_order(threads, count, &Cancel::default(), Vec::new(), pile, make, drain).unwrap();
+            let (out, _) = in_order(threads, count, &Cancel::default(), Vec::new(), pile, make, drain).unwrap();
             prop_assert_eq!(out, (0..count).collect::<Vec<_>>());
         }
 
