@@ -1,14 +1,327 @@
-//! Placeholder.
+//! The codec: what changed between two versions.
+//!
+//! Owns: the records that describe the change of one block, the container that holds them, their
+//! application and their composition. Called by whoever seals, sends, stores or applies versions. Must not:
+//! decide which deltas to keep or send.
+//!
+//! # What it rests on
+//!
+//! A step of reinforcement learning changes a few hundredths to a few per cent of the elements, nearly every
+//! page has a change, and nine in ten changes are to a neighbouring value. So a record lists positions and
+//! short steps, block by block, and a block's changes are coded with parameters of its own.
+//!
+//! # The line
+//!
+//! Units are moved onto a line on which neighbours in value are neighbours in number: for floats, patterns
+//! with the sign bit set are inverted and the others get it set, so that the line runs from the largest
+//! negative NaN through both zeros to the largest positive NaN; integers stay as they are. The map is a
+//! permutation of all bit patterns, so signed zeros and NaN payloads are bits like any others. A *step* is
+//! the wrapped difference of two places on the line, read as a signed number. Every change has exactly one
+//! step, of whatever size, which is why there is no second form with a raw value: steps of two deltas add up
+//! to the step of their composition, always.
+//!
+//! # Records
+//!
+//! A block that did not change has no record. Otherwise its record has the smallest of these forms; of equal
+//! ones, the first listed:
+//!
+//! | mode | code | payload |
+//! |---|---|---|
+//! | sparse | 1 | `count-1` u16 · `k` u8 · `values.k` u8 · gaps · values |
+//! | bitmap | 3 | `count-1` u16 · `values.k` u8 · one bit for each unit · values |
+//! | dense | 4 | the units themselves |
+//! | context | 2 | `count-1` u16 · `top` u16 · `classes` u8 · class table · gaps · values |
+//!
+//! All integers are little-endian, all bit fields begin with the lowest bit, every *section* begins on a byte
+//! and is filled up with zero bits.
+//!
+//! **Gaps.** Positions are ascending; the gap of a position is its distance to the one before, less one. A
+//! gap is Rice-coded in two sections: first the low `k` bits of every gap, then for every gap its remaining
+//! high part in unary (that many zeros and a one). Keeping fixed-width bits apart from unary ones lets a
+//! decoder find every gap by counting ones, without reading them in turn. `k` is the smallest that gives the
+//! shortest code.
+//!
+//! **Values.** A step `s` becomes the code `zigzag(s) - 1`, so that -1, +1, -2, +2 … are 0, 1, 2, 3 …. Three
+//! sections: the low `values.k` bits of every code; the remaining high part in unary, but at most
+//! [`ESCAPE`]; and for those of exactly [`ESCAPE`] the high part in as many bits as the unit has beyond
+//! `values.k`. `values.k` follows from the codes' bit lengths by the rule of [`values::parameter`].
+//!
+//! **Context.** The smaller a weight, the likelier it changes: the chance halves with each octave. Units are
+//! put into classes by the exponent of their *old* value: class 0 is `top` and above, then one class for each
+//! exponent below, the last class has all the rest. The class table gives for each class the count of its
+//! changes as a varint and, unless that is zero, `values.k` in one byte. Gaps count only units of their own
+//! class; their `k` follows from the class's size and count ([`context::gap_parameter`]). Sections are
+//! shared: low bits of all classes in turn, then all unary parts, and so on. The decoder needs the old block.
+//! Only floats have context records.
+//!
+//! Encoders that follow these rules give the same bytes for the same cut table, on whatever hardware.
+//!
+//! # Container
+//!
+//! ```text
+//! container = header part* end
+//! header    = "WLDELTA1" · length u32 · layout hash 16 · cuts hash 16 · base digest 16 · target digest 16
+//!             · base incarnation u64 · base version u64 · target incarnation u64 · target version u64
+//!             · blocks u32 · name length u16 · model id · XXH3-64 of all before u64
+//! part      = "PART" · records u32 · index length u32 · payload length u32 · XXH3-64 u64 · index · payload
+//! index     = for each record: block number (varint; the first in full, then distance to the one before,
+//!             less one) · mode u8 · payload length varint · new block sum 16
+//! end       = "END\0" · parts u32 · records u64 · changes u64 · XXH3-64 of the 24 bytes before u64
+//! ```
+//!
+//! A part's XXH3 covers its first 16 bytes, its index and its payload. The container is an unordered union
+//! of parts: several writers (ranks, nodes, GPU and CPU encoders) may each bring some, in any order, as long
+//! as no block has two records. A reader checks every length against what is there before it uses it; a part
+//! holds at most [`container::MAX_PART`] bytes, so that a stream can be read part by part in bounded memory.
+//!
+//! # Applying
+//!
+//! A record carries the block's sum after the change and not the one before. The applier knows the block's
+//! current sum from its table. If that is the new sum, the block is done already: *skip*. Otherwise the new
+//! units are computed aside; if the current sum plus their differences is the new sum, this is the right base
+//! and the block is written: *applied*. If not, the base is another one and nothing is written: *refetch*.
+//! So applying is idempotent, never leaves a block half-written, and costs O(changes).
+//!
+//! # Composition
+//!
+//! a→b and b→c make a→c without any image: steps add and cancel; a dense block replaces; steps after a dense
+//! block are applied to it. Context records cannot be composed, as their positions need the image.
 
+pub mod apply;
+pub mod bits;
+pub mod compose;
+pub mod container;
+pub mod context;
+pub mod encode;
+pub mod gaps;
+pub mod line;
+pub mod values;
+
+use serde::{Deserialize, Serialize};
+
+pub use apply::{Applier, Outcome};
+pub use compose::{Composer, compose};
+pub use container::{Delta, DeltaHeader, PartBuilder};
+pub use encode::{Encoded, Encoder};
+pub use values::ESCAPE;
+
+use crate::digest::BlockSum;
+use crate::dtype::Line;
 use crate::error::Kind;
+use crate::manifest::{Block, Manifest, ManifestError};
 
-/// What can go wrong here.
+/// What can be wrong with a delta.
 #[derive(Debug, thiserror::Error)]
-pub enum DeltaError {}
+pub enum DeltaError {
+    /// The bytes are not a delta.
+    #[error("not a Windlass delta: it begins with {found:02x?} instead of \"WLDELTA1\"")]
+    Magic {
+        /// The first bytes.
+        found: Vec<u8>,
+    },
+    /// The bytes end too early.
+    #[error("the delta ends within its {what}: {need} bytes are needed and {have} are there; fetch it again")]
+    Truncated {
+        /// What was being read.
+        what: &'static str,
+        /// Bytes needed.
+        need: u64,
+        /// Bytes at hand.
+        have: u64,
+    },
+    /// A check sum is wrong.
+    #[error(
+        "the delta's {what} is damaged: its check sum is {found:016x} instead of {expected:016x}; fetch it again"
+    )]
+    Damaged {
+        /// What is damaged.
+        what: &'static str,
+        /// The sum of the bytes.
+        found: u64,
+        /// The sum they should have.
+        expected: u64,
+    },
+    /// A declared length or count is beyond its limit.
+    #[error("the delta declares {value} for {what}, beyond the limit of {limit}")]
+    Limit {
+        /// What is declared.
+        what: &'static str,
+        /// The value.
+        value: u64,
+        /// The most that is allowed.
+        limit: u64,
+    },
+    /// A part, index or end is not well-formed although its check sum is right.
+    #[error("the delta's {what} is malformed: {why}")]
+    Malformed {
+        /// Which piece.
+        what: &'static str,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// A record's payload is not well-formed.
+    #[error("the {mode} record of block {block} is malformed: {why}")]
+    BadRecord {
+        /// The block.
+        block: u32,
+        /// Its mode.
+        mode: Mode,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// A block has two records.
+    #[error("block {block} has two records")]
+    DuplicateBlock {
+        /// The block.
+        block: u32,
+    },
+    /// The delta is for another layout or cut table.
+    #[error(
+        "the delta is for {what} {found}, but this image has {expected}; make or fetch one for this image"
+    )]
+    WrongLayout {
+        /// "layout" or "cut table".
+        what: &'static str,
+        /// That of the delta.
+        found: String,
+        /// That of the image.
+        expected: String,
+    },
+    /// Two deltas that do not follow one another.
+    #[error("the first delta ends at {first} and the second begins at {second}: they cannot be composed")]
+    NotConsecutive {
+        /// Where the first ends.
+        first: String,
+        /// Where the second begins.
+        second: String,
+    },
+    /// A context record cannot be composed or relayed without the image.
+    #[error(
+        "block {block} has a context record, which cannot be composed without the image; encode in plain mode"
+    )]
+    ContextNeedsImage {
+        /// The block.
+        block: u32,
+    },
+    /// The delta speaks of a block that is not there, or of a malformed identity.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// A model id in a header is malformed.
+    #[error(transparent)]
+    Identity(#[from] crate::identity::IdentityError),
+}
 
 impl DeltaError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
-        match *self {}
+        use DeltaError as E;
+        match self {
+            E::Truncated { .. } | E::Damaged { .. } | E::BadRecord { .. } => Kind::Corrupt,
+            E::Magic { .. } | E::Limit { .. } | E::Malformed { .. } | E::DuplicateBlock { .. } => {
+                Kind::Invalid
+            }
+            E::WrongLayout { .. } | E::NotConsecutive { .. } => Kind::Stale,
+            E::ContextNeedsImage { .. } => Kind::Unsupported,
+            E::Manifest(e) => e.kind(),
+            E::Identity(e) => e.kind(),
+        }
     }
 }
+
+/// The form of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Positions as gaps, steps.
+    Sparse,
+    /// Positions as gaps within classes of old values, steps.
+    Context,
+    /// Positions as a bitmap, steps.
+    Bitmap,
+    /// All units.
+    Dense,
+}
+
+impl Mode {
+    /// Every mode.
+    pub const ALL: [Mode; 4] = [Mode::Sparse, Mode::Context, Mode::Bitmap, Mode::Dense];
+
+    /// The code in an index.
+    pub const fn code(self) -> u8 {
+        match self {
+            Mode::Sparse => 1,
+            Mode::Context => 2,
+            Mode::Bitmap => 3,
+            Mode::Dense => 4,
+        }
+    }
+
+    fn from_code(code: u8) -> Option<Mode> {
+        Mode::ALL.into_iter().find(|m| m.code() == code)
+    }
+}
+
+impl std::fmt::Display for Mode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Mode::Sparse => "sparse",
+            Mode::Context => "context",
+            Mode::Bitmap => "bitmap",
+            Mode::Dense => "dense",
+        })
+    }
+}
+
+/// What the codec has to know of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Its number.
+    pub number: u32,
+    /// Its geometry.
+    pub block: Block,
+    /// Bytes of a unit: 1, 2, 4 or 8.
+    pub unit: usize,
+    /// The order of units.
+    pub line: Line,
+}
+
+impl Tile {
+    /// The block of this number.
+    pub fn of(manifest: &Manifest, number: u32) -> Result<Tile, ManifestError> {
+        let block = manifest.cuts().block(number)?;
+        let dtype = manifest.tensors()[block.tensor as usize].dtype;
+        Ok(Tile { number, block, unit: dtype.unit(), line: dtype.line() })
+    }
+
+    /// How many units it has; between 1 and 65,536.
+    pub fn units(&self) -> usize {
+        self.block.units() as usize
+    }
+
+    /// How many bytes it has.
+    pub fn bytes(&self) -> usize {
+        self.units() * self.unit
+    }
+}
+
+/// The change of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record<'a> {
+    /// The block's number.
+    pub block: u32,
+    /// The form of the payload.
+    pub mode: Mode,
+    /// The block's sum after the change.
+    pub sum: BlockSum,
+    /// The changes.
+    pub payload: &'a [u8],
+}
+
+impl Record<'_> {
+    fn bad(&self, why: &'static str) -> DeltaError {
+        DeltaError::BadRecord { block: self.block, mode: self.mode, why }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+//! From a block and a record to the block's next state.
+
+use super::bits::{Ones, section, take_section};
+use super::context::{self, ContextScratch};
+use super::encode::{Codes, Pick, by_unit};
+use super::line::Unit;
+use super::values::{self, Group};
+use super::{DeltaError, Mode, Record, Tile, gaps};
+use crate::digest::{BlockSum, SumStep, sum_block};
+use crate::kernel::Kernels;
+
+/// What became of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The block has the record's sum already; nothing was written.
+    Skipped,
+    /// The block was written and has the record's sum now.
+    Applied,
+    /// The block is not the record's base; nothing was written. It must be fetched anew.
+    Refetch,
+}
+
+/// Applies records one by one, reusing its memory.
+#[derive(Debug, Default)]
+pub struct Applier {
+    positions: Vec<u16>,
+    codes: Codes,
+    sums: SumStep,
+    context: Option<Box<ContextScratch>>,
+}
+
+impl Applier {
+    /// An applier.
+    pub fn new() -> Applier {
+        Applier::default()
+    }
+
+    /// Applies a record to its block, given the block's bytes, run after run, and their current sum.
+    ///
+    /// Writes all of the record's changes or nothing. An error means that the record itself is malformed.
+    ///
+    /// # Panics
+    /// If `bytes` is not as long as the tile, or the record is for another block.
+    pub fn apply<K: Kernels + ?Sized>(
+        &mut self,
+        kernels: &K,
+        tile: &Tile,
+        record: &Record<'_>,
+        current: BlockSum,
+        bytes: &mut [u8],
+    ) -> Result<Outcome, DeltaError> {
+        assert!(bytes.len() == tile.bytes() && tile.number == record.block, "the record's own block");
+        if current == record.sum {
+            return Ok(Outcome::Skipped);
+        }
+        match record.mode {
+            Mode::Dense => {
+                if record.payload.len() != bytes.len() {
+                    return Err(record.bad("it is not as long as its block"));
+                }
+                if sum_block(kernels, &tile.block, tile.unit, record.payload) != record.sum {
+                    return Err(record.bad("its bytes do not have its sum"));
+                }
+                bytes.copy_from_slice(record.payload);
+                return Ok(Outcome::Applied);
+            }
+            Mode::Sparse | Mode::Bitmap => self.decode(tile, record)?,
+            Mode::Context => {
+                let scratch = self.context.get_or_insert_default();
+                let positions = &mut self.positions;
+                let taken = by_unit!(tile.unit, T => {
+                    let codes = T::of(&mut self.codes);
+                    context::take(kernels, scratch, tile, bytes, record.payload, positions, codes)
+                });
+                // Over another base a good record decodes to nonsense, which is not the record's fault.
+                if taken.is_err() {
+                    return Ok(Outcome::Refetch);
+                }
+            }
+        }
+        Ok(by_unit!(tile.unit, T => {
+            let values = T::of(&mut self.codes);
+            step_values(tile, bytes, &self.positions, values, &mut self.sums);
+            if current.plus(self.sums.finish()) == record.sum {
+                for (&p, &value) in self.positions.iter().zip(values.iter()) {
+                    value.write(bytes, p.into());
+                }
+                Outcome::Applied
+            } else {
+                Outcome::Refetch
+            }
+        }))
+    }
+
+    /// Decodes a sparse or bitmap record into positions and codes.
+    pub(super) fn decode(&mut self, tile: &Tile, record: &Record<'_>) -> Result<(), DeltaError> {
+        by_unit!(tile.unit, T => {
+            take_plain(tile, record.mode, record.payload, &mut self.positions, T::of(&mut self.codes))
+                .map_err(|why| record.bad(why))
+        })
+    }
+
+    pub(super) fn changes<T: Pick>(&mut self) -> (&mut Vec<u16>, &mut Vec<T>) {
+        (&mut self.positions, T::of(&mut self.codes))
+    }
+
+    /// The steps of a plain record, for statistics: how far each changed unit moved, without sign.
+    ///
+    /// Dense and context records have no steps of their own and give none.
+    pub fn distances(&mut self, tile: &Tile, record: &Record<'_>) -> Result<Vec<u64>, DeltaError> {
+        match record.mode {
+            Mode::Dense | Mode::Context => Ok(Vec::new()),
+            Mode::Sparse | Mode::Bitmap => {
+                self.decode(tile, record)?;
+                Ok(
+                    by_unit!(tile.unit, T => T::of(&mut self.codes).iter().map(|c| c.wide() / 2 + 1).collect()),
+                )
+            }
+        }
+    }
+}
+
+/// Turns codes into the units they lead to, and collects the step of the block's sum.
+fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mut [T], sums: &mut SumStep) {
+    let mask = T::mask(tile.line);
+    sums.begin(&tile.block, T::BYTES);
+    let mut each = |p: u16, code: &mut T, tensor_unit: u64| {
+        let old = T::read(bytes, p.into());
+        let new = T::step(mask, old, *code);
+        sums.change(tensor_unit * T::BYTES as u64, T::BYTES, old.wide(), new.wide());
+        *code = new;
+    };
+    if tile.block.is_contiguous() {
+        let start = tile.block.start;
+        positions.iter().zip(codes).for_each(|(&p, code)| each(p, code, start + u64::from(p)));
+    } else {
+        positions.iter().zip(codes).for_each(|(&p, code)| each(p, code, tile.block.tensor_unit(p.into())));
+    }
+}
+
+fn take_plain<T: Unit>(
+    tile: &Tile,
+    mode: Mode,
+    mut payload: &[u8],
+    positions: &mut Vec<u16>,
+    codes: &mut Vec<T>,
+) -> Result<(), &'static str> {
+    let units = tile.units();
+    let Some((&[a, b, k], rest)) = payload.split_first_chunk::<3>() else {
+        return Err("it ends within its head");
+    };
+    payload = rest;
+    let n = usize::from(u16::from_le_bytes([a, b])) + 1;
+    if n > units {
+        return Err("it has more changes than its block has units");
+    }
+    positions.clear();
+    let values_k = if mode == Mode::Sparse {
+        let (&values_k, rest) = payload.split_first().ok_or("it ends within its head")?;
+        payload = rest;
+        let k = u32::from(k);
+        if k > gaps::MAX_K {
+            return Err("its gap parameter is out of range");
+        }
+        let low = take_section(&mut payload, n * k as usize)?;
+        let mut unary = gaps::Unary::new(payload);
+        gaps::take(positions, n, k, (low, 0), &mut unary, units)?;
+        let used = unary.at;
+        take_section(&mut payload, used)?;
+        values_k
+    } else {
+        let (map, rest) = payload.split_at_checked(section(units)).ok_or("it ends within its bitmap")?;
+        payload = rest;
+        positions.extend(Ones::new(map).map(|p| p as u16));
+        if positions.len() != n || Ones::new(map).last().is_some_and(|p| p >= units) {
+            return Err("its bitmap does not have as many changes as it says");
+        }
+        k
+    };
+    let k = u32::from(values_k);
+    if k >= T::BITS {
+        return Err("its value parameter is out of range");
+    }
+    values::take(codes, &mut payload, &[Group { count: n, k }])?;
+    if payload.is_empty() { Ok(()) } else { Err("it goes on after its end") }
+}

@@ -1,0 +1,220 @@
+//! Bit fields in byte strings, lowest bit first.
+
+/// Appends bit fields to a byte string.
+#[derive(Debug)]
+pub struct BitWriter<'a> {
+    out: &'a mut Vec<u8>,
+    word: u64,
+    used: u32,
+}
+
+impl<'a> BitWriter<'a> {
+    /// Begins a section at the end of `out`.
+    pub fn new(out: &'a mut Vec<u8>) -> BitWriter<'a> {
+        BitWriter { out, word: 0, used: 0 }
+    }
+
+    /// Appends the low `width` bits of `value`; the others must be zero, `width` at most 64.
+    #[inline(always)]
+    pub fn put(&mut self, value: u64, width: u32) {
+        self.word |= value << self.used;
+        let used = self.used + width;
+        if used >= 64 {
+            self.out.extend_from_slice(&self.word.to_le_bytes());
+            self.word = if self.used == 0 { 0 } else { value >> (64 - self.used) };
+            self.used = used - 64;
+        } else {
+            self.used = used;
+        }
+    }
+
+    /// Appends `zeros` zeros and a one.
+    #[inline(always)]
+    pub fn unary(&mut self, zeros: u64) {
+        if zeros < 63 {
+            self.put(1 << zeros, zeros as u32 + 1);
+        } else {
+            let mut left = zeros;
+            while left >= 63 {
+                self.put(0, 63);
+                left -= 63;
+            }
+            self.put(1 << left, left as u32 + 1);
+        }
+    }
+
+    /// Fills up the last byte with zeros and ends the section.
+    pub fn finish(self) {
+        let bytes = self.used.div_ceil(8) as usize;
+        self.out.extend_from_slice(&self.word.to_le_bytes()[..bytes]);
+    }
+}
+
+/// The `width` bits at bit `at`; at most 57. Bits past the end are zero.
+#[inline(always)]
+pub fn bits_at(bytes: &[u8], at: usize, width: u32) -> u64 {
+    let word = word_at(bytes, at / 8) >> (at % 8);
+    word & ((1 << width) - 1)
+}
+
+/// As [`bits_at`], for up to 64 bits.
+#[inline(always)]
+pub fn wide_bits_at(bytes: &[u8], at: usize, width: u32) -> u64 {
+    if width <= 57 {
+        bits_at(bytes, at, width)
+    } else {
+        bits_at(bytes, at, 32) | bits_at(bytes, at + 32, width - 32) << 32
+    }
+}
+
+/// The eight bytes at `at`, those past the end as zeros.
+#[inline(always)]
+fn word_at(bytes: &[u8], at: usize) -> u64 {
+    match bytes.get(at..).and_then(|b| b.first_chunk::<8>()) {
+        Some(word) => u64::from_le_bytes(*word),
+        None => tail_word(bytes, at),
+    }
+}
+
+#[cold]
+fn tail_word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    if let Some(tail) = bytes.get(at..) {
+        let n = tail.len().min(8);
+        word[..n].copy_from_slice(&tail[..n]);
+    }
+    u64::from_le_bytes(word)
+}
+
+/// The numbers of the bits that are one, in ascending order.
+#[derive(Debug)]
+pub struct Ones<'a> {
+    bytes: &'a [u8],
+    next: usize,
+    base: usize,
+    word: u64,
+}
+
+impl<'a> Ones<'a> {
+    /// The ones of these bytes.
+    pub fn new(bytes: &'a [u8]) -> Ones<'a> {
+        Ones { bytes, next: 0, base: 0, word: 0 }
+    }
+}
+
+impl Iterator for Ones<'_> {
+    type Item = usize;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<usize> {
+        while self.word == 0 {
+            if self.next >= self.bytes.len() {
+                return None;
+            }
+            self.word = word_at(self.bytes, self.next);
+            self.base = self.next * 8;
+            self.next += 8;
+        }
+        let bit = self.word.trailing_zeros() as usize;
+        self.word &= self.word - 1;
+        Some(self.base + bit)
+    }
+}
+
+/// How many bytes a section of so many bits takes.
+pub const fn section(bits: usize) -> usize {
+    bits.div_ceil(8)
+}
+
+/// Takes a section of so many bits off the front, if it is there and its filling is zero.
+pub fn take_section<'a>(bytes: &mut &'a [u8], bits: usize) -> Result<&'a [u8], &'static str> {
+    let Some((head, rest)) = bytes.split_at_checked(section(bits)) else {
+        return Err("it ends within a section");
+    };
+    if !bits.is_multiple_of(8) && head.last().is_some_and(|b| b >> (bits % 8) != 0) {
+        return Err("a section is not filled up with zeros");
+    }
+    *bytes = rest;
+    Ok(head)
+}
+
+/// Appends a number in groups of seven bits, lowest first.
+pub fn put_varint(out: &mut Vec<u8>, mut value: u32) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// Takes a number off the front; it must be in its shortest form.
+pub fn take_varint(bytes: &mut &[u8]) -> Result<u32, &'static str> {
+    let mut value = 0u64;
+    for (i, &b) in bytes.iter().take(5).enumerate() {
+        value |= u64::from(b & 0x7f) << (7 * i);
+        if b < 0x80 {
+            if b == 0 && i > 0 {
+                return Err("a varint is longer than it needs to be");
+            }
+            *bytes = &bytes[i + 1..];
+            return u32::try_from(value).map_err(|_| "a varint is larger than 32 bits");
+        }
+    }
+    Err(if bytes.len() < 5 { "it ends within a varint" } else { "a varint is larger than 32 bits" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn bit_fields_round_trip(fields in prop::collection::vec((any::<u64>(), 0u32..=64), 0..200)) {
+            let fields: Vec<_> = fields.into_iter().map(|(v, w)| (if w == 64 { v } else { v & ((1 << w) - 1) }, w)).collect();
+            let mut out = vec![7];
+            let mut writer = BitWriter::new(&mut out);
+            fields.iter().for_each(|&(v, w)| writer.put(v, w));
+            writer.finish();
+            let total: u32 = fields.iter().map(|f| f.1).sum();
+            prop_assert_eq!(out.len(), 1 + section(total as usize));
+            let mut at = 0;
+            for (v, w) in fields {
+                prop_assert_eq!(wide_bits_at(&out[1..], at, w), v);
+                at += w as usize;
+            }
+        }
+
+        #[test]
+        fn unary_round_trips(zeros in prop::collection::vec(prop_oneof![0u64..5, 0u64..300], 0..100)) {
+            let mut out = Vec::new();
+            let mut writer = BitWriter::new(&mut out);
+            zeros.iter().for_each(|&z| writer.unary(z));
+            writer.finish();
+            let mut before = 0;
+            let read: Vec<u64> = Ones::new(&out).map(|b| {
+                let z = b - before;
+                before = b + 1;
+                z as u64
+            }).collect();
+            prop_assert_eq!(read, zeros);
+        }
+
+        #[test]
+        fn varints_round_trip(value: u32) {
+            let mut out = Vec::new();
+            put_varint(&mut out, value);
+            let mut rest = out.as_slice();
+            prop_assert_eq!(take_varint(&mut rest), Ok(value));
+            prop_assert!(rest.is_empty());
+            prop_assert!(take_varint(&mut &out[..out.len() - 1]).is_err());
+        }
+    }
+
+    #[test]
+    fn odd_varints_are_refused() {
+        assert!(take_varint(&mut [0x80, 0x00].as_slice()).is_err());
+        assert!(take_varint(&mut [0xff, 0xff, 0xff, 0xff, 0x1f].as_slice()).is_err());
+        assert!(take_varint(&mut [0xff; 9].as_slice()).is_err());
+    }
+}
