@@ -290,11 +290,42 @@ fn read_indexed(dir: &Path, index: &Path, json: &[u8]) -> Result<Vec<Shard>, Fil
     Ok(shards)
 }
 
+/// A file of any kind, mapped for reading.
+#[derive(Debug)]
+pub struct MappedFile {
+    // An empty file cannot be mapped, and needs no map.
+    map: Option<Mmap>,
+}
+
+impl MappedFile {
+    /// Maps a file, which must not be written to while it is mapped.
+    pub fn open(path: &Path) -> Result<MappedFile, FileError> {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        let meta = file.metadata().map_err(io_error("read", path))?;
+        if !meta.is_file() {
+            let not_a_file = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+            return Err(io_error("read", path)(not_a_file));
+        }
+        if meta.len() == 0 {
+            return Ok(MappedFile { map: None });
+        }
+        let map = map_read_only(&file).map_err(io_error("map", path))?;
+        // Commands read from front to back; the advice may be refused and costs nothing.
+        let _ = map.advise(Advice::Sequential);
+        Ok(MappedFile { map: Some(map) })
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or_default()
+    }
+}
+
 /// A checkpoint whose tensors can be read.
 #[derive(Debug)]
 pub struct Checkpoint {
     layout: Layout,
-    maps: Vec<Mmap>,
+    maps: Vec<MappedFile>,
 }
 
 impl Checkpoint {
@@ -303,14 +334,11 @@ impl Checkpoint {
         let layout = Layout::read(path)?;
         let mut maps = Vec::with_capacity(layout.shards.len());
         for shard in &layout.shards {
-            let file = File::open(&shard.path).map_err(io_error("open", &shard.path))?;
-            let map = map_read_only(&file).map_err(io_error("map", &shard.path))?;
-            if map.len() as u64 != shard.bytes {
+            let map = MappedFile::open(&shard.path)?;
+            if map.bytes().len() as u64 != shard.bytes {
                 let changed = io::Error::new(io::ErrorKind::InvalidData, "its length changed meanwhile");
                 return Err(io_error("map", &shard.path)(changed));
             }
-            // Commands read from front to back; the advice may be refused and costs nothing.
-            let _ = map.advise(Advice::Sequential);
             maps.push(map);
         }
         Ok(Checkpoint { layout, maps })
@@ -331,7 +359,7 @@ impl Checkpoint {
         let Place { shard, offset } = self.layout.places[tensor];
         let len = self.layout.manifest.tensors()[tensor].bytes;
         // The header was checked against the file's length, and the map has that length.
-        &self.maps[shard][offset as usize..(offset + len) as usize]
+        &self.maps[shard].bytes()[offset as usize..(offset + len) as usize]
     }
 }
 
@@ -342,7 +370,7 @@ fn map_read_only(file: &File) -> io::Result<Mmap> {
     // lives as long as the slices taken from it. What remains is that nobody changes or shortens the file
     // meanwhile. Windlass itself never writes to a file that it maps: outputs go to new files, and updates in
     // place use positioned reads and writes on files of which only the header was read. Other processes must
-    // keep to what `Checkpoint::open` documents, as with every tool that maps its input; files of a live
+    // keep to what `MappedFile::open` documents, as with every tool that maps its input; files of a live
     // region are protected by leases and are not opened through this function.
     unsafe { Mmap::map(file) }
 }

@@ -9,10 +9,15 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::{self, BenchConfig};
+use crate::delta::apply::Apply;
+use crate::delta::make::{Make, Names};
+use crate::delta::show::show;
 use crate::error::Error;
+use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::{self, SynthConfig};
-use crate::{demo, delta, diff, inspect, verify};
+use crate::{demo, diff, inspect, verify};
+use windlass_core::identity::{Incarnation, ModelId};
 
 /// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
 #[derive(Debug, Parser)]
@@ -85,6 +90,15 @@ enum ParsedDelta {
         /// How changes are coded
         #[arg(long, value_enum, default_value_t = Mode::Auto)]
         mode: Mode,
+        /// The name of the policy, noted in the delta
+        #[arg(long, default_value = "model", value_name = "ID")]
+        model_id: String,
+        /// The version number of BASE, noted in the delta
+        #[arg(long, default_value_t = 0, value_name = "N")]
+        base_version: u64,
+        /// The version number of NEW, noted in the delta; one more than BASE's if not given
+        #[arg(long, value_name = "N")]
+        version: Option<u64>,
         #[command(flatten)]
         threads: Threads,
     },
@@ -178,9 +192,9 @@ impl Threads {
 pub enum Mode {
     /// Decodes without a pass over the old weights, and composes
     Plain,
-    /// Smaller; needs the old weights to decode
+    /// Smaller, block by block; needs the old weights to decode
     Context,
-    /// Whichever is smaller, block by block
+    /// Context where it saves at least a tenth, else plain
     Auto,
 }
 
@@ -188,9 +202,9 @@ pub enum Mode {
 #[derive(Debug)]
 pub enum Command {
     /// `delta make`.
-    DeltaMake(delta::Make),
+    DeltaMake(Make),
     /// `delta apply`.
-    DeltaApply(delta::Apply),
+    DeltaApply(Apply),
     /// `delta show`.
     DeltaShow(PathBuf),
     /// `diff`.
@@ -210,15 +224,25 @@ pub enum Command {
 impl ParsedCommand {
     fn check(self) -> Result<Command, Error> {
         Ok(match self {
-            ParsedCommand::Delta(ParsedDelta::Make { base, new, output, mode, threads }) => {
-                crate::outfile::refuse_inputs(&output, &[&base, &new])?;
-                Command::DeltaMake(delta::Make { base, new, output, mode, threads: threads.count() })
+            ParsedCommand::Delta(ParsedDelta::Make {
+                base,
+                new,
+                output,
+                mode,
+                model_id,
+                base_version,
+                version,
+                threads,
+            }) => {
+                refuse_inputs(&output, &[&base, &new])?;
+                let names = check_names(model_id, base_version, version)?;
+                Command::DeltaMake(Make { base, new, output, mode, names, threads: threads.count() })
             }
             ParsedCommand::Delta(ParsedDelta::Apply { base, delta, output, in_place: _, threads }) => {
                 if let Some(output) = &output {
-                    crate::outfile::refuse_inputs(output, &[&base, &delta])?;
+                    refuse_inputs(output, &[&base, &delta])?;
                 }
-                Command::DeltaApply(delta::Apply { base, delta, output, threads: threads.count() })
+                Command::DeltaApply(Apply { base, delta, output, threads: threads.count() })
             }
             ParsedCommand::Delta(ParsedDelta::Show { delta }) => Command::DeltaShow(delta),
             ParsedCommand::Diff { a, b, threads, top } => {
@@ -246,6 +270,15 @@ impl ParsedModel {
         let model = check_model(self.elements, self.change, self.seed)?;
         Ok(BenchConfig { model, threads: self.threads.count(), repeats: self.repeats.into() })
     }
+}
+
+fn check_names(model_id: String, base: u64, target: Option<u64>) -> Result<Names, Error> {
+    let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
+    let target = target.or(base.checked_add(1)).unwrap_or(u64::MAX);
+    if target <= base {
+        return Err(Error::Usage(format!("version {target} of NEW must be above version {base} of BASE")));
+    }
+    Ok(Names { model_id, incarnation: Incarnation(0), base, target })
 }
 
 /// Refuses sizes and rates that cannot be made before memory is asked for.
@@ -299,7 +332,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
     match command {
         Command::DeltaMake(make) => make.run(session)?,
         Command::DeltaApply(apply) => apply.run(session)?,
-        Command::DeltaShow(path) => delta::show(&path, session)?,
+        Command::DeltaShow(path) => show(&path, session)?,
         Command::Diff(diff) => diff.run(session)?,
         Command::Inspect(inspect) => inspect.run(session)?,
         Command::Verify(verify) => verify.run(session)?,

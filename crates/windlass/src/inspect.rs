@@ -37,7 +37,7 @@ impl Inspect {
         let mut first = Vec::new();
         file.by_ref().take(8).read_to_end(&mut first).map_err(Error::io("read", path))?;
         if first.starts_with(b"WLDELTA") {
-            return crate::delta::show(path, session);
+            return crate::delta::show::show(path, session);
         }
         // A safetensors file begins with a length: an opening brace there would mean an absurd one.
         if first.first() == Some(&b'{') && first.get(7) != Some(&0) {

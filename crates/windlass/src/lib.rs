@@ -13,6 +13,7 @@
 //! | [`inspect`] | `windlass inspect` |
 //! | [`verify`] | `windlass verify` |
 //! | [`synth`] | made-up models that change as trained ones do |
+//! | [`image`] | images of made-up models, in memory |
 //! | [`bench`](mod@bench) | `windlass bench` |
 //! | [`demo`] | `windlass demo` |
 
@@ -22,6 +23,7 @@ pub mod delta;
 pub mod demo;
 pub mod diff;
 pub mod error;
+pub mod image;
 pub mod inspect;
 pub mod outfile;
 pub mod session;
@@ -34,5 +36,5 @@ use windlass_core::kernel::Kernels;
 
 /// The fastest inner loops for this processor.
 pub fn kernels() -> &'static dyn Kernels {
-    &windlass_core::kernel::Portable
+    windlass_data::simd::kernels()
 }

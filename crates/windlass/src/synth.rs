@@ -210,19 +210,6 @@ impl Synth {
             }
         });
     }
-
-    /// Writes elements `start ..` of a tensor before and after the first step, for the price of one.
-    pub fn fill_pair(&self, tensor: usize, start: u64, base: &mut [u8], next: &mut [u8]) {
-        assert_eq!(base.len(), next.len());
-        let count = base.len() / 2;
-        let mut cells = base.chunks_exact_mut(2).zip(next.chunks_exact_mut(2));
-        self.tensors[tensor].walk(start, count, 1, |before, moved| {
-            if let Some((b, n)) = cells.next() {
-                b.copy_from_slice(&bf16(before).to_le_bytes());
-                n.copy_from_slice(&bf16(before - moved).to_le_bytes());
-            }
-        });
-    }
 }
 
 impl SynthTensor {
@@ -488,7 +475,8 @@ mod tests {
     fn pair(synth: &Synth, tensor: usize) -> (Vec<u16>, Vec<u16>) {
         let bytes = synth.tensors()[tensor].elements() as usize * 2;
         let (mut a, mut b) = (vec![0; bytes], vec![0; bytes]);
-        synth.fill_pair(tensor, 0, &mut a, &mut b);
+        synth.fill_base(tensor, 0, &mut a);
+        synth.fill_next(tensor, 0, &mut b);
         (words(&a), words(&b))
     }
 

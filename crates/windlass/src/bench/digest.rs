@@ -8,16 +8,13 @@ use windlass_core::kernel::Kernels;
 use super::{Bar, BenchConfig, Images, Probe, Timing, baseline, machine, round};
 use crate::error::Error;
 use crate::session::{Session, Table, bytes, count};
-use crate::sums;
+use crate::{image, sums};
 
 /// Runs the bench and prints what came out.
 pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Result<(), Error> {
     let images = Images::make(config, session)?;
     let (image, manifest) = (&images.base, &images.manifest);
-    let tensor = |t: usize| {
-        let range = manifest.tensors()[t].range();
-        &image[range.start as usize..range.end as usize]
-    };
+    let tensor = |t| image::tensor(manifest, image, t);
     let mut digest = None;
     let [read, time] = Timing::of(
         config.repeats,

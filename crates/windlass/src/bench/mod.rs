@@ -15,9 +15,8 @@ use serde_json::{Value, json};
 use crate::error::Error;
 use crate::session::Session;
 use crate::synth::{Synth, SynthConfig};
-use crate::work;
-use windlass_core::Dtype;
-use windlass_core::manifest::{Manifest, TensorSpec};
+use crate::image;
+use windlass_core::manifest::Manifest;
 
 /// What to measure on.
 #[derive(Clone, Copy, Debug)]
@@ -44,34 +43,14 @@ impl Images {
     /// Makes both with several threads.
     pub fn make(config: &BenchConfig, session: &Session) -> Result<Images, Error> {
         let synth = Synth::new(config.model)?;
-        let manifest = manifest_of(&synth)?;
+        let manifest = image::manifest_of(&synth)?;
         let len = manifest.data_bytes() as usize;
         let (mut base, mut next) = (vec![0u8; len], vec![0u8; len]);
-        let progress = session.progress("making", len as u64);
-
-        // One item for each piece of a tensor, so that threads write to slices of their own.
-        const PIECE: usize = 1 << 20;
-        let mut items = Vec::new();
-        let (mut b, mut n) = (base.as_mut_slice(), next.as_mut_slice());
-        for t in manifest.tensors() {
-            let source = synth.tensors().iter().position(|s| s.name == t.name);
-            let source = source.ok_or_else(|| Error::Bug(format!("no source for {}", t.name)))?;
-            let (b_tensor, b_rest) = std::mem::take(&mut b).split_at_mut(t.bytes as usize);
-            let (n_tensor, n_rest) = std::mem::take(&mut n).split_at_mut(t.bytes as usize);
-            (b, n) = (b_rest, n_rest);
-            for (i, (b, n)) in b_tensor.chunks_mut(PIECE).zip(n_tensor.chunks_mut(PIECE)).enumerate() {
-                items.push(std::sync::Mutex::new((source, (i * PIECE / 2) as u64, b, n)));
-            }
+        let progress = session.progress("making", 2 * len as u64);
+        for (step, image) in [&mut base, &mut next].into_iter().enumerate() {
+            let watch = (session.cancel(), &progress);
+            image::fill(&synth, &manifest, step as u32, image, config.threads, watch)?;
         }
-        work::each(config.threads, items.len() as u64, session.cancel(), || (), |(), i| {
-            if let Ok(mut item) = items[i as usize].lock() {
-                let (tensor, start, b, n) = &mut *item;
-                synth.fill_pair(*tensor, *start, b, n);
-                progress.add(b.len() as u64);
-            }
-            Ok(())
-        })?;
-        drop(items);
         Ok(Images { manifest, base, next })
     }
 
@@ -79,12 +58,6 @@ impl Images {
     pub fn elements(&self) -> u64 {
         self.base.len() as u64 / 2
     }
-}
-
-/// The layout of a synthetic model.
-pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
-    let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
-    Manifest::new(specs, std::collections::BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))
 }
 
 /// How long something took, over several rounds.
