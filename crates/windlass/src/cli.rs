@@ -111,7 +111,13 @@ enum ParsedDelta {
         /// The delta
         delta: PathBuf,
         /// The newer version to write
-        #[arg(short, long, value_name = "OUT", required_unless_present = "in_place", conflicts_with = "in_place")]
+        #[arg(
+            short,
+            long,
+            value_name = "OUT",
+            required_unless_present = "in_place",
+            conflicts_with = "in_place"
+        )]
         output: Option<PathBuf>,
         /// Change BASE itself. An interrupted run is finished by running it again
         #[arg(long)]
@@ -251,7 +257,8 @@ impl ParsedCommand {
             ParsedCommand::Inspect { path, top } => Command::Inspect(inspect::Inspect { path, top }),
             ParsedCommand::Verify { path, expect, threads } => {
                 let expect = expect.map(|d| d.parse()).transpose();
-                let expect = expect.map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
+                let expect = expect
+                    .map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
                 Command::Verify(verify::Verify { path, expect, threads: threads.count() })
             }
             ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
@@ -348,7 +355,8 @@ fn explain(e: &clap::Error) -> u8 {
     let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
     if e.use_stderr() && json {
         let text = e.render().to_string();
-        let first = text.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or("the arguments do not parse");
+        let first =
+            text.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or("the arguments do not parse");
         return report(&Error::Usage(first.to_owned()), true);
     }
     // Nobody to tell if even this cannot be printed.

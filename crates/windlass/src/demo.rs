@@ -95,7 +95,14 @@ impl Stage<'_> {
             let container = self.encode(version, &published, &next)?;
             let encode = start.elapsed().as_secs_f64();
             published = next;
-            steps.push(self.sync(version, &container, last.as_deref(), &published, &mut receivers, encode)?);
+            steps.push(self.sync(
+                version,
+                &container,
+                last.as_deref(),
+                &published,
+                &mut receivers,
+                encode,
+            )?);
             last = Some(container);
         }
         Ok(steps)
@@ -123,10 +130,16 @@ impl Stage<'_> {
         let pair = Pair { manifest, old: &old, new: &new };
         let mut parts = Vec::new();
         // Plain, because the receiver that lags needs two deltas made one.
-        let totals = pass::run(run, pair, &[Encoder::plain], |(): &mut (), _, _, _| {}, |_, bytes| {
-            parts.extend_from_slice(bytes);
-            Ok(())
-        })?;
+        let totals = pass::run(
+            run,
+            pair,
+            &[Encoder::plain],
+            |(): &mut (), _, _, _| {},
+            |_, bytes| {
+                parts.extend_from_slice(bytes);
+                Ok(())
+            },
+        )?;
         let model_id = ModelId::new("demo").map_err(|e| Error::Bug(e.to_string()))?;
         let target = u64::from(version);
         let names = Names { model_id, incarnation: Incarnation(1), base: target - 1, target };
@@ -149,8 +162,15 @@ impl Stage<'_> {
         let delta = Delta::parse(container).map_err(bug)?;
         delta.header.check(&self.manifest).map_err(bug)?;
         let digest = delta.header.target_digest;
-        let mut step =
-            Step { changed: delta.changes, size: container.len(), encode, apply: 0.0, digest, equal: 0, expected: 0 };
+        let mut step = Step {
+            changed: delta.changes,
+            size: container.len(),
+            encode,
+            apply: 0.0,
+            digest,
+            equal: 0,
+            expected: 0,
+        };
         let lagging = receivers.len() - 1;
         for (i, r) in receivers.iter_mut().enumerate() {
             if i > 0 && i == lagging && version % 2 == 1 && version < self.demo.steps {
@@ -231,7 +251,8 @@ impl Stage<'_> {
                 steps.len(),
                 self.demo.threads
             );
-            let head = ["version", "changed", "delta", "of image", "bits", "encode", "apply", "equal", "state"];
+            let head =
+                ["version", "changed", "delta", "of image", "bits", "encode", "apply", "equal", "state"];
             let mut t = Table::new(head);
             for (i, s) in steps.iter().enumerate() {
                 t.row([

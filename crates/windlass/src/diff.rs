@@ -89,7 +89,8 @@ impl Diff {
         let run = Run { kernels, threads: self.threads, cancel: session.cancel(), progress: &progress };
         let (old, new) = (|t| a.tensor(t), |t| b.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new };
-        let observe = |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| seen.look(kernels, tile, old, new);
+        let observe =
+            |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| seen.look(kernels, tile, old, new);
         let encoders: [fn() -> Encoder; 2] = [Encoder::plain, Encoder::with_context];
         let totals = pass::run(run, pair, &encoders, observe, |_, _| Ok(()))?;
         drop(progress);
@@ -101,7 +102,14 @@ impl Diff {
         object["a"] = json!({ "path": self.a, "state_digest": digests.0 });
         object["b"] = json!({ "path": self.b, "state_digest": digests.1 });
         session.finish(object, |out| {
-            let _ = writeln!(out, "a  {}  {}\nb  {}  {}\n", digests.0, self.a.display(), digests.1, self.b.display());
+            let _ = writeln!(
+                out,
+                "a  {}  {}\nb  {}  {}\n",
+                digests.0,
+                self.a.display(),
+                digests.1,
+                self.b.display()
+            );
             found.human(self.top, out);
         })
     }
@@ -152,7 +160,10 @@ impl<'a> Found<'a> {
             let records: serde_json::Map<_, _> =
                 Mode::ALL.iter().map(|m| (m.to_string(), lane.by_mode[mode_slot(*m)].into())).collect();
             let bits = bits_per_change(*size, changed);
-            modes.insert((*name).into(), json!({ "bytes": size, "bits_per_change": bits, "records": records }));
+            modes.insert(
+                (*name).into(),
+                json!({ "bytes": size, "bits_per_change": bits, "records": records }),
+            );
         }
         let tensors: Vec<Value> = self
             .manifest

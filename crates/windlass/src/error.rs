@@ -154,9 +154,12 @@ impl Error {
                 "compare versions of one model, saved with the same tensors and dtypes".into()
             }
             Error::WrongBase { .. } => {
-                "nothing was changed; apply it to the version that `windlass delta show` names as its base".into()
+                "nothing was changed; apply it to the version that `windlass delta show` names as its base"
+                    .into()
             }
-            Error::Digest { .. } => "this is another version, or its bytes were damaged; fetch it again".into(),
+            Error::Digest { .. } => {
+                "this is another version, or its bytes were damaged; fetch it again".into()
+            }
             Error::Content { .. } | Error::File(_) | Error::Synth(_) | Error::Bug(_) => {
                 self.kind().row().advice.into()
             }

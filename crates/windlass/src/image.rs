@@ -43,13 +43,19 @@ pub fn fill(
         sources.push(source.ok_or_else(|| Error::Bug(format!("no source for {}", t.name)))?);
     }
     let blocks = split(manifest, image)?;
-    work::each(threads, blocks.len() as u64, cancel, || (), |(), i| {
-        let (block, _) = sums::block_of(manifest, i as u32)?;
-        let mut bytes = lock(&blocks[i as usize])?;
-        synth.fill(sources[block.tensor as usize], block.start, step, &mut bytes);
-        progress.add(bytes.len() as u64);
-        Ok(())
-    })?;
+    work::each(
+        threads,
+        blocks.len() as u64,
+        cancel,
+        || (),
+        |(), i| {
+            let (block, _) = sums::block_of(manifest, i as u32)?;
+            let mut bytes = lock(&blocks[i as usize])?;
+            synth.fill(sources[block.tensor as usize], block.start, step, &mut bytes);
+            progress.add(bytes.len() as u64);
+            Ok(())
+        },
+    )?;
     Ok(())
 }
 

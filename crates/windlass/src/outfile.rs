@@ -126,7 +126,8 @@ pub fn refuse_inputs(output: &Path, inputs: &[&Path]) -> Result<(), Error> {
     let parent = parent(output);
     for &input in inputs {
         let Some(theirs) = id(input) else { continue };
-        let inside = input.is_dir() && parent.canonicalize().is_ok_and(|p| p.ancestors().any(|a| id(a) == Some(theirs)));
+        let inside = input.is_dir()
+            && parent.canonicalize().is_ok_and(|p| p.ancestors().any(|a| id(a) == Some(theirs)));
         if id(output) == Some(theirs) || inside {
             return Err(Error::Overwrite { output: output.into(), input: input.into() });
         }
@@ -162,10 +163,8 @@ mod tests {
     use std::io::Write;
 
     fn names(dir: &Path) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(dir)
-            .unwrap()
-            .map(|e| e.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }

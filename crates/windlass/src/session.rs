@@ -55,11 +55,9 @@ impl Session {
         };
         match io::stdout().lock().write_all(text.as_bytes()) {
             // A reader such as `head` that has seen enough is not a failure.
-            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::Io {
-                action: "write to",
-                path: "standard output".into(),
-                source: e,
-            }),
+            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+                Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
+            }
             _ => Ok(()),
         }
     }
@@ -154,7 +152,8 @@ impl Table {
     /// Appends the table to `out`, indented by two spaces.
     pub fn write(&self, out: &mut String) {
         let columns = self.0.first().map_or(0, Vec::len);
-        let width = |c: usize| self.0.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+        let width =
+            |c: usize| self.0.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns).map(width).collect();
         for row in &self.0 {
             let mut line = String::new();

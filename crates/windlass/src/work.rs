@@ -215,12 +215,18 @@ mod tests {
     #[test]
     fn cancelled_work_stops_with_its_own_error() {
         let cancel = Cancel::default();
-        let done = each(3, u64::MAX, &cancel, || (), |(), i| {
-            if i == 50 {
-                cancel.set();
-            }
-            Ok(())
-        });
+        let done = each(
+            3,
+            u64::MAX,
+            &cancel,
+            || (),
+            |(), i| {
+                if i == 50 {
+                    cancel.set();
+                }
+                Ok(())
+            },
+        );
         assert!(matches!(done, Err(Error::Cancelled)));
     }
 

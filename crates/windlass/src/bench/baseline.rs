@@ -7,7 +7,6 @@
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-
 /// Runs `work` on each thread's share of items that were divided evenly.
 fn share<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
     std::thread::scope(|scope| {

@@ -48,20 +48,28 @@ impl Bench<'_> {
     fn deltas(&self) -> Result<[Vec<u8>; 2], Error> {
         let manifest = &self.images.manifest;
         let images = self.images;
-        let (old, new) = (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
+        let (old, new) =
+            (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
         let pair = Pair { manifest, old: &old, new: &new };
         let progress = self.session.progress("encoding", manifest.data_bytes());
         let (threads, cancel) = (self.config.threads, self.session.cancel());
         let run = Run { kernels: self.kernels, threads, cancel, progress: &progress };
         let mut parts = [Vec::new(), Vec::new()];
-        let totals = pass::run(run, pair, &MODES.map(|m| m.1), |(): &mut (), _, _, _| {}, |i, bytes| {
-            parts[i].extend_from_slice(bytes);
-            Ok(())
-        })?;
+        let totals = pass::run(
+            run,
+            pair,
+            &MODES.map(|m| m.1),
+            |(): &mut (), _, _, _| {},
+            |i, bytes| {
+                parts[i].extend_from_slice(bytes);
+                Ok(())
+            },
+        )?;
         let layout = manifest.layout_hash();
         let model_id = ModelId::new("bench").map_err(|e| Error::Bug(e.to_string()))?;
         let names = Names { model_id, incarnation: Incarnation(0), base: 0, target: 1 };
-        let header = names.header(manifest, totals.base.digest(layout), totals.target.digest(layout)).to_bytes();
+        let header =
+            names.header(manifest, totals.base.digest(layout), totals.target.digest(layout)).to_bytes();
         Ok(parts.map(|p| [header.as_slice(), p.as_slice()].concat()))
     }
 
@@ -75,7 +83,8 @@ impl Bench<'_> {
     fn encode(&self, encoder: fn() -> Encoder, table: Option<&SumTable>) -> Result<(), Error> {
         let manifest = &self.images.manifest;
         let images = self.images;
-        let (old, new) = (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
+        let (old, new) =
+            (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
         let pair = Pair { manifest, old: &old, new: &new };
         let state = || (encoder(), Vec::with_capacity(1 << 20));
         let (threads, cancel) = (self.config.threads, self.session.cancel());
@@ -94,7 +103,12 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn measure(&self, deltas: &[Vec<u8>; 2], table: &SumTable, scratch: &mut Vec<u8>) -> Result<Figures, Error> {
+    fn measure(
+        &self,
+        deltas: &[Vec<u8>; 2],
+        table: &SumTable,
+        scratch: &mut Vec<u8>,
+    ) -> Result<Figures, Error> {
         let (base, next) = (&self.images.base, &self.images.next);
         let threads = self.config.threads;
         let parse = |bytes| Delta::parse(bytes).map_err(|e| Error::Bug(e.to_string()));
@@ -249,7 +263,8 @@ impl Figures {
         let mut t = Table::new(["", "bits per change", "GB/s of image", "spread"]);
         let mut row = |name: &str, bits: Option<u64>, timing: &Timing| {
             let bits = bits.map_or(String::new(), |b| format!("{:.2}", self.bits(b)));
-            let (rate, spread) = (format!("{:.2}", timing.gbps(self.image)), format!("{:.0} %", timing.spread() * 100.0));
+            let (rate, spread) =
+                (format!("{:.2}", timing.gbps(self.image)), format!("{:.0} %", timing.spread() * 100.0));
             t.row([name.into(), bits, rate, spread]);
         };
         row("reading two images", None, &self.timings[0]);

@@ -13,9 +13,9 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use crate::error::Error;
+use crate::image;
 use crate::session::Session;
 use crate::synth::{Synth, SynthConfig};
-use crate::image;
 use windlass_core::manifest::Manifest;
 
 /// What to measure on.
@@ -157,7 +157,8 @@ impl Bar {
 /// The processor and its cores, as the system names them.
 pub fn machine() -> Value {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, m)| m.trim()));
+    let model =
+        info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, m)| m.trim()));
     json!({
         "cpu": model.unwrap_or(std::env::consts::ARCH),
         "cores": std::thread::available_parallelism().map_or(1, std::num::NonZero::get),

@@ -128,27 +128,28 @@ impl Job<'_> {
         }
         let progress = self.session.progress("applying", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
-        let hands = work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
-            let (tile, sum) = self.read(&sources, i as u32, &mut hand.bytes)?;
-            let record = self.delta.find(tile.number);
-            let new_sum = match &record {
-                None => sum,
-                Some(record) => {
-                    match self.change(hand, &tile, record, sum)? {
-                        Outcome::Applied => hand.tally.applied += 1,
-                        Outcome::Skipped => hand.tally.skipped += 1,
-                        Outcome::Refetch => return Err(self.wrong_block(&tile)),
+        let hands =
+            work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
+                let (tile, sum) = self.read(&sources, i as u32, &mut hand.bytes)?;
+                let record = self.delta.find(tile.number);
+                let new_sum = match &record {
+                    None => sum,
+                    Some(record) => {
+                        match self.change(hand, &tile, record, sum)? {
+                            Outcome::Applied => hand.tally.applied += 1,
+                            Outcome::Skipped => hand.tally.skipped += 1,
+                            Outcome::Refetch => return Err(self.wrong_block(&tile)),
+                        }
+                        record.sum
                     }
-                    record.sum
-                }
-            };
-            hand.tally.state.add(tile.block.tensor, new_sum);
-            let (shard, offset) = self.place(&tile);
-            let out = &files[shard];
-            out.file().write_all_at(&hand.bytes, offset).map_err(Error::io("write", out.target()))?;
-            progress.add(hand.bytes.len() as u64);
-            Ok(())
-        })?;
+                };
+                hand.tally.state.add(tile.block.tensor, new_sum);
+                let (shard, offset) = self.place(&tile);
+                let out = &files[shard];
+                out.file().write_all_at(&hand.bytes, offset).map_err(Error::io("write", out.target()))?;
+                progress.add(hand.bytes.len() as u64);
+                Ok(())
+            })?;
         let tally = Tally::of(hands.into_iter().map(|h| h.tally));
         self.check_target(tally.state)?;
         for file in files {
@@ -176,27 +177,28 @@ impl Job<'_> {
         let entries = self.delta.entries();
         let progress = self.session.progress("writing", entries.len() as u64);
         let hand = || (Hand::default(), journal.slot());
-        let hands = work::each(self.args.threads, entries.len() as u64, self.session.cancel(), hand, |state, i| {
-            let (hand, slot) = state;
-            let record = self.delta.record(&entries[i as usize]);
-            let (tile, sum) = self.read(&files, record.block, &mut hand.bytes)?;
-            progress.add(1);
-            match self.change(hand, &tile, &record, sum)? {
-                Outcome::Skipped => {
-                    hand.tally.skipped += 1;
-                    return Ok(());
+        let hands =
+            work::each(self.args.threads, entries.len() as u64, self.session.cancel(), hand, |state, i| {
+                let (hand, slot) = state;
+                let record = self.delta.record(&entries[i as usize]);
+                let (tile, sum) = self.read(&files, record.block, &mut hand.bytes)?;
+                progress.add(1);
+                match self.change(hand, &tile, &record, sum)? {
+                    Outcome::Skipped => {
+                        hand.tally.skipped += 1;
+                        return Ok(());
+                    }
+                    Outcome::Applied => {}
+                    Outcome::Refetch if self.recall(&journal, &tile, &record, &mut hand.bytes)? => {}
+                    Outcome::Refetch => return Err(self.wrong_block(&tile)),
                 }
-                Outcome::Applied => {}
-                Outcome::Refetch if self.recall(&journal, &tile, &record, &mut hand.bytes)? => {}
-                Outcome::Refetch => return Err(self.wrong_block(&tile)),
-            }
-            journal.note(*slot, tile.number, &hand.bytes)?;
-            let (shard, offset) = self.place(&tile);
-            let path = &self.layout.shards()[shard].path;
-            files[shard].write_all_at(&hand.bytes, offset).map_err(Error::io("write", path))?;
-            hand.tally.applied += 1;
-            Ok(())
-        })?;
+                journal.note(*slot, tile.number, &hand.bytes)?;
+                let (shard, offset) = self.place(&tile);
+                let path = &self.layout.shards()[shard].path;
+                files[shard].write_all_at(&hand.bytes, offset).map_err(Error::io("write", path))?;
+                hand.tally.applied += 1;
+                Ok(())
+            })?;
         for (file, shard) in files.iter().zip(self.layout.shards()) {
             file.sync_all().map_err(Error::io("write", &shard.path))?;
         }
@@ -208,20 +210,21 @@ impl Job<'_> {
     fn check_in_place(&self, files: &[File], journal: &Journal) -> Result<(), Error> {
         let progress = self.session.progress("checking", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
-        let hands = work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
-            let (tile, sum) = self.read(files, i as u32, &mut hand.bytes)?;
-            progress.add(hand.bytes.len() as u64);
-            let Some(record) = self.delta.find(tile.number) else {
-                hand.tally.state.add(tile.block.tensor, sum);
-                return Ok(());
-            };
-            hand.tally.state.add(tile.block.tensor, record.sum);
-            match self.change(hand, &tile, &record, sum)? {
-                Outcome::Applied | Outcome::Skipped => Ok(()),
-                Outcome::Refetch if self.recall(journal, &tile, &record, &mut hand.bytes)? => Ok(()),
-                Outcome::Refetch => Err(self.wrong_block(&tile)),
-            }
-        })?;
+        let hands =
+            work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
+                let (tile, sum) = self.read(files, i as u32, &mut hand.bytes)?;
+                progress.add(hand.bytes.len() as u64);
+                let Some(record) = self.delta.find(tile.number) else {
+                    hand.tally.state.add(tile.block.tensor, sum);
+                    return Ok(());
+                };
+                hand.tally.state.add(tile.block.tensor, record.sum);
+                match self.change(hand, &tile, &record, sum)? {
+                    Outcome::Applied | Outcome::Skipped => Ok(()),
+                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut hand.bytes)? => Ok(()),
+                    Outcome::Refetch => Err(self.wrong_block(&tile)),
+                }
+            })?;
         self.check_target(Tally::of(hands.into_iter().map(|h| h.tally)).state)
     }
 
@@ -238,12 +241,24 @@ impl Job<'_> {
         Ok((tile, sum_block(self.kernels, &tile.block, tile.unit, bytes)))
     }
 
-    fn change(&self, hand: &mut Hand, tile: &Tile, record: &Record<'_>, sum: BlockSum) -> Result<Outcome, Error> {
+    fn change(
+        &self,
+        hand: &mut Hand,
+        tile: &Tile,
+        record: &Record<'_>,
+        sum: BlockSum,
+    ) -> Result<Outcome, Error> {
         let outcome = hand.applier.apply(self.kernels, tile, record, sum, &mut hand.bytes);
         outcome.map_err(Error::content(&self.args.delta))
     }
 
-    fn recall(&self, journal: &Journal, tile: &Tile, record: &Record<'_>, bytes: &mut [u8]) -> Result<bool, Error> {
+    fn recall(
+        &self,
+        journal: &Journal,
+        tile: &Tile,
+        record: &Record<'_>,
+        bytes: &mut [u8],
+    ) -> Result<bool, Error> {
         let right = |b: &[u8]| sum_block(self.kernels, &tile.block, tile.unit, b) == record.sum;
         journal.recall(tile.number, bytes, right)
     }

@@ -94,12 +94,7 @@ impl Journal {
     }
 
     /// Puts what an earlier run noted for a block into `bytes`, if `right` says that it is whole.
-    pub fn recall(
-        &self,
-        block: u32,
-        bytes: &mut [u8],
-        right: impl Fn(&[u8]) -> bool,
-    ) -> Result<bool, Error> {
+    pub fn recall(&self, block: u32, bytes: &mut [u8], right: impl Fn(&[u8]) -> bool) -> Result<bool, Error> {
         for &(offset, len) in self.earlier.get(&block).into_iter().flatten() {
             if len as usize != bytes.len() {
                 continue;

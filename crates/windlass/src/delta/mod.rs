@@ -40,7 +40,8 @@ pub fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), E
             return Err(differ(&t.name, format!("is another name of {:?} in {}", u.name, b.0.display())));
         }
         if (u.dtype, &u.shape) != (t.dtype, &t.shape) {
-            let how = format!("is {} {:?} in one and {} {:?} in the other", t.dtype, t.shape, u.dtype, u.shape);
+            let how =
+                format!("is {} {:?} in one and {} {:?} in the other", t.dtype, t.shape, u.dtype, u.shape);
             return Err(differ(&t.name, how));
         }
     }

@@ -151,8 +151,12 @@ pub fn run<S: Send + Default>(
     let blocks = u64::from(pair.manifest.cuts().blocks());
     let ((sinks, mut write), workers) =
         work::in_order(run.threads, blocks, run.cancel, (sinks, write), worker, make, put)?;
-    let mut totals =
-        Totals { base: StateSum::default(), target: StateSum::default(), lanes: Vec::new(), observed: Vec::new() };
+    let mut totals = Totals {
+        base: StateSum::default(),
+        target: StateSum::default(),
+        lanes: Vec::new(),
+        observed: Vec::new(),
+    };
     for w in workers {
         totals.base = totals.base.plus(w.base);
         totals.target = totals.target.plus(w.target);

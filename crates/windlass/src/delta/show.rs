@@ -24,7 +24,9 @@ pub fn show(path: &Path, session: &Session) -> Result<(), Error> {
     let records = delta.entries().len();
     let by_mode: Map<_, _> = Mode::ALL
         .iter()
-        .map(|m| (m.to_string(), json!({ "records": modes[mode_slot(*m)].0, "bytes": modes[mode_slot(*m)].1 })))
+        .map(|m| {
+            (m.to_string(), json!({ "records": modes[mode_slot(*m)].0, "bytes": modes[mode_slot(*m)].1 }))
+        })
         .collect();
     let bits = bits_per_change(delta.size() as u64, delta.changes);
     let object = json!({
