@@ -5,6 +5,7 @@
 //! results go to standard output and progress and errors to standard error. Progress bars show only on a
 //! terminal.
 
+use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -158,7 +159,7 @@ impl Table {
         for row in &self.0 {
             let mut line = String::new();
             for (c, (cell, &w)) in row.iter().zip(&widths).enumerate() {
-                line += &if c == 0 { format!("  {cell:<w$}") } else { format!("  {cell:>w$}") };
+                let _ = if c == 0 { write!(line, "  {cell:<w$}") } else { write!(line, "  {cell:>w$}") };
             }
             out.push_str(line.trim_end());
             out.push('\n');

@@ -372,16 +372,16 @@ impl Law {
                 .collect()
         };
         let total: f64 = points.iter().map(|p| p.1).sum();
-        let ulp = |w: f64| 2f64.powf(w.abs().log2().floor().max(-126.0) - 7.0);
-        // Neighbouring points mostly share an ulp; merging them makes the solver twenty times faster.
-        let mut merged: Vec<(f64, f64)> = Vec::new();
+        let exponent = |w: f64| (w.abs().log2().floor() as i32).max(-126);
+        // Neighbouring points mostly share an exponent; merging them makes the solver twenty times faster.
+        let mut merged: Vec<(i32, f64)> = Vec::new();
         for (w, chance) in points {
             match merged.last_mut() {
-                Some(last) if last.0 == ulp(w) => last.1 += chance / total,
-                _ => merged.push((ulp(w), chance / total)),
+                Some(last) if last.0 == exponent(w) => last.1 += chance / total,
+                _ => merged.push((exponent(w), chance / total)),
             }
         }
-        Law(merged)
+        Law(merged.into_iter().map(|(e, chance)| (2f64.powi(e - 7), chance)).collect())
     }
 
     /// The share of elements whose cast changes when masters move by `lr · u`: a master lies anywhere between

@@ -169,6 +169,7 @@ mod tests {
         }
     }
 
+    #[allow(clippy::unnecessary_wraps)]
     fn drain(sink: &mut Vec<u64>, pile: &mut Pile) -> Result<(), Error> {
         sink.append(&mut pile.0);
         Ok(())

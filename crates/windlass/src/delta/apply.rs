@@ -321,7 +321,7 @@ impl Job<'_> {
 
 /// Copies the first `len` bytes, a header, through a small buffer.
 fn copy_range(from: &File, to: &File, len: u64) -> std::io::Result<()> {
-    let mut buffer = [0; 64 << 10];
+    let mut buffer = vec![0; 64 << 10];
     let mut at = 0;
     while at < len {
         let n = (len - at).min(buffer.len() as u64) as usize;

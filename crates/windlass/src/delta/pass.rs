@@ -5,9 +5,9 @@
 //! encoder needs and the records it has not put down yet, at most a block's worth; the sink holds one part.
 
 use windlass_core::delta::{Encoded, Encoder, Mode, PartBuilder, Tile};
-use windlass_core::digest::{StateSum, sum_block};
+use windlass_core::digest::{BlockSum, StateSum, sum_block};
 use windlass_core::kernel::Kernels;
-use windlass_core::manifest::Manifest;
+use windlass_core::manifest::{BLOCK_UNITS, Manifest};
 
 use super::mode_slot;
 use crate::error::Error;
@@ -16,7 +16,7 @@ use crate::sums;
 use crate::work::{self, Batch};
 
 /// Records that wait for their turn are put down when they have so many bytes.
-const PUT_DOWN: usize = 64 << 10;
+const PUT_DOWN: usize = 32 << 10;
 
 /// The bytes of a tensor by its index in the manifest.
 pub type Tensors<'a> = dyn Fn(usize) -> &'a [u8] + Sync + 'a;
@@ -117,7 +117,12 @@ pub fn run<S: Send + Default>(
     observe: impl Fn(&mut S, &Tile, &[u8], &[u8]) + Sync,
     write: impl FnMut(usize, &[u8]) -> Result<(), Error> + Send,
 ) -> Result<Totals<S>, Error> {
-    let lane = |e: &fn() -> Encoder| Lane { encoder: e(), payload: Vec::new(), records: Vec::new() };
+    // Reserved once, because growing would leave the allocator with pieces of every size it had.
+    let widest =
+        pair.manifest.tensors().iter().map(|t| t.bytes.min(BLOCK_UNITS * t.dtype.unit() as u64)).max();
+    let room = PUT_DOWN + widest.unwrap_or(0) as usize;
+    let lane =
+        |e: &fn() -> Encoder| Lane { encoder: e(), payload: Vec::with_capacity(room), records: Vec::new() };
     let worker = || Worker {
         lanes: encoders.iter().map(lane).collect(),
         base: StateSum::default(),
@@ -212,7 +217,7 @@ pub fn context_pays(kernels: &dyn Kernels, pair: Pair<'_>) -> Result<bool, Error
         for (encoder, size) in encoders.iter_mut().zip(&mut sizes) {
             payload.clear();
             // Sums are not looked at here.
-            let encoded = encoder.encode(kernels, &tile, (old, Default::default()), new, &mut payload);
+            let encoded = encoder.encode(kernels, &tile, (old, BlockSum::default()), new, &mut payload);
             *size += encoded.map_or(0, |e: Encoded| if e.mode == Mode::Dense { 0 } else { payload.len() });
         }
     }
