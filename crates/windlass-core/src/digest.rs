@@ -192,30 +192,20 @@ pub fn sum_block<K: Kernels + ?Sized>(kernels: &K, block: &Block, unit: usize, b
     block.runs().zip(bytes.chunks_exact(run)).map(|(r, b)| sum_range(kernels, r * unit as u64, b)).sum()
 }
 
-/// The change of a block's sum, collected change by change.
+/// The change of a sum, collected change by change.
 ///
-/// Holds the high keys of the groups that a block touches, so that a change costs four multiplications.
+/// Changes of one group share its high keys, which are multiplied in when the group is left: a change costs
+/// two multiplications, and changes are best given in order.
 #[derive(Debug, Default)]
 pub struct SumStep {
-    first_group: u64,
-    high: Vec<[u64; 2]>,
-    sum: [u64; 2],
+    group: u64,
+    inner: [u64; 2],
+    sum: BlockSum,
 }
 
 impl SumStep {
-    /// Starts anew for a block of units of `unit` bytes.
-    pub fn begin(&mut self, block: &Block, unit: usize) {
-        let unit = unit as u64;
-        let last_unit = block.start + (block.count - 1) * block.stride + block.run;
-        self.first_group = block.start * unit / GROUP_BYTES;
-        let end = (last_unit * unit).div_ceil(GROUP_BYTES);
-        self.high.clear();
-        self.high.extend((self.first_group..end).map(high));
-        self.sum = [0; 2];
-    }
-
-    /// Counts a change of the unit at `offset` bytes into the tensor, within the block, from `old` to `new`.
-    /// Both have `unit` bytes, which divide `offset`.
+    /// Counts a change of the unit at `offset` bytes into the tensor from `old` to `new`. Both have `unit`
+    /// bytes, which divide `offset`.
     #[inline(always)]
     pub fn change(&mut self, offset: u64, unit: usize, old: u64, new: u64) {
         if unit == 8 {
@@ -224,18 +214,28 @@ impl SumStep {
             return;
         }
         let difference = new.wrapping_sub(old) << (8 * (offset % 4));
-        let word = offset / 4;
-        let column = (word % GROUP_WORDS as u64) as usize;
-        let high = self.high[(word / GROUP_WORDS as u64 - self.first_group) as usize];
+        let group = offset / GROUP_BYTES;
+        if group != self.group {
+            self.leave_group();
+            self.group = group;
+        }
+        let column = (offset % GROUP_BYTES / 4) as usize;
         for lane in 0..2 {
-            let key = u64::from(LOW[lane][column]).wrapping_mul(high[lane]);
-            self.sum[lane] = self.sum[lane].wrapping_add(difference.wrapping_mul(key));
+            self.inner[lane] =
+                self.inner[lane].wrapping_add(difference.wrapping_mul(LOW[lane][column].into()));
         }
     }
 
-    /// The change of the sum since [`SumStep::begin`].
-    pub fn finish(&self) -> BlockSum {
-        BlockSum(self.sum)
+    #[inline(never)]
+    fn leave_group(&mut self) {
+        let inner = BlockSum(std::mem::take(&mut self.inner));
+        self.sum = self.sum.plus(inner.times(high(self.group)));
+    }
+
+    /// The change of the sum by all changes counted.
+    pub fn finish(mut self) -> BlockSum {
+        self.leave_group();
+        self.sum
     }
 }
 

@@ -165,6 +165,9 @@ pub enum Error {
     /// See [`crate::identity::IdentityError`].
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
+    /// See [`crate::ranges::RangesError`].
+    #[error(transparent)]
+    Ranges(#[from] crate::ranges::RangesError),
     /// See [`crate::manifest::ManifestError`].
     #[error(transparent)]
     Manifest(#[from] crate::manifest::ManifestError),
@@ -197,6 +200,7 @@ impl Error {
         match self {
             Error::Dtype(e) => e.kind(),
             Error::Identity(e) => e.kind(),
+            Error::Ranges(e) => e.kind(),
             Error::Manifest(e) => e.kind(),
             Error::Chunk(e) => e.kind(),
             Error::Request(e) => e.kind(),

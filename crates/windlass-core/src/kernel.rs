@@ -25,9 +25,9 @@ pub trait Kernels: Sync {
 
     /// For each class, a bitmap of the units of `old` that belong to it (see [`classify`]).
     ///
-    /// `out` has `classes` rows of `words` words; bits past the last unit are zero. There are at most
-    /// [`MAX_CLASSES`] classes.
-    fn classes(&self, old: &[u8], unit: usize, by: Classes, words: usize, out: &mut [u64]);
+    /// `out` has a row of `stride` words for each class, at least enough for the units; bits past the last
+    /// unit are zero, words past it are left alone. There are at most [`MAX_CLASSES`] classes.
+    fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]);
 }
 
 /// How units are put into classes by the exponent of their value.
@@ -76,12 +76,13 @@ impl Kernels for Portable {
         }
     }
 
-    fn classes(&self, old: &[u8], unit: usize, by: Classes, words: usize, out: &mut [u64]) {
-        out.fill(0);
+    fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
+        let words = (old.len() / unit).div_ceil(64);
+        out.chunks_exact_mut(stride).for_each(|row| row[..words].fill(0));
         let width = unit as u32 * 8;
         for (i, bytes) in old.chunks_exact(unit).enumerate() {
             let class = by.class(read_unit(bytes), width);
-            out[class * words + i / 64] |= 1 << (i % 64);
+            out[class * stride + i / 64] |= 1 << (i % 64);
         }
     }
 }

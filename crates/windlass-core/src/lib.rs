@@ -9,6 +9,7 @@
 //! | [`error`] | kinds of failure and what each means to Python, HTTP and the shell |
 //! | [`dtype`] | element types and their spellings |
 //! | [`identity`] | (model, incarnation, version) and the hashes that name layouts and states |
+//! | [`ranges`] | sets of blocks |
 //! | [`manifest`] | the ordered tensors of an image, its safetensors header, cuts into blocks, parts |
 //! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
 //! | [`request`] | weight update requests and their legacy dictionaries |
@@ -31,6 +32,7 @@ pub mod error;
 pub mod identity;
 pub mod kernel;
 pub mod manifest;
+pub mod ranges;
 pub mod request;
 pub mod sync_info;
 pub mod wire;

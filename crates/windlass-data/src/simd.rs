@@ -94,12 +94,12 @@ mod x86 {
             unsafe { changed_512(old, new, unit, out) }
         }
 
-        fn classes(&self, old: &[u8], unit: usize, by: Classes, words: usize, out: &mut [u64]) {
+        fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
             if unit == 2 {
                 // SAFETY: as above.
-                unsafe { classes_512(old, by, words, out) }
+                unsafe { classes_512(old, by, stride, out) }
             } else {
-                Portable.classes(old, unit, by, words, out);
+                Portable.classes(old, unit, by, stride, out);
             }
         }
     }
@@ -115,8 +115,8 @@ mod x86 {
             unsafe { changed_256(old, new, unit, out) }
         }
 
-        fn classes(&self, old: &[u8], unit: usize, by: Classes, words: usize, out: &mut [u64]) {
-            Portable.classes(old, unit, by, words, out);
+        fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
+            Portable.classes(old, unit, by, stride, out);
         }
     }
 
@@ -295,7 +295,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn classes_512(old: &[u8], by: Classes, words: usize, out: &mut [u64]) {
+    fn classes_512(old: &[u8], by: Classes, stride: usize, out: &mut [u64]) {
         let units = old.len() / 2;
         let whole = units / 64;
         let shift = _mm_cvtsi32_si128(by.mantissa.into());
@@ -312,14 +312,14 @@ mod x86 {
                 let this = _mm512_set1_epi16(c.into());
                 let mask = u64::from(_mm512_cmpeq_epi16_mask(low, this))
                     | u64::from(_mm512_cmpeq_epi16_mask(high, this)) << 32;
-                out[usize::from(c) * words + word] = mask;
+                out[usize::from(c) * stride + word] = mask;
             }
         }
-        if whole < words {
-            (0..usize::from(by.count)).for_each(|c| out[c * words + whole] = 0);
+        if whole * 64 < units {
+            (0..usize::from(by.count)).for_each(|c| out[c * stride + whole] = 0);
             for (i, bytes) in old[whole * 128..].chunks_exact(2).enumerate() {
                 let class = by.class(windlass_core::kernel::read_unit(bytes), 16);
-                out[class * words + whole] |= 1 << i;
+                out[class * stride + whole] |= 1 << i;
             }
         }
     }
@@ -393,14 +393,15 @@ mod tests {
         ) {
             let old = &bytes[..units * unit];
             let words = units.div_ceil(64);
+            let stride = words + 3;
             let by = Classes { mantissa, top, count };
-            let mut expected = vec![u64::MAX; words * usize::from(count)];
-            Portable.classes(old, unit, by, words, &mut expected);
-            let members: u32 = expected.iter().map(|w| w.count_ones()).sum();
+            let mut expected = vec![u64::MAX; stride * usize::from(count)];
+            Portable.classes(old, unit, by, stride, &mut expected);
+            let members: u32 = expected.chunks(stride).flat_map(|row| &row[..words]).map(|w| w.count_ones()).sum();
             prop_assert_eq!(members as usize, units);
             for (name, k) in implementations() {
-                let mut out = vec![u64::MAX; words * usize::from(count)];
-                k.classes(old, unit, by, words, &mut out);
+                let mut out = vec![u64::MAX; stride * usize::from(count)];
+                k.classes(old, unit, by, stride, &mut out);
                 prop_assert_eq!(&out, &expected, "{}", name);
             }
         }

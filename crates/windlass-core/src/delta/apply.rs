@@ -25,7 +25,6 @@ pub enum Outcome {
 pub struct Applier {
     positions: Vec<u16>,
     codes: Codes,
-    sums: SumStep,
     context: Option<Box<ContextScratch>>,
 }
 
@@ -80,8 +79,7 @@ impl Applier {
         }
         Ok(by_unit!(tile.unit, T => {
             let values = T::of(&mut self.codes);
-            step_values(tile, bytes, &self.positions, values, &mut self.sums);
-            if current.plus(self.sums.finish()) == record.sum {
+            if current.plus(step_values(tile, bytes, &self.positions, values)) == record.sum {
                 for (&p, &value) in self.positions.iter().zip(values.iter()) {
                     value.write(bytes, p.into());
                 }
@@ -121,9 +119,9 @@ impl Applier {
 }
 
 /// Turns codes into the units they lead to, and collects the step of the block's sum.
-fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mut [T], sums: &mut SumStep) {
+fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mut [T]) -> BlockSum {
     let mask = T::mask(tile.line);
-    sums.begin(&tile.block, T::BYTES);
+    let mut sums = SumStep::default();
     let mut each = |p: u16, code: &mut T, tensor_unit: u64| {
         let old = T::read(bytes, p.into());
         let new = T::step(mask, old, *code);
@@ -136,6 +134,7 @@ fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mu
     } else {
         positions.iter().zip(codes).for_each(|(&p, code)| each(p, code, tile.block.tensor_unit(p.into())));
     }
+    sums.finish()
 }
 
 fn take_plain<T: Unit>(

@@ -36,9 +36,10 @@ pub fn gap_parameter(size: usize, count: usize) -> u32 {
     ratio.max(1).ilog2().min(gaps::MAX_K)
 }
 
-/// Bits of the block's bitmap, in words.
-fn words(tile: &Tile) -> usize {
-    tile.units().div_ceil(64)
+/// Words between the rows of two classes: a bitmap of the block, and a little more, since rows exactly a
+/// multiple of 4 KiB apart compete for the same lines of the cache.
+fn stride(tile: &Tile) -> usize {
+    tile.units().div_ceil(64) + 8
 }
 
 /// The top class: the largest exponent that, with all above it, has a thirty-second of the sampled units.
@@ -73,12 +74,12 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
         return false;
     }
     let by = Classes { mantissa, top: top::<T>(mantissa, old), count: CLASSES };
-    let words = words(tile);
+    let stride = stride(tile);
     let ContextScratch { rows, changed, ranks, order, groups, payload } = scratch;
-    rows.resize(usize::from(CLASSES) * words, 0);
-    kernels.classes(old, T::BYTES, by, words, rows);
+    rows.resize(usize::from(CLASSES) * stride, 0);
+    kernels.classes(old, T::BYTES, by, stride, rows);
     changed.clear();
-    changed.resize(words, 0);
+    changed.resize(tile.units().div_ceil(64), 0);
     positions.iter().for_each(|&p| changed[usize::from(p) / 64] |= 1 << (p % 64));
 
     ranks.clear();
@@ -90,7 +91,7 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     payload.push(CLASSES);
     let mut ordered: Vec<T> = Vec::with_capacity(codes.len());
     let mut gap_ks = [0; MAX_CLASSES];
-    for (class, row) in rows.chunks_exact(words).enumerate() {
+    for (class, row) in rows.chunks_exact(stride).enumerate() {
         let first = ranks.len();
         let size = rank_changes(row, changed, positions, ranks, order);
         let count = ranks.len() - first;
@@ -164,10 +165,10 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
         return Err("its head is out of range");
     }
     let by = Classes { mantissa, top: u16::from_le_bytes([c, d]), count };
-    let words = words(tile);
+    let stride = stride(tile);
     let ContextScratch { rows, ranks, groups, .. } = scratch;
-    rows.resize(usize::from(count) * words, 0);
-    kernels.classes(old, T::BYTES, by, words, rows);
+    rows.resize(usize::from(count) * stride, 0);
+    kernels.classes(old, T::BYTES, by, stride, rows);
 
     groups.clear();
     for _ in 0..count {
@@ -185,9 +186,10 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     if groups.iter().map(|g| g.count).sum::<usize>() != changes {
         return Err("its class table does not add up");
     }
+    let words = tile.units().div_ceil(64);
     let mut sizes = [(0usize, 0u32); MAX_CLASSES];
-    for ((size, g), row) in sizes.iter_mut().zip(groups.iter()).zip(rows.chunks_exact(words)) {
-        let members = row.iter().map(|w| w.count_ones() as usize).sum();
+    for ((size, g), row) in sizes.iter_mut().zip(groups.iter()).zip(rows.chunks_exact(stride)) {
+        let members = row[..words].iter().map(|w| w.count_ones() as usize).sum();
         *size = (members, gap_parameter(members, g.count));
     }
     let low_bits = groups.iter().zip(&sizes).map(|(g, s)| g.count * s.1 as usize).sum();
@@ -195,11 +197,11 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     let mut unary = gaps::Unary::new(payload);
     let mut low_at = 0;
     positions.clear();
-    for ((g, &(size, k)), row) in groups.iter().zip(&sizes).zip(rows.chunks_exact(words)) {
+    for ((g, &(size, k)), row) in groups.iter().zip(&sizes).zip(rows.chunks_exact(stride)) {
         ranks.clear();
         gaps::take(ranks, g.count, k, (low, low_at), &mut unary, size)?;
         low_at += g.count * k as usize;
-        select(row, ranks, positions);
+        select(&row[..words], ranks, positions);
     }
     let used = unary.at;
     take_section(&mut payload, used)?;

@@ -84,7 +84,6 @@ pub struct Encoded {
 pub struct Encoder {
     positions: Vec<u16>,
     codes: Codes,
-    sums: SumStep,
     context: Option<Box<ContextScratch>>,
 }
 
@@ -121,7 +120,7 @@ impl Encoder {
         }
         by_unit!(tile.unit, T => {
             let codes = T::of(&mut self.codes);
-            step_codes(tile, old, new, &self.positions, codes, &mut self.sums);
+            let step = step_codes(tile, old, new, &self.positions, codes);
             let start = out.len();
             let mut mode = put_plain(tile, &self.positions, codes, Some(new), out);
             if let Some(scratch) = &mut self.context
@@ -132,7 +131,7 @@ impl Encoder {
                 out.extend_from_slice(scratch.payload());
                 mode = Mode::Context;
             }
-            let sum = old_sum.plus(self.sums.finish());
+            let sum = old_sum.plus(step);
             Some(Encoded { mode, changes: self.positions.len() as u32, sum })
         })
     }
@@ -145,12 +144,11 @@ fn step_codes<T: Unit>(
     new: &[u8],
     positions: &[u16],
     codes: &mut Vec<T>,
-    sums: &mut SumStep,
-) {
+) -> BlockSum {
     let mask = T::mask(tile.line);
+    let mut sums = SumStep::default();
     codes.clear();
     codes.reserve(positions.len());
-    sums.begin(&tile.block, T::BYTES);
     let mut each = |p: u16, tensor_unit: u64| {
         let (a, b) = (T::read(old, p.into()), T::read(new, p.into()));
         sums.change(tensor_unit * T::BYTES as u64, T::BYTES, a.wide(), b.wide());
@@ -162,6 +160,7 @@ fn step_codes<T: Unit>(
     } else {
         codes.extend(positions.iter().map(|&p| each(p, tile.block.tensor_unit(p.into()))));
     }
+    sums.finish()
 }
 
 /// Appends the shortest plain payload. Without the new units, dense is not among the choices.

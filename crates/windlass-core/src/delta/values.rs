@@ -1,6 +1,6 @@
 //! Steps as Rice codes with an escape.
 
-use super::bits::{BitWriter, Ones, take_section, wide_bits_at};
+use super::bits::{BitWriter, Ones, bits_at, take_section, wide_bits_at};
 use super::line::Unit;
 
 /// The high part from which on a code is written in full.
@@ -87,34 +87,64 @@ pub fn take<T: Unit>(out: &mut Vec<T>, bytes: &mut &[u8], groups: &[Group]) -> R
     let low = take_section(bytes, low_bits)?;
     out.clear();
     out.resize(count, T::default());
-    let (mut rest, mut low_at, mut next) = (out.as_mut_slice(), 0, 0);
-    let mut ones = Ones::new(bytes);
+    let mut rest = out.as_mut_slice();
+    let mut from = Source { low, low_at: 0, ones: Ones::new(bytes), next: 0 };
     let mut escape_bits = 0;
-    let largest = T::narrow(u64::MAX).wide();
     for g in groups {
         let (these, others) = rest.split_at_mut(g.count);
-        for slot in these {
-            let Some(one) = ones.next() else { return Err("it has fewer values than it says") };
-            let high = (one - next) as u64;
-            next = one + 1;
-            let code = high << g.k | wide_bits_at(low, low_at, g.k);
-            // The largest code would be a step of zero; beyond it nothing fits the unit, nor does an escape
-            // where the unit has too few high bits to need one.
-            if code >= largest || code >> g.k != high || high > ESCAPE {
-                return Err("a value is beyond its unit");
-            }
-            if high == ESCAPE {
-                escape_bits += (T::BITS - g.k) as usize;
-            }
-            // An escaped code keeps its mark as its high part until the third section is read.
-            *slot = T::narrow(code);
-            low_at += g.k as usize;
-        }
+        let escapes = match g.k {
+            0 => from.take(these, 0, |_, _| 0)?,
+            k @ 1..=57 => from.take(these, k, |low, at| bits_at(low, at, k))?,
+            k => from.take(these, k, |low, at| wide_bits_at(low, at, k))?,
+        };
+        escape_bits += escapes * (T::BITS - g.k) as usize;
         rest = others;
     }
-    take_section(bytes, next)?;
+    let unary_bits = from.next;
+    take_section(bytes, unary_bits)?;
     let escapes = take_section(bytes, escape_bits)?;
     if escape_bits > 0 { fill_escapes(out, groups, low, escapes) } else { Ok(()) }
+}
+
+/// Where a decoder of codes is.
+struct Source<'a> {
+    low: &'a [u8],
+    low_at: usize,
+    ones: Ones<'a>,
+    next: usize,
+}
+
+impl Source<'_> {
+    /// Fills the slots of one group and counts its escapes, which keep [`ESCAPE`] as their high part until
+    /// the third section is read.
+    #[inline(always)]
+    fn take<T: Unit>(
+        &mut self,
+        slots: &mut [T],
+        k: u32,
+        low: impl Fn(&[u8], usize) -> u64,
+    ) -> Result<usize, &'static str> {
+        let (mut largest, mut escapes) = (0, 0);
+        for slot in slots.iter_mut() {
+            let Some(one) = self.ones.next() else { return Err("it has fewer values than it says") };
+            let high = (one - self.next) as u64;
+            self.next = one + 1;
+            largest = high.max(largest);
+            escapes += usize::from(high == ESCAPE);
+            *slot = T::narrow(high << k | low(self.low, self.low_at));
+            self.low_at += k as usize;
+        }
+        // With five high bits or more, every part up to the escape is a code of the unit. With fewer, none is
+        // escaped, and the last code would be a step of zero.
+        let high_bits = T::BITS - k;
+        let last = T::narrow(u64::MAX);
+        let fits = if high_bits >= 5 {
+            largest <= ESCAPE
+        } else {
+            largest < 1 << high_bits && slots.iter().all(|&code| code != last)
+        };
+        if fits { Ok(escapes) } else { Err("a value is beyond its unit") }
+    }
 }
 
 /// Second pass over the codes, only where a block has escapes.

@@ -180,7 +180,6 @@ proptest! {
         let mut bytes = noise(3000 * unit, seed);
         let before = sum_block(&Portable, &block, unit, &bytes);
         let mut step = SumStep::default();
-        step.begin(&block, unit);
         for (at, value) in changes {
             let slot = &mut bytes[at * unit..][..unit];
             let old = crate::kernel::read_unit(slot);

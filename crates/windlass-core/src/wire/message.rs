@@ -1,0 +1,522 @@
+//! The bodies of all frames but `Data`. Layouts: [the specification](super).
+
+use serde::{Deserialize, Serialize};
+
+use super::bytes::{BlockSum, Mac, Nonce, TicketId};
+use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId, decode_header};
+use super::{Extent, MAX_MESSAGE, SourceId, WireError};
+use crate::error::Kind;
+use crate::identity::{Identity, Incarnation, ModelId, StateDigest};
+
+/// A frame that is not `Data`, decoded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Message {
+    /// See [`Hello`].
+    Hello(Hello),
+    /// The sender's nonce.
+    Challenge(Nonce),
+    /// The receiver's proof.
+    Proof(Mac),
+    /// The sender's proof and how many claims may be open on this stream at a time.
+    Accept {
+        /// The sender's proof.
+        proof: Mac,
+        /// Claims not yet acknowledged that the sender takes on this stream.
+        window: u16,
+    },
+    /// See [`Refusal`].
+    Refuse(Refusal),
+    /// See [`Claim`].
+    Claim(Claim),
+    /// What the bytes of a stripe must sum to.
+    StripeEnd {
+        /// Which stripe.
+        stripe: u32,
+        /// Its sums.
+        check: Check,
+    },
+    /// What came of a stripe.
+    Ack {
+        /// Which stripe.
+        stripe: u32,
+        /// What came of it.
+        verdict: Verdict,
+    },
+    /// See [`Completion`].
+    Done(Completion),
+    /// See [`Fault`].
+    Error(Fault),
+    /// Are you there? The answer repeats the number.
+    Ping(u64),
+    /// The answer to a ping.
+    Pong(u64),
+}
+
+/// The first frame of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Hello {
+    /// Which transfer.
+    pub ticket: TicketId,
+    /// Which of the ticket's sources the receiver believes it talks to.
+    pub source: SourceId,
+    /// The receiver's nonce.
+    pub nonce: Nonce,
+}
+
+/// Why a connection is turned away.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Refusal {
+    /// What sort of failure.
+    pub kind: Kind,
+    /// What the refusing side speaks.
+    pub ours: ProtocolVersion,
+    /// What it was spoken to in.
+    pub theirs: ProtocolVersion,
+    /// For people. At most [`MAX_MESSAGE`] bytes; longer ones are cut when encoded.
+    pub message: String,
+}
+
+/// A wish for one stripe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Claim {
+    /// Which stripe of the plan.
+    pub stripe: u32,
+    /// How often it was claimed before.
+    pub attempt: u16,
+    /// What the receiver's plan says it is; the sender compares with its own.
+    pub extent: Extent,
+}
+
+/// What the bytes of a stripe must sum to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Check {
+    /// XXH3-64 of the stripe's bytes.
+    Xxh3(u64),
+    /// The sealed sum of each block of the stripe, in order.
+    BlockSums(Vec<BlockSum>),
+}
+
+/// What came of a stripe at the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Every sum is right and the bytes are in place.
+    Good,
+    /// The sum of this block is wrong.
+    BadBlock(u32),
+    /// The XXH3 of the stripe is wrong.
+    BadStripe,
+}
+
+/// What was transferred: says so on the streams and, as JSON, on the control connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Completion {
+    /// Which transfer.
+    pub ticket: TicketId,
+    /// Which version was received.
+    pub identity: Identity,
+    /// The state digest of that version.
+    pub digest: StateDigest,
+}
+
+/// Where in a transfer something failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[repr(u8)]
+pub enum Stage {
+    /// Before the proofs.
+    Handshake = 1,
+    /// Between a claim and its first byte.
+    Claim = 2,
+    /// While bytes flow.
+    Data = 3,
+    /// While sums are compared.
+    Verify = 4,
+    /// While the end is agreed.
+    Complete = 5,
+}
+
+impl Stage {
+    /// Every stage, in order.
+    pub const ALL: [Stage; 5] = [Stage::Handshake, Stage::Claim, Stage::Data, Stage::Verify, Stage::Complete];
+}
+
+impl std::fmt::Display for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Stage::Handshake => "handshake",
+            Stage::Claim => "claim",
+            Stage::Data => "data",
+            Stage::Verify => "verify",
+            Stage::Complete => "complete",
+        })
+    }
+}
+
+/// Why a stream ends early.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Fault {
+    /// What sort of failure.
+    pub kind: Kind,
+    /// Where it happened.
+    pub stage: Stage,
+    /// The stripe it is about, if it is about one.
+    pub stripe: Option<u32>,
+    /// For people. At most [`MAX_MESSAGE`] bytes; longer ones are cut when encoded.
+    pub message: String,
+}
+
+impl Fault {
+    /// Whether the ticket is of no more use. Otherwise the stream may reconnect.
+    pub const fn ends_ticket(&self) -> bool {
+        match self.kind {
+            Kind::Corrupt | Kind::Timeout | Kind::PeerLost | Kind::Exhausted => false,
+            Kind::Invalid
+            | Kind::NotFound
+            | Kind::Stale
+            | Kind::Unsupported
+            | Kind::Denied
+            | Kind::Cancelled
+            | Kind::Bug => true,
+        }
+    }
+}
+
+/// A whole frame in a buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Frame<'a> {
+    /// A frame with a decoded body.
+    Message(Header, Message),
+    /// Bytes of a stripe.
+    Data(Header, &'a [u8]),
+}
+
+/// Reads the frame at the front of `bytes`, and says how many bytes it took. `None` means that more are
+/// needed. Links read the header alone and take payload straight into place; this is for tools and tests.
+pub fn decode_frame(bytes: &[u8]) -> Result<Option<(Frame<'_>, usize)>, WireError> {
+    let Some(header) = decode_header(bytes)? else { return Ok(None) };
+    let end = HEADER_LEN + header.body_len as usize;
+    let Some(body) = bytes.get(HEADER_LEN..end) else { return Ok(None) };
+    let frame = if header.kind == FrameKind::Data {
+        Frame::Data(header, body)
+    } else {
+        Frame::Message(header, Message::decode(&header, body)?)
+    };
+    Ok(Some((frame, end)))
+}
+
+impl Message {
+    /// Which frame it travels in.
+    pub const fn kind(&self) -> FrameKind {
+        match self {
+            Message::Hello(_) => FrameKind::Hello,
+            Message::Challenge(_) => FrameKind::Challenge,
+            Message::Proof(_) => FrameKind::Proof,
+            Message::Accept { .. } => FrameKind::Accept,
+            Message::Refuse(_) => FrameKind::Refuse,
+            Message::Claim(_) => FrameKind::Claim,
+            Message::StripeEnd { .. } => FrameKind::StripeEnd,
+            Message::Ack { .. } => FrameKind::Ack,
+            Message::Done(_) => FrameKind::Done,
+            Message::Error(_) => FrameKind::Error,
+            Message::Ping(_) => FrameKind::Ping,
+            Message::Pong(_) => FrameKind::Pong,
+        }
+    }
+
+    fn stripe(&self) -> u32 {
+        match self {
+            Message::Claim(Claim { stripe, .. })
+            | Message::StripeEnd { stripe, .. }
+            | Message::Ack { stripe, .. } => *stripe,
+            Message::Error(fault) => fault.stripe.unwrap_or(0),
+            Message::Hello(_)
+            | Message::Challenge(_)
+            | Message::Proof(_)
+            | Message::Accept { .. }
+            | Message::Refuse(_)
+            | Message::Done(_)
+            | Message::Ping(_)
+            | Message::Pong(_) => 0,
+        }
+    }
+
+    /// The frame, header and body. Fails only where a body would break the limits of its kind.
+    pub fn encode(&self, stream: StreamId) -> Result<Vec<u8>, WireError> {
+        let mut out = vec![0; HEADER_LEN];
+        self.put_body(&mut out);
+        let frame = self.kind();
+        let body_len = u32::try_from(out.len() - HEADER_LEN).unwrap_or(u32::MAX);
+        let header = Header {
+            version: ProtocolVersion::CURRENT,
+            kind: frame,
+            stream,
+            stripe: self.stripe(),
+            offset: 0,
+            body_len,
+        };
+        header.check()?;
+        out[..HEADER_LEN].copy_from_slice(&header.encode());
+        Ok(out)
+    }
+
+    fn put_body(&self, out: &mut Vec<u8>) {
+        match self {
+            Message::Hello(hello) => {
+                out.extend(hello.ticket.0);
+                out.extend(hello.source.0.to_le_bytes());
+                out.extend([0; 4]);
+                out.extend(hello.nonce.0);
+            }
+            Message::Challenge(nonce) => out.extend(nonce.0),
+            Message::Proof(mac) => out.extend(mac.0),
+            Message::Accept { proof, window } => {
+                out.extend(proof.0);
+                out.extend(window.to_le_bytes());
+                out.extend([0; 6]);
+            }
+            Message::Refuse(r) => {
+                out.extend([kind_code(r.kind), r.ours.major, r.ours.minor, r.theirs.major, r.theirs.minor]);
+                out.extend([0; 3]);
+                out.extend(capped(&r.message));
+            }
+            Message::Claim(claim) => {
+                let (tag, payload, start, len) = match claim.extent {
+                    Extent::Blocks { first, count } => (0, 0, first.into(), count.into()),
+                    Extent::Bytes { payload, offset, len } => (1, payload, offset, len.into()),
+                };
+                out.extend(claim.attempt.to_le_bytes());
+                out.extend([tag, 0]);
+                out.extend(u32::to_le_bytes(payload));
+                out.extend(u64::to_le_bytes(start));
+                out.extend(u64::to_le_bytes(len));
+            }
+            Message::StripeEnd { check, .. } => match check {
+                Check::Xxh3(sum) => {
+                    out.extend([0; 8]);
+                    out.extend(sum.to_le_bytes());
+                }
+                Check::BlockSums(sums) => {
+                    out.extend([1, 0, 0, 0]);
+                    out.extend((sums.len() as u32).to_le_bytes());
+                    out.extend(sums.iter().flat_map(|sum| sum.0));
+                }
+            },
+            Message::Ack { verdict, .. } => {
+                let (tag, block) = match verdict {
+                    Verdict::Good => (0, 0),
+                    Verdict::BadBlock(block) => (1, *block),
+                    Verdict::BadStripe => (2, 0),
+                };
+                out.extend([tag, 0, 0, 0]);
+                out.extend(u32::to_le_bytes(block));
+            }
+            Message::Done(done) => {
+                out.extend(done.ticket.0);
+                out.extend(done.digest.0);
+                out.extend(done.identity.incarnation.0.to_le_bytes());
+                out.extend(done.identity.version.to_le_bytes());
+                out.extend(done.identity.model_id.as_str().bytes());
+            }
+            Message::Error(fault) => {
+                out.extend([kind_code(fault.kind), fault.stage as u8, u8::from(fault.stripe.is_some()), 0]);
+                out.extend(capped(&fault.message));
+            }
+            Message::Ping(number) | Message::Pong(number) => out.extend(number.to_le_bytes()),
+        }
+    }
+
+    /// Decodes the body that followed `header`. `Data` has no body in this sense and is an error here.
+    pub fn decode(header: &Header, body: &[u8]) -> Result<Message, WireError> {
+        if body.len() as u64 != u64::from(header.body_len) {
+            return Err(WireError::BodySlice { frame: header.kind, len: header.body_len, given: body.len() });
+        }
+        header.check()?;
+        let mut body = Body { frame: header.kind, rest: body };
+        let message = body.message(header)?;
+        body.end()?;
+        Ok(message)
+    }
+}
+
+/// A cursor over a body that never reads past its end.
+struct Body<'a> {
+    frame: FrameKind,
+    rest: &'a [u8],
+}
+
+impl<'a> Body<'a> {
+    fn message(&mut self, header: &Header) -> Result<Message, WireError> {
+        let stripe = header.stripe;
+        Ok(match header.kind {
+            FrameKind::Hello => Message::Hello(self.hello()?),
+            FrameKind::Challenge => Message::Challenge(Nonce(self.take()?)),
+            FrameKind::Proof => Message::Proof(Mac(self.take()?)),
+            FrameKind::Accept => {
+                let (proof, window) = (Mac(self.take()?), u16::from_le_bytes(self.take()?));
+                self.zeros::<6>()?;
+                Message::Accept { proof, window }
+            }
+            FrameKind::Refuse => Message::Refuse(self.refusal()?),
+            FrameKind::Claim => Message::Claim(self.claim(stripe)?),
+            FrameKind::Data => return Err(WireError::Unexpected { frame: FrameKind::Data, state: "a body" }),
+            FrameKind::StripeEnd => Message::StripeEnd { stripe, check: self.check()? },
+            FrameKind::Ack => Message::Ack { stripe, verdict: self.verdict()? },
+            FrameKind::Done => Message::Done(self.completion()?),
+            FrameKind::Error => Message::Error(self.fault(stripe)?),
+            FrameKind::Ping => Message::Ping(u64::from_le_bytes(self.take()?)),
+            FrameKind::Pong => Message::Pong(u64::from_le_bytes(self.take()?)),
+        })
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
+        let (head, rest) =
+            self.rest.split_first_chunk::<N>().ok_or(WireError::BodyTruncated { frame: self.frame })?;
+        self.rest = rest;
+        Ok(*head)
+    }
+
+    fn zeros<const N: usize>(&mut self) -> Result<(), WireError> {
+        if self.take::<N>()? == [0; N] {
+            Ok(())
+        } else {
+            Err(WireError::NotZero { frame: self.frame, field: "reserved" })
+        }
+    }
+
+    fn text(&mut self) -> Result<&'a str, WireError> {
+        std::str::from_utf8(std::mem::take(&mut self.rest)).map_err(|_| WireError::Utf8 { frame: self.frame })
+    }
+
+    fn end(&self) -> Result<(), WireError> {
+        if self.rest.is_empty() {
+            Ok(())
+        } else {
+            Err(WireError::BodyExcess { frame: self.frame, excess: self.rest.len() })
+        }
+    }
+
+    fn code(&self, field: &'static str, code: u8) -> WireError {
+        WireError::UnknownCode { frame: self.frame, field, code }
+    }
+
+    fn kind(&mut self) -> Result<Kind, WireError> {
+        let [code] = self.take()?;
+        Kind::ALL.into_iter().find(|k| kind_code(*k) == code).ok_or_else(|| self.code("error kind", code))
+    }
+
+    fn hello(&mut self) -> Result<Hello, WireError> {
+        let (ticket, source) = (TicketId(self.take()?), SourceId(u32::from_le_bytes(self.take()?)));
+        self.zeros::<4>()?;
+        Ok(Hello { ticket, source, nonce: Nonce(self.take()?) })
+    }
+
+    fn refusal(&mut self) -> Result<Refusal, WireError> {
+        let kind = self.kind()?;
+        let [major, minor] = self.take()?;
+        let ours = ProtocolVersion { major, minor };
+        let [major, minor] = self.take()?;
+        let theirs = ProtocolVersion { major, minor };
+        self.zeros::<3>()?;
+        Ok(Refusal { kind, ours, theirs, message: self.text()?.to_owned() })
+    }
+
+    fn claim(&mut self, stripe: u32) -> Result<Claim, WireError> {
+        let attempt = u16::from_le_bytes(self.take()?);
+        let [tag] = self.take()?;
+        self.zeros::<1>()?;
+        let payload = u32::from_le_bytes(self.take()?);
+        let start = u64::from_le_bytes(self.take()?);
+        let len = u64::from_le_bytes(self.take()?);
+        let narrow = |field, value: u64| {
+            u32::try_from(value).map_err(|_| WireError::TooWide { frame: self.frame, field, value })
+        };
+        let extent = match tag {
+            0 if payload != 0 => return Err(WireError::NotZero { frame: self.frame, field: "payload" }),
+            0 => Extent::Blocks { first: narrow("first block", start)?, count: narrow("block count", len)? },
+            1 => Extent::Bytes { payload, offset: start, len: narrow("length", len)? },
+            tag => return Err(self.code("extent", tag)),
+        };
+        Ok(Claim { stripe, attempt, extent })
+    }
+
+    fn check(&mut self) -> Result<Check, WireError> {
+        let [tag] = self.take()?;
+        self.zeros::<3>()?;
+        let count = u32::from_le_bytes(self.take()?);
+        match tag {
+            0 if count != 0 => Err(WireError::NotZero { frame: self.frame, field: "count" }),
+            0 => Ok(Check::Xxh3(u64::from_le_bytes(self.take()?))),
+            1 => {
+                let (sums, odd) = self.rest.as_chunks::<16>();
+                if sums.len() as u64 != u64::from(count) || !odd.is_empty() {
+                    return Err(WireError::SumCount { count, bytes: self.rest.len() });
+                }
+                self.rest = odd;
+                Ok(Check::BlockSums(sums.iter().map(|s| BlockSum(*s)).collect()))
+            }
+            tag => Err(self.code("check", tag)),
+        }
+    }
+
+    fn verdict(&mut self) -> Result<Verdict, WireError> {
+        let [tag] = self.take()?;
+        self.zeros::<3>()?;
+        let block = u32::from_le_bytes(self.take()?);
+        match tag {
+            1 => Ok(Verdict::BadBlock(block)),
+            0 | 2 if block != 0 => Err(WireError::NotZero { frame: self.frame, field: "block" }),
+            0 => Ok(Verdict::Good),
+            2 => Ok(Verdict::BadStripe),
+            tag => Err(self.code("verdict", tag)),
+        }
+    }
+
+    fn completion(&mut self) -> Result<Completion, WireError> {
+        let (ticket, digest) = (TicketId(self.take()?), StateDigest(self.take()?));
+        let incarnation = Incarnation(u64::from_le_bytes(self.take()?));
+        let version = u64::from_le_bytes(self.take()?);
+        let model_id = ModelId::new(self.text()?)?;
+        Ok(Completion { ticket, identity: Identity { model_id, incarnation, version }, digest })
+    }
+
+    fn fault(&mut self, stripe: u32) -> Result<Fault, WireError> {
+        let kind = self.kind()?;
+        let [stage, has_stripe] = self.take()?;
+        let stage =
+            Stage::ALL.into_iter().find(|s| *s as u8 == stage).ok_or_else(|| self.code("stage", stage))?;
+        self.zeros::<1>()?;
+        let stripe = match has_stripe {
+            0 if stripe != 0 => return Err(WireError::NotZero { frame: self.frame, field: "stripe" }),
+            0 => None,
+            1 => Some(stripe),
+            other => return Err(self.code("has stripe", other)),
+        };
+        Ok(Fault { kind, stage, stripe, message: self.text()?.to_owned() })
+    }
+}
+
+/// The longest prefix of `message` that the wire takes, cut between characters.
+fn capped(message: &str) -> impl Iterator<Item = u8> + '_ {
+    message[..message.floor_char_boundary(MAX_MESSAGE)].bytes()
+}
+
+/// Codes of error kinds. Part of the protocol: never renumber.
+const fn kind_code(kind: Kind) -> u8 {
+    match kind {
+        Kind::Invalid => 1,
+        Kind::NotFound => 2,
+        Kind::Stale => 3,
+        Kind::Corrupt => 4,
+        Kind::Timeout => 5,
+        Kind::PeerLost => 6,
+        Kind::Exhausted => 7,
+        Kind::Unsupported => 8,
+        Kind::Denied => 9,
+        Kind::Cancelled => 10,
+        Kind::Bug => 11,
+    }
+}

@@ -1,0 +1,532 @@
+//! What may follow what on a connection that has been proved.
+//!
+//! [`PullStream`] is the receiver's end, [`ServeStream`] the sender's. Both work alike: give every header that
+//! arrives to `header`, do what [`Next`] says (take the payload into place, or collect the body and give it to
+//! `body`), and send the frames that the other methods return. Anything out of order is a named error, after
+//! which the connection must be closed. They move no bytes and keep none.
+//!
+//! Claims are served in the order in which they arrive and acknowledged in the same order. Up to `window` of
+//! them may be open, so that the next stripe is under way while the last one is being checked.
+
+use std::collections::VecDeque;
+
+use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId};
+use super::handshake::{Proved, Receiver, Sender};
+use super::message::{Check, Claim, Completion, Fault, Message, Verdict};
+use super::stripe::{Extent, Stripe, StripePlan};
+use super::ticket::Checks;
+use super::{WireError, message};
+
+/// What to do after a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Take `len` raw bytes into place at `offset` of the stripe, and report them by [`PullStream::taken`].
+    Payload {
+        /// Which stripe.
+        stripe: Stripe,
+        /// Where in the stripe.
+        offset: u32,
+        /// How many bytes.
+        len: u32,
+    },
+    /// Collect so many bytes and give them to `body`.
+    Body(u32),
+}
+
+/// What the sender said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PullEvent {
+    /// All bytes of a stripe are here; compare, then answer by [`PullStream::ack`].
+    StripeEnd {
+        /// Which stripe.
+        stripe: Stripe,
+        /// What its bytes must sum to. Fits the stripe.
+        check: Check,
+    },
+    /// The sender agrees that the transfer is complete. Nothing follows.
+    Done,
+    /// The sender gave up. Nothing follows.
+    Fault(Fault),
+    /// Answer with [`Message::Pong`] of the same number.
+    Ping(u64),
+    /// The answer to a ping.
+    Pong,
+}
+
+/// What the receiver said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ServeEvent {
+    /// Send this stripe once those before it are sent. It is in the plan, and this source holds it.
+    Claim {
+        /// Which stripe.
+        stripe: Stripe,
+        /// How often it was claimed before.
+        attempt: u16,
+    },
+    /// A stripe is done with: its lease may end.
+    Ack {
+        /// Which stripe.
+        stripe: u32,
+        /// What came of it.
+        verdict: Verdict,
+    },
+    /// The receiver has everything. Answer with [`ServeStream::done`].
+    Done,
+    /// The receiver gave up. Nothing follows.
+    Fault(Fault),
+    /// Answer with [`Message::Pong`] of the same number.
+    Ping(u64),
+    /// The answer to a ping.
+    Pong,
+}
+
+fn unexpected(header: &Header, state: &'static str) -> WireError {
+    WireError::Unexpected { frame: header.kind, state }
+}
+
+/// What both ends keep about the frame under way.
+#[derive(Debug)]
+struct Inbox {
+    stream: StreamId,
+    pending: Pending,
+    ping: Option<u64>,
+    closed: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Pending {
+    Nothing,
+    Payload(u32),
+    Body(Header),
+}
+
+impl Inbox {
+    fn new(stream: StreamId) -> Inbox {
+        Inbox { stream, pending: Pending::Nothing, ping: None, closed: false }
+    }
+
+    fn begin(&self, header: &Header) -> Result<(), WireError> {
+        let stream = self.stream;
+        let left = match self.pending {
+            Pending::Nothing => 0,
+            Pending::Payload(left) => left,
+            Pending::Body(header) => header.body_len,
+        };
+        if left > 0 {
+            return Err(WireError::BytesLeft { stream, left });
+        }
+        if self.closed {
+            return Err(unexpected(header, "the end of the connection"));
+        }
+        if header.stream != stream {
+            return Err(WireError::WrongStream { ours: stream, theirs: header.stream });
+        }
+        if header.kind == FrameKind::Pong && self.ping.is_none() {
+            return Err(unexpected(header, "no Pong, as there was no Ping"));
+        }
+        Ok(())
+    }
+
+    fn expect_body(&mut self, header: &Header) -> Next {
+        self.pending = Pending::Body(*header);
+        Next::Body(header.body_len)
+    }
+
+    fn body(&mut self, body: &[u8]) -> Result<(Header, Message), WireError> {
+        let Pending::Body(header) = self.pending else {
+            return Err(WireError::BytesExcess { stream: self.stream, given: body.len(), left: 0 });
+        };
+        let message = Message::decode(&header, body)?;
+        self.pending = Pending::Nothing;
+        if let Message::Pong(number) = message
+            && self.ping.take() != Some(number)
+        {
+            return Err(unexpected(&header, "a Pong with the number of the Ping"));
+        }
+        Ok((header, message))
+    }
+
+    fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
+        self.open(FrameKind::Ping)?;
+        if self.ping.replace(number).is_some() {
+            return Err(WireError::Unexpected { frame: FrameKind::Ping, state: "the Pong to the last Ping" });
+        }
+        Message::Ping(number).encode(self.stream)
+    }
+
+    fn open(&self, frame: FrameKind) -> Result<(), WireError> {
+        if self.closed {
+            Err(WireError::Unexpected { frame, state: "the end of the connection" })
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// A stripe under way, and how much of it has passed.
+#[derive(Clone, Copy, Debug)]
+struct Moving {
+    stripe: Stripe,
+    at: u32,
+}
+
+impl Moving {
+    fn advance(&mut self, stream: StreamId, offset: u64, len: u32) -> Result<(), WireError> {
+        let Moving { stripe: Stripe { id: stripe, bytes, .. }, at } = *self;
+        if offset != u64::from(at) || len == 0 || len > bytes - at {
+            return Err(WireError::DataRange { stream, stripe, offset, len, at, bytes });
+        }
+        self.at += len;
+        Ok(())
+    }
+
+    fn check_whole(&self, stream: StreamId) -> Result<(), WireError> {
+        let Moving { stripe: Stripe { id: stripe, bytes, .. }, at } = *self;
+        if at == bytes { Ok(()) } else { Err(WireError::StripeShort { stream, stripe, at, bytes }) }
+    }
+}
+
+/// The sums of a stripe must be of the kind that the ticket says, one per block.
+fn check_fits(stream: StreamId, stripe: &Stripe, checks: Checks, check: &Check) -> Result<(), WireError> {
+    let name = |sums: Option<usize>| sums.map_or("xxh3".to_owned(), |n| format!("{n} block sums"));
+    let ours = match (stripe.extent, checks) {
+        (Extent::Blocks { count, .. }, Checks::BlockSums) => Some(count as usize),
+        (Extent::Blocks { .. } | Extent::Bytes { .. }, Checks::Xxh3)
+        | (Extent::Bytes { .. }, Checks::BlockSums) => None,
+    };
+    let theirs = match check {
+        Check::Xxh3(_) => None,
+        Check::BlockSums(sums) => Some(sums.len()),
+    };
+    if ours == theirs {
+        return Ok(());
+    }
+    Err(WireError::CheckDiffers { stream, stripe: stripe.id, ours: name(ours), theirs: name(theirs) })
+}
+
+/// The receiver's end of a proved connection.
+#[derive(Debug)]
+pub struct PullStream {
+    inbox: Inbox,
+    window: u16,
+    checks: Checks,
+    completion: Completion,
+    claimed: VecDeque<Moving>,
+    ended: VecDeque<Stripe>,
+    done_sent: bool,
+}
+
+impl PullStream {
+    /// Starts on a proved connection of the transfer that ends in `completion`.
+    pub fn new(proved: Proved<Receiver>, completion: Completion, checks: Checks) -> PullStream {
+        PullStream {
+            inbox: Inbox::new(proved.stream()),
+            window: proved.window(),
+            checks,
+            completion,
+            claimed: VecDeque::new(),
+            ended: VecDeque::new(),
+            done_sent: false,
+        }
+    }
+
+    /// How many more stripes may be claimed now.
+    pub fn room(&self) -> usize {
+        usize::from(self.window).saturating_sub(self.claimed.len() + self.ended.len())
+    }
+
+    /// The `Claim` frame for a granted stripe.
+    pub fn claim(&mut self, stripe: Stripe, attempt: u16) -> Result<Vec<u8>, WireError> {
+        self.inbox.open(FrameKind::Claim)?;
+        if self.done_sent {
+            return Err(WireError::Unexpected { frame: FrameKind::Claim, state: "the sender's Done" });
+        }
+        let stream = self.inbox.stream;
+        if self.room() == 0 {
+            return Err(WireError::WindowFull { stream, window: self.window });
+        }
+        self.claimed.push_back(Moving { stripe, at: 0 });
+        Message::Claim(Claim { stripe: stripe.id, attempt, extent: stripe.extent }).encode(stream)
+    }
+
+    /// Takes a header.
+    pub fn header(&mut self, header: &Header) -> Result<Next, WireError> {
+        self.inbox.begin(header)?;
+        match header.kind {
+            FrameKind::Data => {
+                let (stream, len) = (self.inbox.stream, header.body_len);
+                let moving = self.next_stripe(header)?;
+                let (stripe, offset) = (moving.stripe, moving.at);
+                moving.advance(stream, header.offset, len)?;
+                self.inbox.pending = Pending::Payload(len);
+                return Ok(Next::Payload { stripe, offset, len });
+            }
+            FrameKind::StripeEnd => {
+                let stream = self.inbox.stream;
+                self.next_stripe(header)?.check_whole(stream)?;
+            }
+            FrameKind::Done if !self.done_sent => {
+                return Err(unexpected(header, "stripes, as this side is not done"));
+            }
+            FrameKind::Done | FrameKind::Error | FrameKind::Ping | FrameKind::Pong => {}
+            FrameKind::Hello
+            | FrameKind::Challenge
+            | FrameKind::Proof
+            | FrameKind::Accept
+            | FrameKind::Refuse
+            | FrameKind::Claim
+            | FrameKind::Ack => return Err(unexpected(header, "frames of a sender")),
+        }
+        Ok(self.inbox.expect_body(header))
+    }
+
+    /// `bytes` of the payload have been taken, perhaps not yet all.
+    pub fn taken(&mut self, bytes: usize) -> Result<(), WireError> {
+        let left = match self.inbox.pending {
+            Pending::Payload(left) => left,
+            Pending::Nothing | Pending::Body(_) => 0,
+        };
+        let excess = WireError::BytesExcess { stream: self.inbox.stream, given: bytes, left };
+        let left = u32::try_from(bytes).ok().and_then(|n| left.checked_sub(n)).ok_or(excess)?;
+        if let Pending::Payload(pending) = &mut self.inbox.pending {
+            *pending = left;
+        }
+        Ok(())
+    }
+
+    /// Takes the body that [`Next::Body`] asked for.
+    pub fn body(&mut self, body: &[u8]) -> Result<PullEvent, WireError> {
+        let (header, message) = self.inbox.body(body)?;
+        match message {
+            Message::StripeEnd { check, .. } => {
+                let stream = self.inbox.stream;
+                let stripe = self.next_stripe(&header)?.stripe;
+                check_fits(stream, &stripe, self.checks, &check)?;
+                self.claimed.pop_front();
+                self.ended.push_back(stripe);
+                Ok(PullEvent::StripeEnd { stripe, check })
+            }
+            Message::Done(done) => {
+                same_completion(&self.completion, done)?;
+                self.inbox.closed = true;
+                Ok(PullEvent::Done)
+            }
+            Message::Error(fault) => {
+                self.inbox.closed = true;
+                Ok(PullEvent::Fault(fault))
+            }
+            Message::Ping(number) => Ok(PullEvent::Ping(number)),
+            Message::Pong(_) => Ok(PullEvent::Pong),
+            Message::Hello(_)
+            | Message::Challenge(_)
+            | Message::Proof(_)
+            | Message::Accept { .. }
+            | Message::Refuse(_)
+            | Message::Claim(_)
+            | Message::Ack { .. } => Err(unexpected(&header, "frames of a sender")),
+        }
+    }
+
+    /// The `Ack` frame for the oldest stripe that has ended.
+    pub fn ack(&mut self, stripe: u32, verdict: Verdict) -> Result<Vec<u8>, WireError> {
+        let (stream, frame) = (self.inbox.stream, FrameKind::Ack);
+        self.inbox.open(frame)?;
+        let expected = self.ended.front().map(|s| s.id);
+        if expected != Some(stripe) {
+            return Err(WireError::WrongStripe { stream, frame, stripe, expected });
+        }
+        self.ended.pop_front();
+        Message::Ack { stripe, verdict }.encode(stream)
+    }
+
+    /// The `Done` frame: every stripe of the transfer is acknowledged and the digest is right.
+    pub fn done(&mut self) -> Result<Vec<u8>, WireError> {
+        self.inbox.open(FrameKind::Done)?;
+        if !self.claimed.is_empty() || !self.ended.is_empty() || self.done_sent {
+            return Err(WireError::Unexpected { frame: FrameKind::Done, state: "the claimed stripes" });
+        }
+        self.done_sent = true;
+        Message::Done(self.completion.clone()).encode(self.inbox.stream)
+    }
+
+    /// A `Ping` frame; one may be open at a time. The answer must carry the same number.
+    pub fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
+        self.inbox.ping(number)
+    }
+
+    fn next_stripe(&mut self, header: &Header) -> Result<&mut Moving, WireError> {
+        let (stream, frame, stripe) = (self.inbox.stream, header.kind, header.stripe);
+        match self.claimed.front_mut() {
+            Some(moving) if moving.stripe.id == stripe => Ok(moving),
+            other => {
+                let expected = other.map(|m| m.stripe.id);
+                Err(WireError::WrongStripe { stream, frame, stripe, expected })
+            }
+        }
+    }
+}
+
+/// The sender's end of a proved connection.
+#[derive(Debug)]
+pub struct ServeStream<'p> {
+    inbox: Inbox,
+    window: u16,
+    plan: &'p StripePlan,
+    source: usize,
+    completion: Completion,
+    claimed: VecDeque<Moving>,
+    unacknowledged: VecDeque<Stripe>,
+}
+
+impl<'p> ServeStream<'p> {
+    /// Starts on a proved connection of the transfer that follows `plan` and ends in `completion`.
+    pub fn new(
+        proved: Proved<Sender>,
+        completion: Completion,
+        plan: &'p StripePlan,
+    ) -> Result<ServeStream<'p>, WireError> {
+        let id = proved.source();
+        let source = plan.source_position(id).ok_or(WireError::UnknownSource { source_id: id.0 })?;
+        Ok(ServeStream {
+            inbox: Inbox::new(proved.stream()),
+            window: proved.window(),
+            plan,
+            source,
+            completion,
+            claimed: VecDeque::new(),
+            unacknowledged: VecDeque::new(),
+        })
+    }
+
+    /// Takes a header. Never answers [`Next::Payload`]: receivers send none.
+    pub fn header(&mut self, header: &Header) -> Result<Next, WireError> {
+        self.inbox.begin(header)?;
+        let (stream, frame, stripe) = (self.inbox.stream, header.kind, header.stripe);
+        match frame {
+            FrameKind::Claim => {
+                if self.claimed.len() + self.unacknowledged.len() >= usize::from(self.window) {
+                    return Err(WireError::WindowFull { stream, window: self.window });
+                }
+                if self.plan.get(stripe).is_none() {
+                    return Err(WireError::PlanDiffers { stream, stripe, ours: None, theirs: None });
+                }
+            }
+            FrameKind::Ack => {
+                let expected = self.unacknowledged.front().map(|s| s.id);
+                if expected != Some(stripe) {
+                    return Err(WireError::WrongStripe { stream, frame, stripe, expected });
+                }
+            }
+            FrameKind::Done if !self.claimed.is_empty() || !self.unacknowledged.is_empty() => {
+                return Err(unexpected(header, "acknowledgements of what was claimed"));
+            }
+            FrameKind::Done | FrameKind::Error | FrameKind::Ping | FrameKind::Pong => {}
+            FrameKind::Hello
+            | FrameKind::Challenge
+            | FrameKind::Proof
+            | FrameKind::Accept
+            | FrameKind::Refuse
+            | FrameKind::Data
+            | FrameKind::StripeEnd => return Err(unexpected(header, "frames of a receiver")),
+        }
+        Ok(self.inbox.expect_body(header))
+    }
+
+    /// Takes the body that [`Next::Body`] asked for.
+    pub fn body(&mut self, body: &[u8]) -> Result<ServeEvent, WireError> {
+        let (header, message) = self.inbox.body(body)?;
+        match message {
+            Message::Claim(claim) => self.claimed(claim),
+            Message::Ack { stripe, verdict } => {
+                self.unacknowledged.pop_front();
+                Ok(ServeEvent::Ack { stripe, verdict })
+            }
+            Message::Done(done) => {
+                same_completion(&self.completion, done)?;
+                self.inbox.closed = true;
+                Ok(ServeEvent::Done)
+            }
+            Message::Error(fault) => {
+                self.inbox.closed = true;
+                Ok(ServeEvent::Fault(fault))
+            }
+            Message::Ping(number) => Ok(ServeEvent::Ping(number)),
+            Message::Pong(_) => Ok(ServeEvent::Pong),
+            Message::Hello(_)
+            | Message::Challenge(_)
+            | Message::Proof(_)
+            | Message::Accept { .. }
+            | Message::Refuse(_)
+            | Message::StripeEnd { .. } => Err(unexpected(&header, "frames of a receiver")),
+        }
+    }
+
+    fn claimed(&mut self, claim: message::Claim) -> Result<ServeEvent, WireError> {
+        let stream = self.inbox.stream;
+        let Claim { stripe: id, attempt, extent } = claim;
+        let ours = self.plan.get(id);
+        let Some(stripe) = ours.filter(|s| s.extent == extent) else {
+            let ours = ours.map(|s| s.extent);
+            return Err(WireError::PlanDiffers { stream, stripe: id, ours, theirs: Some(extent) });
+        };
+        if !self.plan.holders(&stripe).contains(self.source) {
+            return Err(WireError::NotHeld { stream, stripe: id });
+        }
+        self.claimed.push_back(Moving { stripe, at: 0 });
+        Ok(ServeEvent::Claim { stripe, attempt })
+    }
+
+    /// The stripe to send now, and how many of its bytes have been announced.
+    pub fn sending(&self) -> Option<(Stripe, u32)> {
+        self.claimed.front().map(|m| (m.stripe, m.at))
+    }
+
+    /// The header for the next `len` bytes of the stripe to send now. The bytes follow it raw.
+    pub fn data(&mut self, len: u32) -> Result<[u8; HEADER_LEN], WireError> {
+        let (stream, kind) = (self.inbox.stream, FrameKind::Data);
+        self.inbox.open(kind)?;
+        let moving =
+            self.claimed.front_mut().ok_or(WireError::Unexpected { frame: kind, state: "a claim" })?;
+        let (stripe, offset) = (moving.stripe.id, u64::from(moving.at));
+        moving.advance(stream, offset, len)?;
+        let version = ProtocolVersion::CURRENT;
+        Ok(Header { version, kind, stream, stripe, offset, body_len: len }.encode())
+    }
+
+    /// The `StripeEnd` frame of the stripe to send now; the next one is up.
+    pub fn end(&mut self, check: Check) -> Result<Vec<u8>, WireError> {
+        let (stream, frame) = (self.inbox.stream, FrameKind::StripeEnd);
+        self.inbox.open(frame)?;
+        let moving = self.claimed.front().ok_or(WireError::Unexpected { frame, state: "a claim" })?;
+        moving.check_whole(stream)?;
+        let stripe = moving.stripe;
+        check_fits(stream, &stripe, self.plan.checks(), &check)?;
+        let frame = Message::StripeEnd { stripe: stripe.id, check }.encode(stream)?;
+        self.claimed.pop_front();
+        self.unacknowledged.push_back(stripe);
+        Ok(frame)
+    }
+
+    /// Stripes whose memory this connection may still read: claimed or sent, and not acknowledged. Until
+    /// there are none, or the connection is reset, the memory must not be reused.
+    pub fn unacknowledged(&self) -> impl Iterator<Item = Stripe> + '_ {
+        self.unacknowledged.iter().copied().chain(self.claimed.iter().map(|m| m.stripe))
+    }
+
+    /// The `Done` frame that answers the receiver's.
+    pub fn done(&self) -> Result<Vec<u8>, WireError> {
+        Message::Done(self.completion.clone()).encode(self.inbox.stream)
+    }
+
+    /// A `Ping` frame; one may be open at a time. The answer must carry the same number.
+    pub fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
+        self.inbox.ping(number)
+    }
+}
+
+fn same_completion(ours: &Completion, theirs: Completion) -> Result<(), WireError> {
+    if *ours == theirs {
+        return Ok(());
+    }
+    Err(WireError::Completion { ours: Box::new(ours.clone()), theirs: Box::new(theirs) })
+}
