@@ -75,12 +75,12 @@ pub enum Error {
         /// What it should be.
         expected: StateDigest,
     },
-    /// The output would destroy an input.
-    #[error("the output {} is also the input {}", output.display(), input.display())]
+    /// The output would change an input.
+    #[error("writing {} would change the input {}", output.display(), input.display())]
     Overwrite {
         /// What was to be written.
         output: PathBuf,
-        /// What would have been lost.
+        /// What would have been changed.
         input: PathBuf,
     },
     /// Something of another kind is where the output should go.
@@ -146,10 +146,15 @@ impl Error {
                 io_advice(source, path)
             }
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
-            Error::InTheWay { path, .. } => format!("remove {} or choose another output", path.display()),
+            Error::InTheWay { .. } => "choose another output".into(),
+            Error::File(FileError::NoShards { .. }) => {
+                "give a safetensors file, or a directory that holds some".into()
+            }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
-            Error::Cancelled => "nothing was left half-written; run the command again when ready".into(),
+            Error::Cancelled => {
+                "no half-written output was left; run the same command again when ready".into()
+            }
             Error::LayoutDiffers { .. } => {
                 "compare versions of one model, saved with the same tensors and dtypes".into()
             }
@@ -183,7 +188,9 @@ impl Error {
 
 fn io_advice(source: &io::Error, path: &Path) -> String {
     match source.kind() {
-        io::ErrorKind::NotFound => "check the path; relative ones start at the current directory".into(),
+        io::ErrorKind::NotFound => {
+            "check that the file or its folder exists; relative paths start at the current directory".into()
+        }
         io::ErrorKind::PermissionDenied => "check the owner and the mode of the file and its folder".into(),
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             format!("free some space where {} is, or write elsewhere with -o", path.display())

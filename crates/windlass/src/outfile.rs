@@ -10,6 +10,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use windlass_data::file::INDEX;
+
 use crate::error::Error;
 
 /// A file on its way to its place.
@@ -25,10 +27,8 @@ impl OutFile {
     /// Begins a file that will replace `target`, which must not be one of `inputs`.
     pub fn create(target: &Path, inputs: &[&Path]) -> Result<OutFile, Error> {
         refuse_inputs(target, inputs)?;
-        if target.is_dir() {
-            return Err(Error::InTheWay { path: target.into(), found: "a directory", wanted: "a file" });
-        }
-        let temp = temp_beside(target)?;
+        let target = follow(target)?;
+        let temp = temp_beside(&target)?;
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -38,12 +38,12 @@ impl OutFile {
             .map_err(Error::io("create", &temp))?;
         match file.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target.into() }),
+            Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target }),
             Err(TryLockError::Error(e)) => return Err(Error::io("lock", &temp)(e)),
         }
         // Only the owner of the lock may throw away what a killed run has left.
         file.set_len(0).map_err(Error::io("truncate", &temp))?;
-        Ok(OutFile { file, temp, target: target.into(), committed: false })
+        Ok(OutFile { file, temp, target, committed: false })
     }
 
     /// The file to write to.
@@ -120,19 +120,29 @@ impl Drop for OutDir {
     }
 }
 
-/// An error if `output` is one of `inputs` under any name, or lies inside one that is a directory.
+/// An error if writing `output` would change one of `inputs`: if it is one of them under any name, or a weight
+/// file in one that is a directory of shards.
 pub fn refuse_inputs(output: &Path, inputs: &[&Path]) -> Result<(), Error> {
     let id = |p: &Path| fs::metadata(p).ok().map(|m| (m.dev(), m.ino()));
-    let parent = parent(output);
+    let weights = output.extension().is_some_and(|e| e == "safetensors") || output.ends_with(INDEX);
     for &input in inputs {
         let Some(theirs) = id(input) else { continue };
-        let inside = input.is_dir()
-            && parent.canonicalize().is_ok_and(|p| p.ancestors().any(|a| id(a) == Some(theirs)));
+        let inside = input.is_dir() && weights && id(parent(output)) == Some(theirs);
         if id(output) == Some(theirs) || inside {
             return Err(Error::Overwrite { output: output.into(), input: input.into() });
         }
     }
     Ok(())
+}
+
+/// Where a file named `target` would be written: the end of a link, if it is one. Only files are replaced.
+fn follow(target: &Path) -> Result<PathBuf, Error> {
+    let Ok(meta) = fs::metadata(target) else { return Ok(target.into()) };
+    if !meta.is_file() {
+        let found = if meta.is_dir() { "a directory" } else { "a device or pipe" };
+        return Err(Error::InTheWay { path: target.into(), found, wanted: "a file" });
+    }
+    target.canonicalize().map_err(Error::io("open", target))
 }
 
 fn parent(path: &Path) -> &Path {
@@ -217,9 +227,28 @@ mod tests {
         for output in [&input, &link] {
             assert!(matches!(OutFile::create(output, &[&input]), Err(Error::Overwrite { .. })));
         }
-        let inside = dir.path().join("new");
-        assert!(matches!(OutFile::create(&inside, &[dir.path()]), Err(Error::Overwrite { .. })));
-        assert!(matches!(OutDir::create(&inside, &[dir.path()]), Err(Error::Overwrite { .. })));
+        let shard = dir.path().join("new.safetensors");
+        assert!(matches!(OutFile::create(&shard, &[dir.path()]), Err(Error::Overwrite { .. })));
+        assert!(matches!(OutDir::create(&shard, &[dir.path()]), Err(Error::Overwrite { .. })));
+        assert!(OutFile::create(&dir.path().join("new.delta"), &[dir.path()]).is_ok());
         assert_eq!(fs::read(&input).unwrap(), b"x");
+    }
+
+    #[test]
+    fn links_are_followed_and_only_files_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        fs::write(&real, "old").unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let out = OutFile::create(&link, &[]).unwrap();
+        out.file().write_all(b"new").unwrap();
+        out.commit().unwrap();
+        assert!(link.is_symlink());
+        assert_eq!(fs::read(&real).unwrap(), b"new");
+        assert!(matches!(OutFile::create(dir.path(), &[]), Err(Error::InTheWay { .. })));
+        // Once replaced a device by a file of its name.
+        let socket = dir.path().join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        assert!(matches!(OutFile::create(&socket, &[]), Err(Error::InTheWay { .. })));
     }
 }

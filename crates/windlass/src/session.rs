@@ -68,7 +68,7 @@ impl Session {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
         }
-        let template = "{msg:>10} {bar:32} {percent:>3}%  {bytes}/{total_bytes}  {bytes_per_sec}  {eta}";
+        let template = "{msg:>9} {bar:20} {percent:>3}%  {bytes}/{total_bytes}  {bytes_per_sec}  {eta}";
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
         bar.set_style(style.progress_chars("=> "));

@@ -326,7 +326,7 @@ fn outputs_never_overwrite_inputs() {
     let before = [&base, &new, &delta].map(|p| fs::read(p).unwrap());
     for out in [&base, &new, &link] {
         let ran = run!("delta", "make", &base, &new, "-o", out);
-        assert!(ran.code == 2 && ran.stderr.contains("is also the input"), "{}", ran.stderr);
+        assert!(ran.code == 2 && ran.stderr.contains("would change the input"), "{}", ran.stderr);
     }
     for out in [&base, &delta, &link] {
         assert_eq!(run!("delta", "apply", &base, &delta, "-o", out).code, 2);

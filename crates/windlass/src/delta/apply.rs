@@ -175,14 +175,15 @@ impl Job<'_> {
             }
         };
         let entries = self.delta.entries();
-        let progress = self.session.progress("writing", entries.len() as u64);
+        let tile = |number| Tile::of(self.layout.manifest(), number).map_or(0, |t| t.bytes() as u64);
+        let progress = self.session.progress("writing", entries.iter().map(|e| tile(e.block)).sum());
         let hand = || (Hand::default(), journal.slot());
         let hands =
             work::each(self.args.threads, entries.len() as u64, self.session.cancel(), hand, |state, i| {
                 let (hand, slot) = state;
                 let record = self.delta.record(&entries[i as usize]);
                 let (tile, sum) = self.read(&files, record.block, &mut hand.bytes)?;
-                progress.add(1);
+                progress.add(hand.bytes.len() as u64);
                 match self.change(hand, &tile, &record, sum)? {
                     Outcome::Skipped => {
                         hand.tally.skipped += 1;
