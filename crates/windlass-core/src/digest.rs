@@ -209,20 +209,24 @@ impl SumStep {
     #[inline(always)]
     pub fn change(&mut self, offset: u64, unit: usize, old: u64, new: u64) {
         if unit == 8 {
-            self.change(offset, 4, old & 0xffff_ffff, new & 0xffff_ffff);
-            self.change(offset + 4, 4, old >> 32, new >> 32);
-            return;
+            let low = 0xffff_ffff;
+            self.change_word(offset, (new & low).wrapping_sub(old & low));
+            self.change_word(offset + 4, (new >> 32).wrapping_sub(old >> 32));
+        } else {
+            self.change_word(offset, new.wrapping_sub(old) << (8 * (offset % 4)));
         }
-        let difference = new.wrapping_sub(old) << (8 * (offset % 4));
+    }
+
+    #[inline(always)]
+    fn change_word(&mut self, offset: u64, difference: u64) {
         let group = offset / GROUP_BYTES;
         if group != self.group {
             self.leave_group();
             self.group = group;
         }
         let column = (offset % GROUP_BYTES / 4) as usize;
-        for lane in 0..2 {
-            self.inner[lane] =
-                self.inner[lane].wrapping_add(difference.wrapping_mul(LOW[lane][column].into()));
+        for (inner, low) in self.inner.iter_mut().zip(&LOW) {
+            *inner = inner.wrapping_add(difference.wrapping_mul(low[column].into()));
         }
     }
 

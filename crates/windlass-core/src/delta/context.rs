@@ -16,8 +16,10 @@ const SAMPLE: usize = 16;
 pub struct ContextScratch {
     /// A bitmap of the block for each class.
     rows: Vec<u64>,
-    changed: Vec<u64>,
-    /// Changes in the order of classes: rank within the class, and index among all changes.
+    /// For each word of each row, how many members of the class come before it.
+    before: Vec<u16>,
+    /// For each change its class, and, once sorted by class, its rank and its index among all changes.
+    class: Vec<u8>,
     ranks: Vec<u16>,
     order: Vec<u16>,
     groups: Vec<Group>,
@@ -75,34 +77,49 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     }
     let by = Classes { mantissa, top: top::<T>(mantissa, old), count: CLASSES };
     let stride = stride(tile);
-    let ContextScratch { rows, changed, ranks, order, groups, payload } = scratch;
+    let ContextScratch { rows, before, class, ranks, order, groups, payload } = scratch;
     rows.resize(usize::from(CLASSES) * stride, 0);
     kernels.classes(old, T::BYTES, by, stride, rows);
-    changed.clear();
-    changed.resize(tile.units().div_ceil(64), 0);
-    positions.iter().for_each(|&p| changed[usize::from(p) / 64] |= 1 << (p % 64));
+    let sizes = count_before(rows, stride, tile.units().div_ceil(64), before);
 
-    ranks.clear();
-    order.clear();
+    // Sort the changes by class, keeping their order within each.
+    let mut counts = [0usize; MAX_CLASSES];
+    class.clear();
+    class.extend(positions.iter().map(|&p| by.class(T::read(old, p.into()).wide(), T::BITS) as u8));
+    class.iter().for_each(|&c| counts[usize::from(c)] += 1);
+    let mut next = [0usize; MAX_CLASSES];
+    for c in 1..MAX_CLASSES {
+        next[c] = next[c - 1] + counts[c - 1];
+    }
+    ranks.resize(positions.len(), 0);
+    order.resize(positions.len(), 0);
+    for (i, (&p, &c)) in positions.iter().zip(class.iter()).enumerate() {
+        let c = usize::from(c);
+        let at = c * stride + usize::from(p) / 64;
+        let below = rows[at] & ((1 << (p % 64)) - 1);
+        ranks[next[c]] = before[at] + below.count_ones() as u16;
+        order[next[c]] = i as u16;
+        next[c] += 1;
+    }
+    let ordered: Vec<T> = order.iter().map(|&i| codes[usize::from(i)]).collect();
+
     groups.clear();
     payload.clear();
     payload.extend_from_slice(&((positions.len() - 1) as u16).to_le_bytes());
     payload.extend_from_slice(&by.top.to_le_bytes());
     payload.push(CLASSES);
-    let mut ordered: Vec<T> = Vec::with_capacity(codes.len());
     let mut gap_ks = [0; MAX_CLASSES];
-    for (class, row) in rows.chunks_exact(stride).enumerate() {
-        let first = ranks.len();
-        let size = rank_changes(row, changed, positions, ranks, order);
-        let count = ranks.len() - first;
-        ordered.extend(order[first..].iter().map(|&i| codes[usize::from(i)]));
+    let mut first = 0;
+    for c in 0..usize::from(CLASSES) {
+        let count = counts[c];
         put_varint(payload, count as u32);
-        gap_ks[class] = gap_parameter(size, count);
-        let k = values::parameter(&ordered[first..]);
+        gap_ks[c] = gap_parameter(sizes[c], count);
+        let k = values::parameter(&ordered[first..first + count]);
         if count > 0 {
             payload.push(k as u8);
         }
         groups.push(Group { count, k });
+        first += count;
     }
     for put in [gaps::put_low, gaps::put_high] {
         let mut writer = BitWriter::new(payload);
@@ -118,29 +135,22 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     payload.len() < limit
 }
 
-/// Appends the rank within its class of each change of the class, and its index; answers the class's size.
-fn rank_changes(
-    row: &[u64],
-    changed: &[u64],
-    positions: &[u16],
-    ranks: &mut Vec<u16>,
-    order: &mut Vec<u16>,
-) -> usize {
-    let (mut before, mut index) = (0u32, 0u32);
-    for (&members, &changes) in row.iter().zip(changed) {
-        let mut both = members & changes;
-        while both != 0 {
-            let bit = both.trailing_zeros();
-            both &= both - 1;
-            let below = (1u64 << bit) - 1;
-            ranks.push((before + (members & below).count_ones()) as u16);
-            order.push((index + (changes & below).count_ones()) as u16);
+/// Fills in how many members of each class come before each word, and answers the sizes of the classes.
+fn count_before(rows: &[u64], stride: usize, words: usize, before: &mut Vec<u16>) -> [usize; MAX_CLASSES] {
+    before.resize(rows.len(), 0);
+    let mut sizes = [0; MAX_CLASSES];
+    for ((row, before), size) in
+        rows.chunks_exact(stride).zip(before.chunks_exact_mut(stride)).zip(&mut sizes)
+    {
+        let mut sum = 0;
+        for (word, before) in row[..words].iter().zip(before) {
+            // A class of all 65,536 units wraps only behind its last word.
+            *before = sum as u16;
+            sum += word.count_ones() as usize;
         }
-        before += members.count_ones();
-        index += changes.count_ones();
+        *size = sum;
     }
-    debug_assert_eq!(index as usize, positions.len());
-    before as usize
+    sizes
 }
 
 /// Replaces `positions` and `codes` by the changes of a context record over this old state, class by class.
@@ -166,7 +176,7 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     }
     let by = Classes { mantissa, top: u16::from_le_bytes([c, d]), count };
     let stride = stride(tile);
-    let ContextScratch { rows, ranks, groups, .. } = scratch;
+    let ContextScratch { rows, before, ranks, groups, .. } = scratch;
     rows.resize(usize::from(count) * stride, 0);
     kernels.classes(old, T::BYTES, by, stride, rows);
 
@@ -187,21 +197,21 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
         return Err("its class table does not add up");
     }
     let words = tile.units().div_ceil(64);
-    let mut sizes = [(0usize, 0u32); MAX_CLASSES];
-    for ((size, g), row) in sizes.iter_mut().zip(groups.iter()).zip(rows.chunks_exact(stride)) {
-        let members = row[..words].iter().map(|w| w.count_ones() as usize).sum();
-        *size = (members, gap_parameter(members, g.count));
-    }
+    let members = count_before(rows, stride, words, before);
+    let sizes: [_; MAX_CLASSES] = std::array::from_fn(|c| {
+        (members[c], gap_parameter(members[c], groups.get(c).map_or(0, |g| g.count)))
+    });
     let low_bits = groups.iter().zip(&sizes).map(|(g, s)| g.count * s.1 as usize).sum();
     let low = take_section(&mut payload, low_bits)?;
     let mut unary = gaps::Unary::new(payload);
     let mut low_at = 0;
     positions.clear();
-    for ((g, &(size, k)), row) in groups.iter().zip(&sizes).zip(rows.chunks_exact(stride)) {
+    let rows = rows.chunks_exact(stride).zip(before.chunks_exact(stride));
+    for ((g, &(size, k)), (row, before)) in groups.iter().zip(&sizes).zip(rows) {
         ranks.clear();
         gaps::take(ranks, g.count, k, (low, low_at), &mut unary, size)?;
         low_at += g.count * k as usize;
-        select(&row[..words], ranks, positions);
+        select(&row[..words], &before[..words], ranks, positions);
     }
     let used = unary.at;
     take_section(&mut payload, used)?;
@@ -210,25 +220,54 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
 }
 
 /// Appends the positions of the members of these ascending ranks; each rank is below the class's size.
-fn select(row: &[u64], ranks: &[u16], positions: &mut Vec<u16>) {
-    let mut ranks = ranks.iter().map(|&r| u32::from(r)).peekable();
-    let mut before = 0;
-    for (w, &members) in row.iter().enumerate() {
-        let here = members.count_ones();
-        while let Some(&rank) = ranks.peek()
-            && rank < before + here
-        {
-            ranks.next();
-            positions.push((w * 64) as u16 + nth_one(members, rank - before) as u16);
-        }
-        before += here;
+fn select(row: &[u64], before: &[u16], ranks: &[u16], positions: &mut Vec<u16>) {
+    let mut word = 0;
+    for &rank in ranks {
+        // The last word that has no more members before it than the rank. A few steps get there where changes
+        // are dense; where they are not, halving does.
+        let ahead = &before[word..];
+        word += match ahead.iter().take(8).position(|&b| b > rank) {
+            Some(past) => past,
+            None => ahead.partition_point(|&b| b <= rank),
+        } - 1;
+        positions.push((word * 64) as u16 + nth_one(row[word], u32::from(rank - before[word])) as u16);
     }
 }
 
-/// The number of the `n`-th bit that is one, counting from zero.
-fn nth_one(mut word: u64, n: u32) -> u32 {
-    for _ in 0..n {
-        word &= word - 1;
+/// The number of the `n`-th bit that is one, counting from zero; the word has more than `n`.
+fn nth_one(mut word: u64, mut n: u32) -> u32 {
+    let mut at = 0;
+    for half in [32, 16, 8, 4, 2, 1] {
+        let low = (word & ((1 << half) - 1)).count_ones();
+        let above = u32::from(n >= low);
+        n -= low * above;
+        word >>= half * above;
+        at += half * above;
     }
-    word.trailing_zeros()
+    at
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nth_one_is_found_in_every_word() {
+        for word in [1, 1 << 63, u64::MAX, 0xf0f0_0000_0001_8001, 0x8000_0001_0000_0000] {
+            let ones: Vec<u32> = (0..64).filter(|i| word >> i & 1 == 1).collect();
+            for (n, &bit) in ones.iter().enumerate() {
+                assert_eq!(nth_one(word, n as u32), bit, "{word:x} {n}");
+            }
+        }
+    }
+
+    #[test]
+    fn empty_words_are_stepped_over() {
+        let row = [0, 0b101, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1 << 63, 0];
+        let mut before = Vec::new();
+        assert_eq!(count_before(&row, row.len(), row.len(), &mut before)[0], 3);
+        let mut positions = Vec::new();
+        select(&row, &before, &[0, 1, 2], &mut positions);
+        assert_eq!(positions, [64, 66, 12 * 64 + 63]);
+    }
 }
