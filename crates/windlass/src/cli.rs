@@ -1,6 +1,6 @@
 //! The command line: what can be asked for, and how a question becomes a checked one.
 //!
-//! Owns: arguments and exit codes. Parsed arguments ([`Parsed`]) become checked ones ([`Command`]) before
+//! Owns: arguments and exit codes. Parsed arguments (`Parsed`) become checked ones ([`Command`]) before
 //! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
 //! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
 
