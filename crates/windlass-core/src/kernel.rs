@@ -28,6 +28,13 @@ pub trait Kernels: Sync {
     /// `out` has a row of `stride` words for each class, at least enough for the units; bits past the last
     /// unit are zero, words past it are left alone. There are at most [`MAX_CLASSES`] classes.
     fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]);
+
+    /// Asks the cache for the units at these positions, which will be read and written soon.
+    ///
+    /// Changes nothing and may do nothing. Positions beyond `bytes` are ignored.
+    fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
+        let _ = (bytes, unit, positions);
+    }
 }
 
 /// How units are put into classes by the exponent of their value.

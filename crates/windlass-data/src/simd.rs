@@ -42,15 +42,16 @@ pub fn kernels_name() -> &'static str {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256i, __m512i, _mm_cvtsi32_si128, _mm256_add_epi64, _mm256_castsi256_pd, _mm256_castsi256_ps,
-        _mm256_cmpeq_epi8, _mm256_cmpeq_epi16, _mm256_cmpeq_epi32, _mm256_cmpeq_epi64,
-        _mm256_cmpneq_epi8_mask, _mm256_loadu_si256, _mm256_movemask_epi8, _mm256_movemask_pd,
-        _mm256_movemask_ps, _mm256_mul_epu32, _mm256_packs_epi16, _mm256_permute4x64_epi64,
-        _mm256_setzero_si256, _mm256_srli_epi64, _mm256_storeu_si256, _mm512_add_epi16, _mm512_add_epi64,
-        _mm512_and_si512, _mm512_cmpeq_epi16_mask, _mm512_cmpneq_epi16_mask, _mm512_cmpneq_epi32_mask,
-        _mm512_cmpneq_epi64_mask, _mm512_loadu_si512, _mm512_maskz_compress_epi16, _mm512_min_epu16,
-        _mm512_mul_epu32, _mm512_reduce_add_epi64, _mm512_set1_epi16, _mm512_setzero_si512, _mm512_srl_epi16,
-        _mm512_srli_epi64, _mm512_storeu_si512, _mm512_subs_epu16,
+        __m256i, __m512i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_prefetch, _mm256_add_epi64,
+        _mm256_castsi256_pd, _mm256_castsi256_ps, _mm256_cmpeq_epi8, _mm256_cmpeq_epi16, _mm256_cmpeq_epi32,
+        _mm256_cmpeq_epi64, _mm256_cmpneq_epi8_mask, _mm256_loadu_si256, _mm256_movemask_epi8,
+        _mm256_movemask_pd, _mm256_movemask_ps, _mm256_mul_epu32, _mm256_packs_epi16,
+        _mm256_permute4x64_epi64, _mm256_setzero_si256, _mm256_srli_epi64, _mm256_storeu_si256,
+        _mm512_add_epi16, _mm512_add_epi64, _mm512_and_si512, _mm512_cmpeq_epi16_mask,
+        _mm512_cmpneq_epi16_mask, _mm512_cmpneq_epi32_mask, _mm512_cmpneq_epi64_mask, _mm512_loadu_si512,
+        _mm512_maskz_compress_epi16, _mm512_min_epu16, _mm512_mul_epu32, _mm512_reduce_add_epi64,
+        _mm512_set1_epi16, _mm512_setzero_si512, _mm512_srl_epi16, _mm512_srli_epi64, _mm512_storeu_si512,
+        _mm512_subs_epu16,
     };
 
     use windlass_core::kernel::{Classes, Kernels, Portable};
@@ -102,6 +103,10 @@ mod x86 {
                 Portable.classes(old, unit, by, stride, out);
             }
         }
+
+        fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
+            prefetch_all(bytes, unit, positions);
+        }
     }
 
     impl Kernels for Avx2 {
@@ -117,6 +122,28 @@ mod x86 {
 
         fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
             Portable.classes(old, unit, by, stride, out);
+        }
+
+        fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
+            prefetch_all(bytes, unit, positions);
+        }
+    }
+
+    /// Asks for the line this far ahead of `at`. The hardware does so too, but stops at every page.
+    #[inline(always)]
+    fn prefetch_ahead(bytes: &[u8], at: usize) {
+        const AHEAD: usize = 2048;
+        let address = bytes.as_ptr().wrapping_add(at + AHEAD);
+        // SAFETY: a prefetch has no effect on memory and faults at no address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+
+    fn prefetch_all(bytes: &[u8], unit: usize, positions: &[u16]) {
+        for &p in positions {
+            if let Some(byte) = bytes.get(usize::from(p) * unit) {
+                // SAFETY: a prefetch has no effect on memory, and the address is that of a living byte.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) };
+            }
         }
     }
 
@@ -141,6 +168,7 @@ mod x86 {
         // Even and odd words are added up apart: four independent chains hide the latency of the additions.
         let mut sums = [_mm512_setzero_si512(); 4];
         for i in (0..whole).step_by(16) {
+            prefetch_ahead(bytes, i * 4);
             let (w, ka, kb) = (load_512(bytes, i * 4), load_512(a, i), load_512(b, i));
             let (w1, ka1, kb1) =
                 (_mm512_srli_epi64::<32>(w), _mm512_srli_epi64::<32>(ka), _mm512_srli_epi64::<32>(kb));
@@ -160,6 +188,7 @@ mod x86 {
         let whole = words / 8 * 8;
         let mut sums = [_mm256_setzero_si256(); 4];
         for i in (0..whole).step_by(8) {
+            prefetch_ahead(bytes, i * 4);
             let (w, ka, kb) = (load_256(bytes, i * 4), load_256(a, i), load_256(b, i));
             let (w1, ka1, kb1) =
                 (_mm256_srli_epi64::<32>(w), _mm256_srli_epi64::<32>(ka), _mm256_srli_epi64::<32>(kb));
@@ -228,6 +257,8 @@ mod x86 {
         let mut index = load_512(&lanes, 0);
         let step = _mm512_set1_epi16(LANES as i16);
         for at in (0..whole).step_by(LANES) {
+            prefetch_ahead(old, at * U);
+            prefetch_ahead(new, at * U);
             let mask = differ_512(old, new, U, at);
             let packed = _mm512_maskz_compress_epi16(mask, index);
             // SAFETY: `len` grows by at most LANES a step, so before each of the units/LANES steps it is at
@@ -285,6 +316,8 @@ mod x86 {
         assert_eq!(old.len(), new.len(), "two states of one block");
         let whole = old.len() / U / LANES * LANES;
         for at in (0..whole).step_by(LANES) {
+            prefetch_ahead(old, at * U);
+            prefetch_ahead(new, at * U);
             let mut mask = differ_256::<U>(old, new, at);
             while mask != 0 {
                 out.push((at + mask.trailing_zeros() as usize) as u16);

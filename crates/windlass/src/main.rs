@@ -1,2 +1,5 @@
 //! The `windlass` command.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    windlass::cli::main().into()
+}

@@ -64,7 +64,9 @@ impl Applier {
                 bytes.copy_from_slice(record.payload);
                 return Ok(Outcome::Applied);
             }
-            Mode::Sparse | Mode::Bitmap => self.decode(tile, record)?,
+            Mode::Sparse | Mode::Bitmap => {
+                self.decode(tile, record, |positions| kernels.prefetch(bytes, tile.unit, positions))?
+            }
             Mode::Context => {
                 let scratch = self.context.get_or_insert_default();
                 let (ones, positions) = (&mut self.ones, &mut self.positions);
@@ -92,9 +94,14 @@ impl Applier {
     }
 
     /// Decodes a sparse or bitmap record into positions and codes.
-    pub(super) fn decode(&mut self, tile: &Tile, record: &Record<'_>) -> Result<(), DeltaError> {
+    pub(super) fn decode(
+        &mut self,
+        tile: &Tile,
+        record: &Record<'_>,
+        found: impl Fn(&[u16]),
+    ) -> Result<(), DeltaError> {
         by_unit!(tile.unit, T => {
-            take_plain(tile, record.mode, record.payload, &mut self.ones, &mut self.positions, T::of(&mut self.codes))
+            take_plain(tile, record.mode, record.payload, &mut self.ones, &mut self.positions, T::of(&mut self.codes), found)
                 .map_err(|why| record.bad(why))
         })
     }
@@ -110,7 +117,7 @@ impl Applier {
         match record.mode {
             Mode::Dense | Mode::Context => Ok(Vec::new()),
             Mode::Sparse | Mode::Bitmap => {
-                self.decode(tile, record)?;
+                self.decode(tile, record, |_| ())?;
                 Ok(
                     by_unit!(tile.unit, T => T::of(&mut self.codes).iter().map(|c| c.wide() / 2 + 1).collect()),
                 )
@@ -138,6 +145,7 @@ fn take_plain<T: Unit>(
     ones: &mut Vec<u32>,
     positions: &mut Vec<u16>,
     codes: &mut Vec<T>,
+    found: impl Fn(&[u16]),
 ) -> Result<(), &'static str> {
     let units = tile.units();
     let Some((&[a, b, k], rest)) = payload.split_first_chunk::<3>() else {
@@ -171,6 +179,7 @@ fn take_plain<T: Unit>(
         positions.extend(ones.iter().map(|&p| p as u16));
         k
     };
+    found(positions);
     let k = u32::from(values_k);
     if k >= T::BITS {
         return Err("its value parameter is out of range");

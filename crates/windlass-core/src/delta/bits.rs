@@ -1,6 +1,9 @@
 //! Bit fields in byte strings, lowest bit first.
 
 /// Appends bit fields to a byte string.
+///
+/// Functions that write many fields take it by value and give it back: behind a reference its state would
+/// live in memory, and every field would wait for the one before.
 #[derive(Debug)]
 pub struct BitWriter<'a> {
     out: &'a mut Vec<u8>,
@@ -20,7 +23,7 @@ impl<'a> BitWriter<'a> {
         self.word |= value << self.used;
         let used = self.used + width;
         if used >= 64 {
-            self.out.extend_from_slice(&self.word.to_le_bytes());
+            push_word(self.out, self.word);
             self.word = if self.used == 0 { 0 } else { value >> (64 - self.used) };
             self.used = used - 64;
         } else {
@@ -47,6 +50,42 @@ impl<'a> BitWriter<'a> {
     pub fn finish(self) {
         let bytes = self.used.div_ceil(8) as usize;
         self.out.extend_from_slice(&self.word.to_le_bytes()[..bytes]);
+    }
+}
+
+/// Kept out of line: growing the vector would otherwise be in the way of every field.
+#[inline(never)]
+fn push_word(out: &mut Vec<u8>, word: u64) {
+    out.extend_from_slice(&word.to_le_bytes());
+}
+
+/// Calls `each` with so many fields of `width` bits in turn, the first at bit `at`; at most 57 bits each.
+#[inline(always)]
+pub fn each_field(bytes: &[u8], at: usize, width: u32, count: usize, mut each: impl FnMut(usize, u64)) {
+    let mut rest = bytes.get(at / 8..).unwrap_or(&[]);
+    let mut skip = (at % 8) as u32;
+    let mask = (1u64 << width) - 1;
+    let mut i = 0;
+    if width > 0 {
+        // A word holds so many whole fields, whatever bit of its first byte they begin at.
+        let per_word = 57 / width;
+        while let Some(word) = rest.first_chunk::<8>()
+            && i + per_word as usize <= count
+        {
+            let mut word = u64::from_le_bytes(*word) >> skip;
+            for _ in 0..per_word {
+                each(i, word & mask);
+                word >>= width;
+                i += 1;
+            }
+            skip += per_word * width;
+            rest = &rest[(skip / 8) as usize..];
+            skip %= 8;
+        }
+    }
+    let at = (bytes.len() - rest.len()) * 8 + skip as usize;
+    for j in 0..count - i {
+        each(i + j, bits_at(bytes, at + j * width as usize, width));
     }
 }
 

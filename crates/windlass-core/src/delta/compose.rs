@@ -49,7 +49,7 @@ impl Composer {
             out.extend_from_slice(second.payload);
             return Ok(Some(Encoded { mode: Mode::Dense, changes: units, sum: second.sum }));
         }
-        self.second.decode(tile, second)?;
+        self.second.decode(tile, second, |_| ())?;
         by_unit!(tile.unit, T => {
             let (positions, codes) = self.second.changes::<T>();
             if first.mode == Mode::Dense {
@@ -62,7 +62,7 @@ impl Composer {
                 }
                 return Ok(Some(Encoded { mode: Mode::Dense, changes: units, sum: second.sum }));
             }
-            self.first.decode(tile, first)?;
+            self.first.decode(tile, first, |_| ())?;
             let (a_positions, a_codes) = self.first.changes::<T>();
             let merged = T::of(&mut self.codes);
             merge((a_positions, a_codes), (positions, codes), &mut self.positions, merged);
@@ -158,7 +158,7 @@ fn copy(
         Mode::Context => return Err(DeltaError::ContextNeedsImage { block: record.block }),
         Mode::Dense => tile.units() as u32,
         Mode::Sparse | Mode::Bitmap => {
-            applier.decode(tile, record)?;
+            applier.decode(tile, record, |_| ())?;
             by_unit!(tile.unit, T => applier.changes::<T>().0.len() as u32)
         }
     };

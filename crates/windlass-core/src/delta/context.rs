@@ -126,7 +126,7 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
         let mut rest = ranks.as_slice();
         for (g, &k) in groups.iter().zip(&gap_ks) {
             let (these, others) = rest.split_at(g.count);
-            put(&mut writer, these, k);
+            writer = put(writer, these, k);
             rest = others;
         }
         writer.finish();

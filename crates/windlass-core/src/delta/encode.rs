@@ -184,12 +184,8 @@ pub(super) fn put_plain<T: Unit>(
     out.extend_from_slice(&((n - 1) as u16).to_le_bytes());
     let mode = if sparse <= bitmap {
         out.extend_from_slice(&[k as u8, values_k as u8]);
-        let mut writer = BitWriter::new(out);
-        gaps::put_low(&mut writer, positions, k);
-        writer.finish();
-        let mut writer = BitWriter::new(out);
-        gaps::put_high(&mut writer, positions, k);
-        writer.finish();
+        gaps::put_low(BitWriter::new(out), positions, k).finish();
+        gaps::put_high(BitWriter::new(out), positions, k).finish();
         Mode::Sparse
     } else {
         out.push(values_k as u8);

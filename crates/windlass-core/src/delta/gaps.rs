@@ -1,6 +1,6 @@
 //! Ascending positions as Rice-coded gaps.
 
-use super::bits::{BitWriter, bits_at};
+use super::bits::{BitWriter, each_field};
 
 /// The largest Rice parameter: gaps are below 2^16.
 pub const MAX_K: u32 = 15;
@@ -60,16 +60,18 @@ pub fn parameter(positions: &[u16], units: usize) -> (u32, u64) {
 }
 
 /// Appends the low bits of every gap.
-pub fn put_low(writer: &mut BitWriter<'_>, positions: &[u16], k: u32) {
+pub fn put_low<'a>(mut writer: BitWriter<'a>, positions: &[u16], k: u32) -> BitWriter<'a> {
     if k > 0 {
         let mask = (1 << k) - 1;
         gaps(positions).for_each(|g| writer.put(g & mask, k));
     }
+    writer
 }
 
 /// Appends the unary part of every gap.
-pub fn put_high(writer: &mut BitWriter<'_>, positions: &[u16], k: u32) {
+pub fn put_high<'a>(mut writer: BitWriter<'a>, positions: &[u16], k: u32) -> BitWriter<'a> {
     gaps(positions).for_each(|g| writer.unary(g >> k));
+    writer
 }
 
 /// Fills in positions, all below `limit`, whose low bits stand at bit `low_at` of `low` and whose unary parts
@@ -77,24 +79,24 @@ pub fn put_high(writer: &mut BitWriter<'_>, positions: &[u16], k: u32) {
 pub fn take(
     out: &mut [u16],
     k: u32,
-    (low, mut low_at): (&[u8], usize),
+    (low, low_at): (&[u8], usize),
     ones: &[u32],
     base: u32,
     limit: usize,
 ) -> Result<(), &'static str> {
     // The i-th one stands behind the zeros of all gaps so far and i ones: a position is the sum of all high
     // parts, which is where the one stands, and of all low parts.
-    let (mut sum, mut position, mut zeros_and_ones) = (0, 0, u64::from(base));
-    for (slot, &one) in out.iter_mut().zip(ones) {
-        sum += bits_at(low, low_at, k);
-        low_at += k as usize;
-        position = ((u64::from(one) - zeros_and_ones) << k) + sum;
-        zeros_and_ones += 1;
+    let count = out.len();
+    let ones = &ones[..count];
+    let (mut sum, mut position) = (0, 0);
+    each_field(low, low_at, k, count, |i, field| {
+        sum += field;
+        position = ((u64::from(ones[i] - base) - i as u64) << k) + sum;
         sum += 1;
-        *slot = position as u16;
-    }
+        out[i] = position as u16;
+    });
     // Positions grow, so the last one speaks for all.
-    if position >= limit as u64 && !out.is_empty() { Err("a position is beyond the block") } else { Ok(()) }
+    if position >= limit as u64 && count > 0 { Err("a position is beyond the block") } else { Ok(()) }
 }
 
 #[cfg(test)]
@@ -108,12 +110,8 @@ mod tests {
         fn gaps_round_trip_at_every_parameter(set in prop::collection::btree_set(any::<u16>(), 1..3000), k in 0..=MAX_K) {
             let positions: Vec<u16> = set.into_iter().collect();
             let (mut low, mut high) = (Vec::new(), Vec::new());
-            let mut writer = BitWriter::new(&mut low);
-            put_low(&mut writer, &positions, k);
-            writer.finish();
-            let mut writer = BitWriter::new(&mut high);
-            put_high(&mut writer, &positions, k);
-            writer.finish();
+            put_low(BitWriter::new(&mut low), &positions, k).finish();
+            put_high(BitWriter::new(&mut high), &positions, k).finish();
             let mut back = vec![0; positions.len()];
             let mut ones = Vec::new();
             take_ones(&mut high.as_slice(), positions.len(), &mut ones).unwrap();

@@ -29,6 +29,8 @@ pub trait Unit: Copy + Eq + Ord + Default + std::fmt::Debug + Send + Sync + 'sta
     fn step(line: LineMask<Self>, old: Self, code: Self) -> Self;
     /// The code of the two steps together, or `None` if they cancel.
     fn add_codes(a: Self, b: Self) -> Option<Self>;
+    /// How many of these have more than so many bits; fewer than the unit has.
+    fn count_longer(codes: &[Self], bits: u32) -> usize;
     /// The mask for a line.
     fn mask(line: Line) -> LineMask<Self>;
 }
@@ -112,6 +114,12 @@ macro_rules! unit {
                         0 => None,
                         step => Some(zigzag_less_one(step)),
                     }
+                }
+
+                fn count_longer(codes: &[Self], bits: u32) -> usize {
+                    // Counted in lanes of the unit's own width, as often as those can hold.
+                    let longer = |chunk: &[$t]| chunk.iter().map(|&c| <$t>::from(c >> bits != 0)).sum::<$t>();
+                    codes.chunks(255).map(|chunk| longer(chunk) as usize).sum()
                 }
 
                 fn mask(line: Line) -> LineMask<Self> {

@@ -21,12 +21,17 @@ pub struct Group {
 /// of 0, 1, 2, 3 or 4 bits is counted as 0, 1, 2.5, 5.5 or 11.5 and a longer one as an escape, which it is.
 /// All in halves, so that every encoder finds the same one.
 pub fn parameter<T: Unit>(codes: &[T]) -> u32 {
-    // Two interleaved tallies: neighbours are often alike, and a counter takes a few cycles to settle.
-    let mut lengths = [[0u32; 65]; 2];
-    for pair in codes.chunks(2) {
-        for (tally, code) in lengths.iter_mut().zip(pair) {
-            tally[64 - code.wide().leading_zeros() as usize] += 1;
+    // How many codes have at least so many bits; from each to the next, how many have exactly so many.
+    let mut at_least = [0u64; 66];
+    at_least[0] = codes.len() as u64;
+    let mut longest = 0;
+    while longest < T::BITS {
+        let longer = T::count_longer(codes, longest);
+        if longer == 0 {
+            break;
         }
+        longest += 1;
+        at_least[longest as usize] = longer as u64;
     }
     let cost = |k: u32| -> u64 {
         let of = |length: u32| -> u64 {
@@ -39,12 +44,10 @@ pub fn parameter<T: Unit>(codes: &[T]) -> u32 {
                 _ => 2 * (ESCAPE + u64::from(T::BITS - k)),
             }
         };
-        let high: u64 = (0..=T::BITS)
-            .map(|l| (u64::from(lengths[0][l as usize]) + u64::from(lengths[1][l as usize])) * of(l))
-            .sum();
+        let exactly = |l: u32| at_least[l as usize] - at_least[l as usize + 1];
+        let high: u64 = (k + 1..=longest).map(|l| exactly(l) * of(l)).sum();
         high + 2 * u64::from(k) * codes.len() as u64
     };
-    let longest = (0..=64).rev().find(|&l| lengths[0][l] + lengths[1][l] > 0).unwrap_or(0) as u32;
     (0..T::BITS.min(longest + 1)).min_by_key(|&k| cost(k)).unwrap_or(0)
 }
 
@@ -59,25 +62,39 @@ pub fn size<T: Unit>(codes: &[T], k: u32) -> usize {
 
 /// Appends the three sections of these codes, group after group.
 pub fn put<T: Unit>(out: &mut Vec<u8>, codes: &[T], groups: &[Group]) {
-    let each = |out: &mut Vec<u8>, f: &mut dyn FnMut(&mut BitWriter<'_>, &[T], u32)| {
-        let mut writer = BitWriter::new(out);
-        let mut rest = codes;
-        for g in groups {
-            let (these, others) = rest.split_at(g.count);
-            f(&mut writer, these, g.k);
-            rest = others;
-        }
-        writer.finish();
-    };
-    each(out, &mut |w, codes, k| {
+    put_section(out, codes, groups, |mut writer, codes, k| {
         if k > 0 {
-            codes.iter().for_each(|c| w.put(c.wide() & ((1 << k) - 1), k));
+            let mask = (1 << k) - 1;
+            codes.iter().for_each(|c| writer.put(c.wide() & mask, k));
         }
+        writer
     });
-    each(out, &mut |w, codes, k| codes.iter().for_each(|c| w.unary((c.wide() >> k).min(ESCAPE))));
-    each(out, &mut |w, codes, k| {
-        codes.iter().map(|c| c.wide() >> k).filter(|&h| h >= ESCAPE).for_each(|h| w.put(h, T::BITS - k));
+    put_section(out, codes, groups, |mut writer, codes, k| {
+        codes.iter().for_each(|c| writer.unary((c.wide() >> k).min(ESCAPE)));
+        writer
     });
+    put_section(out, codes, groups, |mut writer, codes, k| {
+        let escaped = codes.iter().map(|c| c.wide() >> k).filter(|&h| h >= ESCAPE);
+        escaped.for_each(|h| writer.put(h, T::BITS - k));
+        writer
+    });
+}
+
+#[inline(always)]
+fn put_section<'a, T: Unit>(
+    out: &'a mut Vec<u8>,
+    codes: &[T],
+    groups: &[Group],
+    put: impl Fn(BitWriter<'a>, &[T], u32) -> BitWriter<'a>,
+) {
+    let mut writer = BitWriter::new(out);
+    let mut rest = codes;
+    for g in groups {
+        let (these, others) = rest.split_at(g.count);
+        writer = put(writer, these, g.k);
+        rest = others;
+    }
+    writer.finish();
 }
 
 /// Replaces `out` by the codes of these groups, taken off the front of `bytes`; `ones` is scratch.

@@ -1,0 +1,185 @@
+//! What the barrier is told once: the model sets, who is required, and every deadline.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::barrier::error::BarrierError;
+use crate::barrier::types::{Millis, SetName};
+use crate::identity::ModelId;
+
+/// Whether the models of a set must agree on a version.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Two phases: nobody loads a version before every required receiver has staged all its models.
+    #[default]
+    Strict,
+    /// Each model is loaded as it comes, each receiver on its own.
+    Relaxed,
+}
+
+/// How many receivers must have staged before a load begins, and loaded before a version is served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Required {
+    /// Every live receiver, save those that failed or ran past a deadline in this round. While none is
+    /// live, every member.
+    #[default]
+    All,
+    /// This many members of the set, live or catching up.
+    AtLeast(usize),
+    /// This percentage of the set's members, rounded up.
+    Percent(u8),
+}
+
+/// One model set: models that are served together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetConfig {
+    /// Its name, in URLs and on the live page.
+    pub name: SetName,
+    /// Its models. Each model belongs to exactly one set.
+    pub models: Vec<ModelId>,
+    /// Whether the models must agree on a version.
+    #[serde(default)]
+    pub mode: Mode,
+    /// Who must have staged and loaded.
+    #[serde(default)]
+    pub required: Required,
+    /// The fewest receivers that must have staged, then loaded, whatever `required` says. At least 1.
+    #[serde(default = "one")]
+    pub floor: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+impl SetConfig {
+    /// A strict set that requires all receivers, with a floor of one.
+    pub fn strict(name: SetName, models: Vec<ModelId>) -> SetConfig {
+        SetConfig { name, models, mode: Mode::Strict, required: Required::All, floor: 1 }
+    }
+}
+
+/// Deadlines and limits, the same for all sets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// A receiver that is silent for this long is evicted.
+    pub heartbeat_ms: Millis,
+    /// How long a receiver may take to stage one version of one model.
+    pub stage_ms: Millis,
+    /// How long a receiver may take to load one version of a set.
+    pub load_ms: Millis,
+    /// How long a receiver that failed is left alone before it is asked again.
+    pub retry_ms: Millis,
+    /// How long a receiver outside the pool still holds back the release of history.
+    pub history_ms: Millis,
+    /// The longest a gate wait or synchronous notify may last; what callers ask for is cut to it.
+    pub max_wait_ms: Millis,
+    /// How long an eval may take after the load.
+    pub eval_ms: Millis,
+    /// How many announced versions a trainer may be ahead of what is served before it is told to wait.
+    /// Also how many versions are staged ahead, and how often an unfinished round may move on.
+    pub max_ahead: usize,
+    /// The most receivers at once.
+    pub max_receivers: usize,
+    /// The most gate waits and synchronous notifies at once.
+    pub max_waits: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            heartbeat_ms: 15_000,
+            stage_ms: 300_000,
+            load_ms: 120_000,
+            retry_ms: 2_000,
+            history_ms: 600_000,
+            max_wait_ms: 3_600_000,
+            eval_ms: 3_600_000,
+            max_ahead: 4,
+            max_receivers: 4096,
+            max_waits: 16_384,
+        }
+    }
+}
+
+/// Everything the barrier is configured with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The model sets. They are independent of each other.
+    pub sets: Vec<SetConfig>,
+    /// Deadlines and limits.
+    #[serde(default)]
+    pub limits: Limits,
+}
+
+impl Config {
+    /// The most models in one set.
+    pub const MAX_MODELS: usize = 1024;
+
+    /// A configuration with default limits.
+    pub fn new(sets: Vec<SetConfig>) -> Config {
+        Config { sets, limits: Limits::default() }
+    }
+
+    /// Checks everything that [`Barrier::new`](crate::barrier::Barrier::new) relies on.
+    pub fn validate(&self) -> Result<(), BarrierError> {
+        if self.sets.is_empty() {
+            return Err(BarrierError::NoSets);
+        }
+        let (mut names, mut models) = (HashSet::new(), HashSet::new());
+        for set in &self.sets {
+            if !names.insert(&set.name) {
+                return Err(BarrierError::DuplicateSet(set.name.clone()));
+            }
+            if !(1..=Self::MAX_MODELS).contains(&set.models.len()) {
+                return Err(BarrierError::SetSize {
+                    set: set.name.clone(),
+                    count: set.models.len(),
+                    max: Self::MAX_MODELS,
+                });
+            }
+            if let Some(twice) = set.models.iter().find(|m| !models.insert(*m)) {
+                return Err(BarrierError::DuplicateModel(twice.clone()));
+            }
+            positive("floor", set.floor as u64)?;
+            match set.required {
+                Required::All => {}
+                Required::AtLeast(n) => positive("required.at_least", n as u64)?,
+                Required::Percent(p) => in_percent("required.percent", p)?,
+            }
+        }
+        let l = &self.limits;
+        for (field, value) in [
+            ("heartbeat_ms", l.heartbeat_ms),
+            ("stage_ms", l.stage_ms),
+            ("load_ms", l.load_ms),
+            ("retry_ms", l.retry_ms),
+            ("max_wait_ms", l.max_wait_ms),
+            ("eval_ms", l.eval_ms),
+            ("max_ahead", l.max_ahead as u64),
+            ("max_receivers", l.max_receivers as u64),
+            ("max_waits", l.max_waits as u64),
+        ] {
+            positive(field, value)?;
+        }
+        Ok(())
+    }
+}
+
+fn positive(field: &'static str, value: u64) -> Result<(), BarrierError> {
+    if value > 0 { Ok(()) } else { Err(BarrierError::OutOfRange { field, value, expected: "at least 1" }) }
+}
+
+fn in_percent(field: &'static str, value: u8) -> Result<(), BarrierError> {
+    if (1..=100).contains(&value) {
+        Ok(())
+    } else {
+        Err(BarrierError::OutOfRange { field, value: value.into(), expected: "1 to 100" })
+    }
+}

@@ -1,0 +1,184 @@
+//! What the barrier refuses, and why.
+
+use crate::barrier::types::{Order, ReceiverId, SetName, WaitId};
+use crate::error::Kind;
+use crate::identity::{Identity, Incarnation, ModelId};
+
+/// An event or a configuration that the barrier refuses. A refused event has changed nothing.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum BarrierError {
+    /// A receiver id or set name with characters that paths, headers and logs do not take.
+    #[error(
+        "{what} {value:?} is not usable: expected 1 to 128 of the characters A-Z a-z 0-9 . _ : - and no leading '.'"
+    )]
+    Name {
+        /// Whether it is a receiver id or a set name.
+        what: &'static str,
+        /// The value as given, cut short.
+        value: String,
+    },
+    /// No model sets were configured.
+    #[error("no model sets are configured: name at least one set with its models")]
+    NoSets,
+    /// Two sets share a name.
+    #[error("model set {0} is configured twice: give each set its own name")]
+    DuplicateSet(SetName),
+    /// A set without models, or with more than the barrier keeps track of.
+    #[error("model set {set} has {count} models: expected 1 to {max}")]
+    SetSize {
+        /// The set.
+        set: SetName,
+        /// How many models it lists.
+        count: usize,
+        /// The most it may list.
+        max: usize,
+    },
+    /// One model in two sets, or twice in one.
+    #[error("model {0} is listed twice: a model belongs to exactly one set")]
+    DuplicateModel(ModelId),
+    /// A configured number outside its range.
+    #[error("{field} = {value} is out of range: expected {expected}")]
+    OutOfRange {
+        /// The configuration field.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// A model that no configured set has.
+    #[error("model {0} belongs to no configured set: add it to a set or correct the name")]
+    UnknownModel(ModelId),
+    /// A set that is not configured.
+    #[error("there is no model set {0}: check the name against the configuration")]
+    UnknownSet(SetName),
+    /// A model that is not part of the named set.
+    #[error("model {model} is not part of set {set}: wait on the set the model belongs to")]
+    NotInSet {
+        /// The model.
+        model: ModelId,
+        /// The set.
+        set: SetName,
+    },
+    /// A receiver that never joined, left, or was evicted.
+    #[error("receiver {0} is not a member (it left, was evicted, or the controller restarted): join again")]
+    UnknownReceiver(ReceiverId),
+    /// A message of an earlier life of a receiver, or a join that repeats a spent session.
+    #[error(
+        "receiver {receiver} speaks for session {got}, but session {known} is known: join with a greater session"
+    )]
+    StaleSession {
+        /// The receiver.
+        receiver: ReceiverId,
+        /// The session in the message.
+        got: u64,
+        /// The latest session seen from it.
+        known: u64,
+    },
+    /// A version of a lineage that a newer incarnation has superseded.
+    #[error(
+        "{identity} is of a dead lineage: incarnation {current} has superseded it; publish under that one"
+    )]
+    StaleIncarnation {
+        /// What was announced or reported.
+        identity: Identity,
+        /// The incarnation that counts now.
+        current: Incarnation,
+    },
+    /// A gate wait on behalf of a superseded publisher.
+    #[error("the gate was asked for by incarnation {got} of {model}, which {current} has superseded: stop")]
+    StaleWaiter {
+        /// The model.
+        model: ModelId,
+        /// Who asked.
+        got: Incarnation,
+        /// Who counts now.
+        current: Incarnation,
+    },
+    /// An answer to an order that is no longer open: answered already, abandoned, expired or superseded.
+    #[error("order {order} of receiver {receiver} for {identity} is no longer open: drop the answer")]
+    StaleOrder {
+        /// The receiver that answered.
+        receiver: ReceiverId,
+        /// The order it quotes.
+        order: Order,
+        /// The identity it reports.
+        identity: Identity,
+    },
+    /// An answer that names something older than what was ordered, or another lineage.
+    #[error(
+        "receiver {receiver} answered order {order} for {ordered} with {got}: stage what was ordered, or newer"
+    )]
+    WrongAnswer {
+        /// The receiver that answered.
+        receiver: ReceiverId,
+        /// The order it quotes.
+        order: Order,
+        /// What was ordered.
+        ordered: Identity,
+        /// What it reports.
+        got: Identity,
+    },
+    /// A join without models, or with one named twice.
+    #[error("receiver {receiver} joins with {problem}: list each model it serves once")]
+    BadJoin {
+        /// The receiver.
+        receiver: ReceiverId,
+        /// What is wrong with the list.
+        problem: String,
+    },
+    /// A sender endpoint that is empty or absurdly long.
+    #[error("sender endpoint of {length} bytes is not usable: expected 1 to {max}")]
+    Endpoint {
+        /// Its length.
+        length: usize,
+        /// The longest accepted.
+        max: usize,
+    },
+    /// The pool is full.
+    #[error("{limit} receivers are members already: raise max_receivers or let some leave")]
+    TooManyReceivers {
+        /// The configured limit.
+        limit: usize,
+    },
+    /// Too many gate waits and synchronous notifies at once.
+    #[error("{limit} waits are open already: raise max_waits or poll less often")]
+    TooManyWaits {
+        /// The configured limit.
+        limit: usize,
+    },
+    /// A wait id that is in use.
+    #[error("wait {0} is open already: give each wait its own id")]
+    DuplicateWait(WaitId),
+    /// A wait id that is not open (or, for an eval result, not evaluating).
+    #[error("wait {0} is not open: it was answered, cancelled or ran past its deadline")]
+    UnknownWait(WaitId),
+}
+
+impl BarrierError {
+    /// The kind of failure (see [`crate::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            BarrierError::Name { .. }
+            | BarrierError::NoSets
+            | BarrierError::DuplicateSet(_)
+            | BarrierError::SetSize { .. }
+            | BarrierError::DuplicateModel(_)
+            | BarrierError::OutOfRange { .. }
+            | BarrierError::NotInSet { .. }
+            | BarrierError::WrongAnswer { .. }
+            | BarrierError::BadJoin { .. }
+            | BarrierError::Endpoint { .. }
+            | BarrierError::DuplicateWait(_) => Kind::Invalid,
+            BarrierError::UnknownModel(_)
+            | BarrierError::UnknownSet(_)
+            | BarrierError::UnknownReceiver(_)
+            | BarrierError::UnknownWait(_) => Kind::NotFound,
+            BarrierError::StaleSession { .. }
+            | BarrierError::StaleIncarnation { .. }
+            | BarrierError::StaleWaiter { .. }
+            | BarrierError::StaleOrder { .. } => Kind::Stale,
+            BarrierError::TooManyReceivers { .. } | BarrierError::TooManyWaits { .. } => Kind::Exhausted,
+        }
+    }
+}

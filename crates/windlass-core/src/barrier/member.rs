@@ -1,0 +1,334 @@
+//! One receiver's place in one group: what it holds, what it was asked for, and what to ask next.
+//!
+//! A member knows nothing of the other members. It looks at the group through a [`View`] and decides for
+//! itself which orders it needs next ([`Member::pursue`]).
+
+use std::collections::BTreeSet;
+
+use crate::barrier::config::Limits;
+use crate::barrier::types::{Action, Millis, Order, Peer, Phase, SetName};
+use crate::identity::{Identity, Incarnation, ModelId, Version};
+
+/// What one call of the barrier carries along: the time, the limits, and where its effects go.
+pub(super) struct Ctx<'a> {
+    pub(super) now: Millis,
+    pub(super) limits: &'a Limits,
+    pub(super) out: &'a mut Vec<Action>,
+    pub(super) last_order: &'a mut u64,
+    pub(super) wake: &'a mut Option<Millis>,
+}
+
+impl Ctx<'_> {
+    /// A deadline this far from now, remembered so that the caller is told to come back for it.
+    pub(super) fn deadline(&mut self, span: Millis) -> Millis {
+        let at = self.now.saturating_add(span);
+        *self.wake = Some(self.wake.map_or(at, |w| w.min(at)));
+        at
+    }
+
+    fn order(&mut self) -> Order {
+        *self.last_order += 1;
+        Order(*self.last_order)
+    }
+}
+
+/// One life of one model's publisher, as far as it has been announced.
+#[derive(Debug)]
+pub(super) struct Lineage {
+    pub(super) incarnation: Incarnation,
+    pub(super) endpoint: String,
+    /// Announced versions that may still be loaded; the newest [`Lineage::MAX_ANNOUNCED`] of them.
+    pub(super) announced: BTreeSet<Version>,
+    /// The highest version a load of which has begun. Nothing below it is loaded any more.
+    pub(super) low: Version,
+    /// The trainer has been told to wait.
+    pub(super) pressed: bool,
+    /// What was last released.
+    pub(super) released: Option<Version>,
+}
+
+impl Lineage {
+    /// Bounds memory when a trainer ignores back-pressure; the oldest are forgotten first.
+    const MAX_ANNOUNCED: usize = 1024;
+
+    pub(super) fn new(incarnation: Incarnation, endpoint: String) -> Lineage {
+        Lineage { incarnation, endpoint, announced: BTreeSet::new(), low: 0, pressed: false, released: None }
+    }
+
+    pub(super) fn announce(&mut self, version: Version) {
+        if version >= self.low && self.announced.insert(version) && self.announced.len() > Self::MAX_ANNOUNCED
+        {
+            self.announced.pop_first();
+        }
+    }
+}
+
+/// What a member sees of its group.
+#[derive(Clone, Copy)]
+pub(super) struct View<'a> {
+    pub(super) set: &'a SetName,
+    pub(super) models: &'a [ModelId],
+    pub(super) lineages: &'a [Option<Lineage>],
+    pub(super) service: Option<Version>,
+    pub(super) round: Option<(Version, Phase)>,
+}
+
+impl<'a> View<'a> {
+    fn lineage(&self, model: usize) -> Option<&'a Lineage> {
+        self.lineages.get(model).and_then(Option::as_ref)
+    }
+
+    pub(super) fn identity(&self, model: usize, version: Version) -> Option<Identity> {
+        let (model_id, lineage) = (self.models.get(model)?, self.lineage(model)?);
+        Some(Identity { model_id: model_id.clone(), incarnation: lineage.incarnation, version })
+    }
+
+    /// The version everybody should bring to their receiver first.
+    fn base(&self) -> Option<Version> {
+        self.round.map(|(v, _)| v).or(self.service)
+    }
+
+    /// The only version of which a load may begin.
+    fn permitted(&self) -> Option<Version> {
+        match self.round {
+            Some((v, Phase::Loading)) => Some(v),
+            Some((_, Phase::Staging)) | None => self.service,
+        }
+    }
+}
+
+/// An open `Stage` order.
+#[derive(Debug)]
+pub(super) struct Ask {
+    pub(super) order: Order,
+    pub(super) version: Version,
+    pub(super) until: Millis,
+}
+
+/// An open `Load` order. `left` lists the slots that have not answered.
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) order: Order,
+    pub(super) version: Version,
+    pub(super) until: Millis,
+    pub(super) left: Vec<usize>,
+}
+
+/// One model at one receiver.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// Index into the group's models.
+    pub(super) model: usize,
+    /// What the engines hold for certain.
+    pub(super) loaded: Option<(Incarnation, Version)>,
+    pub(super) staged: BTreeSet<Version>,
+    pub(super) asked: Vec<Ask>,
+    /// Versions up to this one can no longer be staged here: the sender gave something newer.
+    pub(super) gone: Option<Version>,
+}
+
+impl Slot {
+    /// What the engines hold of the lineage that counts.
+    pub(super) fn at(&self, view: &View<'_>) -> Option<Version> {
+        let (incarnation, version) = self.loaded?;
+        (view.lineage(self.model)?.incarnation == incarnation).then_some(version)
+    }
+
+    fn lacks(&self, version: Version, view: &View<'_>) -> bool {
+        self.at(view).is_none_or(|at| at < version)
+            && !self.staged.contains(&version)
+            && self.gone.is_none_or(|gone| gone < version)
+            && !self.asked.iter().any(|ask| ask.version == version)
+    }
+}
+
+/// What a member contributes to its group's tally.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    /// Required and not done.
+    pub(super) waiting: bool,
+    /// Staging: could load at once. Loading: has loaded.
+    pub(super) done: bool,
+    /// Has an open `Load` of the round's version.
+    pub(super) loading: bool,
+}
+
+/// One receiver in one group.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) peer: Peer,
+    pub(super) slots: Vec<Slot>,
+    pub(super) live: bool,
+    pub(super) load: Option<Load>,
+    /// Failed, expired or overtaken in this round: nobody waits for it.
+    pub(super) excused: bool,
+    /// Not asked for anything before then.
+    pub(super) retry_at: Option<Millis>,
+    /// When it last left the pool (or joined).
+    pub(super) out_since: Millis,
+    pub(super) counted: Counted,
+}
+
+impl Member {
+    pub(super) fn new(peer: Peer, has: Vec<(usize, Option<(Incarnation, Version)>)>, now: Millis) -> Member {
+        let slots = has
+            .into_iter()
+            .map(|(model, loaded)| Slot {
+                model,
+                loaded,
+                staged: BTreeSet::new(),
+                asked: Vec::new(),
+                gone: None,
+            })
+            .collect();
+        Member {
+            peer,
+            slots,
+            live: false,
+            load: None,
+            excused: false,
+            retry_at: None,
+            out_since: now,
+            counted: Counted::default(),
+        }
+    }
+
+    /// The version all its models have loaded, if they agree and nothing is being written.
+    pub(super) fn uniform(&self, view: &View<'_>) -> Option<Version> {
+        if self.load.is_some() {
+            return None;
+        }
+        let first = self.slots.first()?.at(view)?;
+        self.slots.iter().all(|s| s.at(view) == Some(first)).then_some(first)
+    }
+
+    /// Whether it could load `version` now without the network.
+    pub(super) fn ready(&self, version: Version, view: &View<'_>) -> bool {
+        self.load.is_none()
+            && self.slots.iter().all(|s| match s.at(view) {
+                Some(at) if at >= version => at == version,
+                Some(_) | None => s.staged.contains(&version),
+            })
+    }
+
+    /// Whether it can never load `version`: it is past it already.
+    pub(super) fn beyond(&self, version: Version, view: &View<'_>) -> bool {
+        self.slots.iter().any(|s| {
+            s.at(view).is_some_and(|at| at > version)
+                || (s.gone.is_some_and(|gone| gone >= version)
+                    && s.at(view) != Some(version)
+                    && !s.staged.contains(&version))
+        })
+    }
+
+    /// Gives every order that it is due and has not been given.
+    pub(super) fn pursue(&mut self, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        if let Some(version) = view.permitted()
+            && self.uniform(view) != Some(version)
+            && self.ready(version, view)
+        {
+            self.order_load(version, view, ctx);
+        }
+        if self.retry_at.is_none() {
+            self.order_stages(view, ctx);
+        }
+    }
+
+    fn order_load(&mut self, version: Version, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        let identities = self.slots.iter().filter_map(|s| view.identity(s.model, version)).collect();
+        let order = ctx.order();
+        let left = (0..self.slots.len()).collect();
+        self.load = Some(Load { order, version, until: ctx.deadline(ctx.limits.load_ms), left });
+        ctx.out.push(Action::Load { to: self.peer.clone(), order, set: view.set.clone(), identities });
+    }
+
+    fn order_stages(&mut self, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        let base = view.base();
+        for slot in &mut self.slots {
+            let Some(lineage) = view.lineage(slot.model) else { continue };
+            let from = base.map_or(lineage.low, |b| b.saturating_add(1));
+            let ahead = lineage.announced.range(from..).copied().take(ctx.limits.max_ahead);
+            for version in base.into_iter().chain(ahead) {
+                if !slot.lacks(version, view) {
+                    continue;
+                }
+                let Some(identity) = view.identity(slot.model, version) else { continue };
+                let order = ctx.order();
+                slot.asked.push(Ask { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
+                ctx.out.push(Action::Stage {
+                    to: self.peer.clone(),
+                    order,
+                    identity,
+                    sender_endpoint: lineage.endpoint.clone(),
+                });
+            }
+        }
+    }
+
+    /// Drops what was asked for or staged below `version`, except `keep`.
+    pub(super) fn forget_below(
+        &mut self,
+        version: Version,
+        keep: Option<Version>,
+        view: &View<'_>,
+        ctx: &mut Ctx<'_>,
+    ) {
+        for slot in &mut self.slots {
+            let stale = |v: Version| v < version && Some(v) != keep;
+            for ask in slot.asked.extract_if(.., |ask| stale(ask.version)) {
+                abandon(&self.peer, ask.order, view.identity(slot.model, ask.version), ctx);
+            }
+            slot.staged.retain(|v| !stale(*v));
+        }
+    }
+
+    /// Drops everything of `model` that is not loaded: its lineage is dead, or its sender has moved.
+    pub(super) fn forget_asks(&mut self, model: usize, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        for slot in self.slots.iter_mut().filter(|s| s.model == model) {
+            for ask in slot.asked.drain(..) {
+                abandon(&self.peer, ask.order, view.identity(model, ask.version), ctx);
+            }
+        }
+    }
+
+    /// The open load no longer counts. What its unanswered models hold is unknown from here on, so only a
+    /// later load, with a greater order, makes the member whole again. Returns the version it was of.
+    pub(super) fn void_load(&mut self) -> Option<Load> {
+        let load = self.load.take()?;
+        for &i in &load.left {
+            if let Some(slot) = self.slots.get_mut(i) {
+                slot.loaded = None;
+            }
+        }
+        // Staged again before the next attempt: the failed one may have consumed it.
+        for slot in &mut self.slots {
+            slot.staged.remove(&load.version);
+        }
+        Some(load)
+    }
+
+    pub(super) fn models(&self, view: &View<'_>) -> Vec<ModelId> {
+        self.slots.iter().filter_map(|s| view.models.get(s.model).cloned()).collect()
+    }
+}
+
+/// Calls off one order.
+pub(super) fn abandon(peer: &Peer, order: Order, identity: Option<Identity>, ctx: &mut Ctx<'_>) {
+    if let Some(identity) = identity {
+        ctx.out.push(Action::Abandon { to: peer.clone(), order, identity });
+    }
+}
+
+/// What the members of a group see of it, borrowing only the fields that they need.
+macro_rules! view {
+    ($group:expr) => {
+        $crate::barrier::member::View {
+            set: &$group.set,
+            models: &$group.models,
+            lineages: &$group.lineages,
+            service: $group.service,
+            round: $group.round.as_ref().map(|r| (r.version, r.phase)),
+        }
+    };
+}
+pub(super) use view;

@@ -1,0 +1,653 @@
+//! Who may load which version when.
+//!
+//! The controller's heart as a state machine: [`Barrier::step`] takes one [`Event`] and the time and returns
+//! [`Action`]s; [`Barrier::tick`] takes only the time. It owns the version barrier of every model set, the
+//! pool of receivers and what each of them holds, the service version and those who wait for it. The
+//! controller calls it and carries out the actions. It must not know clocks, sockets or threads, and it never
+//! learns anything but from an event, so every interleaving can be tried by a test.
+//!
+//! # Words
+//!
+//! A *set* is a list of models that are served together (actor and verifier). Sets are independent. A
+//! *member* is a receiver that has joined, seen from one set; it is *live* when it may serve the set. A
+//! *lineage* is one incarnation of one model, with the versions it has announced. A *round* takes one
+//! version from announced to served. An *order* is a numbered `Stage` or `Load` to one receiver.
+//!
+//! # A round
+//!
+//! ```text
+//!  Notify(actor, 7) ─► Stage to all          Notify(verifier, 7) ─► Stage to all, round 7 opens
+//!                         │ Staged …                                  │ Staged …
+//!                         └───────────────► all required are ready ◄──┘
+//!                                                   │ Load (all models of the set, one order each receiver)
+//!                                                   ▼
+//!                                       all required have loaded ─► service_version 7, GoLive, OpenGate
+//! ```
+//!
+//! **Target.** A version can be loaded when every model of the set has announced exactly that version. A
+//! round opens for the highest such version above what is served. Receivers are told to stage a version as
+//! soon as its own model announces it, up to `max_ahead` versions past the round, because models are seldom
+//! equally fast; staged versions queue at the receiver.
+//!
+//! **Newer versions.** A round gives way to a newer common version only while nobody is ready for its own,
+//! and at most `max_ahead` times in a row; what it leaves is skipped and abandoned. Once somebody is ready,
+//! the round is carried through, or trainers that are faster than the slowest receiver would be chased for
+//! ever. A load that has begun is finished first. A round that is past its deadline gives way as soon as no
+//! load is open. Then the newest common version is next, and those between are skipped. Within an
+//! incarnation nothing goes back: versions below one of which a load has begun are never loaded again.
+//!
+//! **Required.** With [`Required::All`] the round waits for every live member; while none is live (at the
+//! start, or after an incarnation change), for every member. A member is *excused* from a round when its
+//! staging fails, runs past its deadline or brings something newer, when its load fails or expires, and when
+//! it has passed the version already. With a quorum the round waits for so many members, live or not, and
+//! for nobody in particular. In any case at least `floor` members must be ready, and among them one for each
+//! model; until then nothing moves, and [`Action::Stalled`] says what is missing. With no receivers at all,
+//! nothing is served and gates run into their deadlines.
+//!
+//! **Live.** A member is live exactly while every model it serves has loaded one and the same version of the
+//! lineages that count, and that version is not below what is served (a load under way does not change it).
+//! So a receiver whose staging fails stays live until the others move on; one whose load fails, or runs past
+//! its deadline, is fenced at once; one that lags is fenced when the others have moved on. All of them, and
+//! those who join, come back in the same way: stage, load, [`Action::GoLive`]. Nobody waits for them.
+//!
+//! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
+//! the set serves is the lowest of its models' versions.
+//!
+//! # Incarnations
+//!
+//! The first notify of a newer incarnation voids everything of the older one: staged versions, open orders,
+//! and what engines have loaded of it. The set serves nothing (`service_version` is `None`), all its members
+//! are fenced, and the set starts over, possibly at a lower version. Models of the set that were not resumed
+//! keep their lineage and do not go back in it, so the resumed one must first reach what they have loaded;
+//! [`Blocked::NoCommonVersion`] says so. Waits on behalf of the dead incarnation fail; waits without a
+//! lineage follow the new one.
+//!
+//! # What is believed
+//!
+//! A receiver is believed about itself, and only in its present session and about orders that are open: an
+//! order is closed by its answer, its deadline, [`Action::Abandon`], an incarnation change or a new session.
+//! A load whose outcome is unknown leaves the engines' state unknown, and only a later order can mend that.
+//! What a receiver has when it joins counts as announced in a lineage that a trainer has confirmed: this is
+//! how a restarted controller, which knows nothing, finds its way back from joins and the next notifies.
+//!
+//! # Invariants
+//!
+//! Each is proved by the tests named at the end of this file.
+//!
+//! - B-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
+//!   its models, and every model of the set has announced it. A load order names the whole set.
+//! - B-2 (C72) No live member that serves has a mix of versions of a strict set.
+//! - B-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
+//!   them, and each model has one. A gate opens exactly when what it waits for is served.
+//! - B-4 (C77) Nobody is live before it has loaded what is served; who has loaded one model and failed another
+//!   is out at once.
+//! - B-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
+//! - B-6 Within an incarnation neither a receiver nor what is served goes back.
+//! - B-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
+//! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
+//! - B-9 If receivers answer, the newest common version is served in the end, and all are live.
+//! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
+//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait; history is
+//!   released when no member has a claim on it, or its claim has expired.
+//! - B-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
+//!   becomes none. Failures name the receiver.
+//! - B-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was asked for.
+
+mod config;
+mod error;
+mod group;
+mod member;
+mod round;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+mod types;
+mod waits;
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ops::Range;
+
+pub use config::{Config, Limits, Mode, Required, SetConfig};
+pub use error::BarrierError;
+pub use snapshot::{
+    GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot, SlotSnapshot,
+    Snapshot,
+};
+pub use types::{
+    Action, Blocked, Event, EvictReason, FenceReason, GateFailure, LagReason, Millis, NotifyOutcome, Order,
+    Peer, Phase, ReceiverId, Served, SetName, SyncNotify, WaitId,
+};
+
+use crate::identity::{Identity, Incarnation, ModelId, Version};
+use group::Group;
+use member::Ctx;
+use waits::{NewWait, Waits};
+
+/// The longest sender endpoint.
+const MAX_ENDPOINT: usize = 1024;
+/// Reasons from receivers are cut to this many characters.
+const MAX_REASON: usize = 1000;
+
+#[derive(Debug)]
+struct Set {
+    /// Where its groups are.
+    groups: Range<usize>,
+    served: Option<Served>,
+    /// The sum of the groups' revisions that `served` was made from.
+    revision: u64,
+}
+
+#[derive(Debug)]
+struct Receiver {
+    session: u64,
+    seen: Millis,
+    groups: Vec<usize>,
+}
+
+/// Where a model is kept track of.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    set: usize,
+    group: usize,
+    model: usize,
+}
+
+/// The version barrier of all sets. See the module's documentation.
+#[derive(Debug)]
+pub struct Barrier {
+    config: Config,
+    now: Millis,
+    sets: Vec<Set>,
+    set_names: HashMap<SetName, usize>,
+    groups: Vec<Group>,
+    models: HashMap<ModelId, Place>,
+    receivers: BTreeMap<ReceiverId, Receiver>,
+    /// The last sessions of receivers that are gone, so that an echo of their join does not revive them.
+    spent: VecDeque<(ReceiverId, u64)>,
+    waits: Waits,
+    last_order: u64,
+    /// No deadline passes before this one.
+    wake: Option<Millis>,
+    /// Actions that were due when an event was refused.
+    pending: Vec<Action>,
+}
+
+macro_rules! ctx {
+    ($barrier:expr, $out:expr) => {
+        &mut Ctx {
+            now: $barrier.now,
+            limits: &$barrier.config.limits,
+            out: $out,
+            last_order: &mut $barrier.last_order,
+            wake: &mut $barrier.wake,
+        }
+    };
+}
+
+impl Barrier {
+    /// A barrier that has heard of nobody yet.
+    pub fn new(config: Config) -> Result<Barrier, BarrierError> {
+        config.validate()?;
+        let (mut sets, mut groups) = (Vec::new(), Vec::new());
+        let (mut set_names, mut models) = (HashMap::new(), HashMap::new());
+        for set in &config.sets {
+            let first = groups.len();
+            match set.mode {
+                Mode::Strict => groups.push(Group::new(set, set.models.clone())),
+                Mode::Relaxed => groups.extend(set.models.iter().map(|m| Group::new(set, vec![m.clone()]))),
+            }
+            for (group, g) in groups.iter().enumerate().skip(first) {
+                for (model, id) in g.models.iter().enumerate() {
+                    models.insert(id.clone(), Place { set: sets.len(), group, model });
+                }
+            }
+            set_names.insert(set.name.clone(), sets.len());
+            sets.push(Set { groups: first..groups.len(), served: None, revision: 0 });
+        }
+        Ok(Barrier {
+            now: 0,
+            waits: Waits::new(sets.len()),
+            sets,
+            set_names,
+            groups,
+            models,
+            receivers: BTreeMap::new(),
+            spent: VecDeque::new(),
+            last_order: 0,
+            wake: None,
+            pending: Vec::new(),
+            config,
+        })
+    }
+
+    /// Takes in one event and says what to do about it.
+    ///
+    /// Deadlines that have passed by `now` are dealt with first. An event that is refused changes nothing
+    /// (save that its sender is known to be alive); what was due before it comes with the next call, and
+    /// [`Barrier::next_deadline`] asks for that call at once.
+    pub fn step(&mut self, now: Millis, event: Event) -> Result<Vec<Action>, BarrierError> {
+        let mut out = self.due(now);
+        match self.apply(event, &mut out) {
+            Ok(()) => Ok(out),
+            Err(refused) => {
+                self.pending = out;
+                Err(refused)
+            }
+        }
+    }
+
+    /// Deals with every deadline that has passed by `now`. Calling it early or often is harmless.
+    pub fn tick(&mut self, now: Millis) -> Vec<Action> {
+        self.due(now)
+    }
+
+    /// When [`Barrier::tick`] must be called at the latest, if no event comes before. It may turn out that
+    /// nothing was due then.
+    pub fn next_deadline(&self) -> Option<Millis> {
+        if self.pending.is_empty() { self.wake } else { Some(self.now) }
+    }
+
+    /// What a set serves; `None` before its first load and after an incarnation change.
+    pub fn service_version(&self, set: &SetName) -> Result<Option<&Served>, BarrierError> {
+        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
+    }
+
+    /// Why a set does not serve a newer version.
+    pub fn blocked(&self, set: &SetName) -> Result<Blocked, BarrierError> {
+        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        Ok(set_blocked(&self.sets, &self.groups, *index))
+    }
+
+    /// Everything there is to see.
+    pub fn snapshot(&self) -> Snapshot {
+        let sets = self.config.sets.iter().zip(&self.sets).map(|(config, set)| SetSnapshot {
+            set: config.name.clone(),
+            mode: config.mode,
+            required: config.required,
+            floor: config.floor,
+            served: set.served.clone(),
+            groups: self
+                .groups
+                .get(set.groups.clone())
+                .unwrap_or_default()
+                .iter()
+                .map(GroupSnapshot::of)
+                .collect(),
+        });
+        let receivers = self.receivers.iter().map(|(id, r)| ReceiverSnapshot {
+            receiver: id.clone(),
+            session: r.session,
+            last_seen: r.seen,
+        });
+        Snapshot {
+            now: self.now,
+            sets: sets.collect(),
+            receivers: receivers.collect(),
+            waits: self.waits.len(),
+        }
+    }
+
+    fn apply(&mut self, event: Event, out: &mut Vec<Action>) -> Result<(), BarrierError> {
+        match event {
+            Event::Notify { identity, sender_endpoint, sync } => {
+                self.notify(&identity, &sender_endpoint, sync, out)
+            }
+            Event::Join { peer, models, has } => self.join(peer, &models, has, out),
+            Event::Heartbeat { peer } => self.hear(&peer),
+            Event::Staged { peer, order, identity } => self.answer(&peer, &identity, out, |g, m, ctx| {
+                g.staged(&peer.receiver, m, order, &identity, ctx)
+            }),
+            Event::Loaded { peer, order, identity } => self.answer(&peer, &identity, out, |g, m, ctx| {
+                g.loaded(&peer.receiver, m, order, &identity, ctx)
+            }),
+            Event::Failed { peer, order, identity, phase, reason } => {
+                let reason = reason.chars().take(MAX_REASON).collect();
+                self.answer(&peer, &identity, out, |g, m, ctx| match phase {
+                    Phase::Staging => g.stage_failed(&peer.receiver, m, order, &identity, reason, ctx),
+                    Phase::Loading => g.load_failed(&peer.receiver, m, order, &identity, reason, ctx),
+                })
+            }
+            Event::Leave { peer } => {
+                self.hear(&peer)?;
+                self.evict(&peer.receiver, EvictReason::Left, out);
+                self.advance_all(out);
+                Ok(())
+            }
+            Event::GateWait { id, set, at_least, lineage, timeout } => {
+                self.gate_wait(id, set, at_least, lineage, timeout, out)
+            }
+            Event::Cancel { id } => self.waits.cancel(id),
+            Event::EvalDone { id, result } => self.waits.eval_done(id, result, out),
+        }
+    }
+
+    // ---- trainers ---------------------------------------------------------------------------------
+
+    fn place(&self, model: &ModelId) -> Result<Place, BarrierError> {
+        self.models.get(model).copied().ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+    }
+
+    fn notify(
+        &mut self,
+        identity: &Identity,
+        endpoint: &str,
+        sync: Option<SyncNotify>,
+        out: &mut Vec<Action>,
+    ) -> Result<(), BarrierError> {
+        let place = self.place(&identity.model_id)?;
+        if !(1..=MAX_ENDPOINT).contains(&endpoint.len()) {
+            return Err(BarrierError::Endpoint { length: endpoint.len(), max: MAX_ENDPOINT });
+        }
+        if let Some(sync) = &sync {
+            self.waits.check(sync.id, self.config.limits.max_waits)?;
+        }
+        let Some(group) = self.groups.get_mut(place.group) else { return Ok(()) };
+        group.check_alive(place.model, identity)?;
+        let before = group.lineage(place.model).map(|l| l.incarnation);
+        group.notify(place.model, identity, endpoint, ctx!(self, out));
+        if before != Some(identity.incarnation) {
+            self.waits.supersede(&identity.model_id, identity.incarnation, out);
+        }
+        self.publish(place.set, out);
+        if let Some(SyncNotify { id, eval, timeout }) = sync {
+            let lineage = Some((identity.model_id.clone(), identity.incarnation));
+            let (set, at_least) = (place.set, identity.version);
+            self.wait(NewWait { id, set, at_least, lineage, timeout, notify: Some(eval) }, out);
+        }
+        Ok(())
+    }
+
+    // ---- receivers --------------------------------------------------------------------------------
+
+    /// Checks that a message comes from the present life of a member, and notes that it is alive.
+    fn hear(&mut self, peer: &Peer) -> Result<(), BarrierError> {
+        let known = self.receivers.get_mut(&peer.receiver);
+        let known = known.ok_or_else(|| BarrierError::UnknownReceiver(peer.receiver.clone()))?;
+        if known.session != peer.session {
+            return Err(stale_session(peer, known.session));
+        }
+        known.seen = self.now;
+        Ok(())
+    }
+
+    fn join(
+        &mut self,
+        peer: Peer,
+        models: &[ModelId],
+        has: Vec<Identity>,
+        out: &mut Vec<Action>,
+    ) -> Result<(), BarrierError> {
+        let id = peer.receiver.clone();
+        match self.receivers.get(&id) {
+            // An echo of the join that made it a member says no more than a heartbeat.
+            Some(known) if known.session == peer.session => return self.hear(&peer),
+            Some(known) if known.session > peer.session => return Err(stale_session(&peer, known.session)),
+            Some(_) => {}
+            None => {
+                let spent = self.spent.iter().find(|(r, s)| *r == id && *s >= peer.session);
+                if let Some((_, session)) = spent {
+                    return Err(stale_session(&peer, *session));
+                }
+                let limit = self.config.limits.max_receivers;
+                if self.receivers.len() >= limit {
+                    return Err(BarrierError::TooManyReceivers { limit });
+                }
+            }
+        }
+        let slots = self.check_join(&id, models, has)?;
+        if self.receivers.contains_key(&id) {
+            self.evict(&id, EvictReason::Rejoined, out);
+        }
+        self.spent.retain(|(r, _)| *r != id);
+        let receiver =
+            Receiver { session: peer.session, seen: self.now, groups: slots.keys().copied().collect() };
+        self.receivers.insert(id, receiver);
+        ctx!(self, out).deadline(self.config.limits.heartbeat_ms);
+        for (group, has) in slots {
+            if let Some(g) = self.groups.get_mut(group) {
+                g.join(peer.clone(), has, ctx!(self, out));
+            }
+        }
+        self.advance_all(out);
+        Ok(())
+    }
+
+    /// Sorts a join's models and what it has by group.
+    fn check_join(
+        &self,
+        id: &ReceiverId,
+        models: &[ModelId],
+        has: Vec<Identity>,
+    ) -> Result<BTreeMap<usize, Slots>, BarrierError> {
+        let bad = |problem: String| BarrierError::BadJoin { receiver: id.clone(), problem };
+        if models.is_empty() {
+            return Err(bad("no models".to_owned()));
+        }
+        let mut seen = HashSet::new();
+        if let Some(twice) = models.iter().find(|m| !seen.insert(*m)) {
+            return Err(bad(format!("model {twice} listed twice")));
+        }
+        let mut held = HashMap::new();
+        for identity in has {
+            let loaded = (identity.incarnation, identity.version);
+            if !seen.contains(&identity.model_id) {
+                return Err(bad(format!("{identity}, of a model it does not serve")));
+            }
+            if held.insert(identity.model_id.clone(), loaded).is_some() {
+                return Err(bad(format!("two versions of model {}", identity.model_id)));
+            }
+        }
+        let mut slots: BTreeMap<usize, Slots> = BTreeMap::new();
+        for model in models {
+            let place = self.place(model)?;
+            slots.entry(place.group).or_default().push((place.model, held.get(model).copied()));
+        }
+        Ok(slots)
+    }
+
+    /// Takes a receiver out of everything. The groups it was in are to be advanced afterwards.
+    fn evict(&mut self, id: &ReceiverId, why: EvictReason, out: &mut Vec<Action>) {
+        let Some(gone) = self.receivers.remove(id) else { return };
+        self.spent.push_back((id.clone(), gone.session));
+        if self.spent.len() > self.config.limits.max_receivers {
+            self.spent.pop_front();
+        }
+        out.push(Action::Evict { receiver: id.clone(), why });
+        for group in gone.groups {
+            if let Some(g) = self.groups.get_mut(group) {
+                g.remove(id);
+            }
+        }
+    }
+
+    fn advance_all(&mut self, out: &mut Vec<Action>) {
+        for group in &mut self.groups {
+            group.advance(ctx!(self, out));
+        }
+        self.publish_all(out);
+    }
+
+    fn answer(
+        &mut self,
+        peer: &Peer,
+        identity: &Identity,
+        out: &mut Vec<Action>,
+        apply: impl FnOnce(&mut Group, usize, &mut Ctx<'_>) -> Result<(), BarrierError>,
+    ) -> Result<(), BarrierError> {
+        self.hear(peer)?;
+        let place = self.place(&identity.model_id)?;
+        let Some(group) = self.groups.get_mut(place.group) else { return Ok(()) };
+        apply(group, place.model, ctx!(self, out))?;
+        self.publish(place.set, out);
+        Ok(())
+    }
+
+    // ---- waits ------------------------------------------------------------------------------------
+
+    fn gate_wait(
+        &mut self,
+        id: WaitId,
+        set: SetName,
+        at_least: Version,
+        lineage: Option<(ModelId, Incarnation)>,
+        timeout: Millis,
+        out: &mut Vec<Action>,
+    ) -> Result<(), BarrierError> {
+        let index = *self.set_names.get(&set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        self.waits.check(id, self.config.limits.max_waits)?;
+        if let Some((model, got)) = &lineage {
+            let place = self.place(model)?;
+            if place.set != index {
+                return Err(BarrierError::NotInSet { model: model.clone(), set });
+            }
+            let current = self.groups.get(place.group).and_then(|g| g.lineage(place.model));
+            if let Some(current) = current.map(|l| l.incarnation).filter(|c| c > got) {
+                return Err(BarrierError::StaleWaiter { model: model.clone(), got: *got, current });
+            }
+        }
+        self.wait(NewWait { id, set: index, at_least, lineage, timeout, notify: None }, out);
+        Ok(())
+    }
+
+    fn wait(&mut self, new: NewWait, out: &mut Vec<Action>) {
+        let (set, timeout) = (new.set, new.timeout);
+        let until = ctx!(self, out).deadline(timeout.min(self.config.limits.max_wait_ms));
+        self.waits.add(new, until);
+        self.answer_waits(set, out);
+        if timeout == 0 {
+            self.expire_waits(out);
+        }
+    }
+
+    fn answer_waits(&mut self, set: usize, out: &mut Vec<Action>) {
+        let Some(served) = self.sets.get(set).and_then(|s| s.served.as_ref()) else { return };
+        let eval_ms = self.config.limits.eval_ms;
+        if self.waits.serve(set, served, self.now.saturating_add(eval_ms), out) {
+            ctx!(self, out).deadline(eval_ms);
+        }
+    }
+
+    fn expire_waits(&mut self, out: &mut Vec<Action>) {
+        let (sets, groups) = (&self.sets, &self.groups);
+        let state = |set: usize| {
+            let service = sets.get(set).and_then(|s| s.served.as_ref()).map(|s| s.version);
+            (service, set_blocked(sets, groups, set))
+        };
+        self.waits.expire(self.now, state, out);
+    }
+
+    // ---- sets and time ----------------------------------------------------------------------------
+
+    fn publish_all(&mut self, out: &mut Vec<Action>) {
+        (0..self.sets.len()).for_each(|set| self.publish(set, out));
+    }
+
+    /// Tells the world when what a set serves has changed.
+    fn publish(&mut self, index: usize, out: &mut Vec<Action>) {
+        let Some(set) = self.sets.get_mut(index) else { return };
+        let groups = self.groups.get(set.groups.clone()).unwrap_or_default();
+        let revision = groups.iter().map(|g| g.revision).sum();
+        if set.revision == revision {
+            return;
+        }
+        set.revision = revision;
+        let served = served(groups);
+        if served == set.served {
+            return;
+        }
+        set.served.clone_from(&served);
+        if let Some(config) = self.config.sets.get(index) {
+            out.push(Action::ServiceVersion { set: config.name.clone(), served });
+        }
+        self.answer_waits(index, out);
+    }
+
+    /// Whatever is due by `now`, and what an earlier refusal left behind.
+    fn due(&mut self, now: Millis) -> Vec<Action> {
+        self.now = self.now.max(now);
+        let mut out = std::mem::take(&mut self.pending);
+        if self.wake.is_none_or(|wake| wake > self.now) {
+            return out;
+        }
+        let oldest = |r: &Receiver, span: Millis| r.seen.saturating_add(span);
+        let heartbeat_ms = self.config.limits.heartbeat_ms;
+        let silent = self.receivers.iter().filter(|(_, r)| oldest(r, heartbeat_ms) <= self.now);
+        let silent: Vec<_> = silent.map(|(id, _)| id.clone()).collect();
+        for id in silent {
+            self.evict(&id, EvictReason::Silent, &mut out);
+        }
+        for group in &mut self.groups {
+            group.tick(ctx!(self, &mut out));
+        }
+        self.publish_all(&mut out);
+        self.expire_waits(&mut out);
+        let history_ms = self.config.limits.history_ms;
+        let groups = self.groups.iter().filter_map(|g| g.next_deadline(self.now, history_ms));
+        let receivers = self.receivers.values().map(|r| oldest(r, heartbeat_ms));
+        self.wake = groups.chain(receivers).chain(self.waits.next_deadline()).min();
+        out
+    }
+}
+
+/// A member's models in one group, and what its engines hold of each.
+type Slots = Vec<(usize, Option<(Incarnation, Version)>)>;
+
+fn stale_session(peer: &Peer, known: u64) -> BarrierError {
+    BarrierError::StaleSession { receiver: peer.receiver.clone(), got: peer.session, known }
+}
+
+/// What a set serves: as much as its slowest group.
+fn served(groups: &[Group]) -> Option<Served> {
+    let mut served = Served { version: Version::MAX, identities: Vec::new() };
+    for group in groups {
+        let version = group.service?;
+        served.version = served.version.min(version);
+        for (model, lineage) in group.models.iter().zip(&group.lineages) {
+            let incarnation = lineage.as_ref()?.incarnation;
+            served.identities.push(Identity { model_id: model.clone(), incarnation, version });
+        }
+    }
+    Some(served)
+}
+
+/// What holds a set up: the first of its groups that is not up to date.
+fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
+    let groups = sets.get(set).and_then(|s| groups.get(s.groups.clone())).unwrap_or_default();
+    groups.iter().map(Group::blocked).find(|b| *b != Blocked::UpToDate).unwrap_or(Blocked::UpToDate)
+}
+
+// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-10
+// in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
+//
+// B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
+//      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other
+// B-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
+//      loading_another_version_than_ordered_is_a_failed_load
+// B-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
+//      quorum_does_not_wait_and_laggards_are_out_until_they_have_loaded,
+//      percentage_quorum_counts_all_members_rounded_up, below_the_floor_nothing_advances_and_it_is_reported,
+//      model_that_no_ready_receiver_serves_holds_the_set_up,
+//      receivers_that_fall_silent_together_do_not_vouch_for_each_other
+// B-4  joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it,
+//      failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up
+// B-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
+// B-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
+//      newer_announcements_skip_versions_that_nobody_has_staged
+// B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
+//      load_that_runs_past_its_deadline_fences_the_receiver,
+//      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
+//      receiver_that_got_a_newer_version_waits_for_the_others_there
+// B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
+//      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
+//      time_that_steps_back_is_not_believed
+// B-9  version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
+//      restarted_controller_rebuilds_from_joins_and_the_next_notify
+// B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
+//      malformed_words_are_refused_by_name
+// B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
+//      history_is_released_only_when_no_receiver_has_a_claim_on_it
+// B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
+//      sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged,
+//      staged_bytes_are_not_abandoned_when_another_order_for_them_is_open
+// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval

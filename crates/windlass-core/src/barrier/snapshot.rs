@@ -1,0 +1,172 @@
+//! The barrier's state as plain data, for the live page, metrics and `top`.
+
+use serde::Serialize;
+
+use crate::barrier::config::{Mode, Required};
+use crate::barrier::group::Group;
+use crate::barrier::member::Member;
+use crate::barrier::types::{Blocked, Millis, Phase, ReceiverId, Served, SetName};
+use crate::identity::{Incarnation, ModelId, Version};
+
+/// Everything there is to see at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Snapshot {
+    /// The latest time the barrier was told.
+    pub now: Millis,
+    /// Every set, in the order of the configuration.
+    pub sets: Vec<SetSnapshot>,
+    /// Every receiver, by name.
+    pub receivers: Vec<ReceiverSnapshot>,
+    /// Open gate waits and synchronous notifies.
+    pub waits: usize,
+}
+
+/// One set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SetSnapshot {
+    /// Its name.
+    pub set: SetName,
+    /// Strict or relaxed.
+    pub mode: Mode,
+    /// Who is required.
+    pub required: Required,
+    /// The fewest that must be ready.
+    pub floor: usize,
+    /// What it serves.
+    pub served: Option<Served>,
+    /// What moves together: one group in a strict set, one per model in a relaxed one.
+    pub groups: Vec<GroupSnapshot>,
+}
+
+/// Models that move together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct GroupSnapshot {
+    /// Its models.
+    pub models: Vec<ModelSnapshot>,
+    /// What is served.
+    pub service: Option<Version>,
+    /// The version in flight.
+    pub round: Option<RoundSnapshot>,
+    /// Why nothing newer is served.
+    pub blocked: Blocked,
+    /// Its receivers, by name.
+    pub members: Vec<MemberSnapshot>,
+}
+
+/// The publisher of one model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ModelSnapshot {
+    /// Which model.
+    pub model: ModelId,
+    /// The incarnation that counts, once one has been heard of.
+    pub incarnation: Option<Incarnation>,
+    /// Its newest announced version.
+    pub newest: Option<Version>,
+    /// Where receivers pull from.
+    pub endpoint: Option<String>,
+    /// Whether it has been told to wait.
+    pub back_pressure: bool,
+}
+
+/// A version in flight.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RoundSnapshot {
+    /// Which.
+    pub version: Version,
+    /// How far it is.
+    pub phase: Phase,
+    /// Required receivers that are not done.
+    pub waiting: usize,
+    /// Receivers that are.
+    pub done: usize,
+    /// When it may give way to a newer version.
+    pub deadline: Millis,
+}
+
+/// What a member is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MemberSnapshot {
+    /// Who.
+    pub receiver: ReceiverId,
+    /// Whether it is in the live pool.
+    pub live: bool,
+    /// The version it is loading.
+    pub loading: Option<Version>,
+    /// When it is asked again after a failure.
+    pub retry_at: Option<Millis>,
+    /// Per model.
+    pub slots: Vec<SlotSnapshot>,
+}
+
+/// One model at one receiver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SlotSnapshot {
+    /// Which model.
+    pub model: ModelId,
+    /// What its engines hold for certain, of whatever lineage.
+    pub loaded: Option<(Incarnation, Version)>,
+    /// Versions that could be loaded without the network.
+    pub staged: Vec<Version>,
+    /// Versions on their way.
+    pub staging: Vec<Version>,
+}
+
+/// A receiver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ReceiverSnapshot {
+    /// Who.
+    pub receiver: ReceiverId,
+    /// Which of its lives.
+    pub session: u64,
+    /// When it was last heard of.
+    pub last_seen: Millis,
+}
+
+impl GroupSnapshot {
+    pub(super) fn of(group: &Group) -> GroupSnapshot {
+        let models = group.models.iter().zip(&group.lineages).map(|(model, lineage)| {
+            let lineage = lineage.as_ref();
+            ModelSnapshot {
+                model: model.clone(),
+                incarnation: lineage.map(|l| l.incarnation),
+                newest: lineage.and_then(|l| l.announced.last().copied()),
+                endpoint: lineage.map(|l| l.endpoint.clone()),
+                back_pressure: lineage.is_some_and(|l| l.pressed),
+            }
+        });
+        let round = group.round.as_ref().map(|round| RoundSnapshot {
+            version: round.version,
+            phase: round.phase,
+            waiting: group.tally.waiting,
+            done: group.tally.done,
+            deadline: round.deadline,
+        });
+        GroupSnapshot {
+            models: models.collect(),
+            service: group.service,
+            round,
+            blocked: group.blocked(),
+            members: group.members.values().map(|m| MemberSnapshot::of(m, &group.models)).collect(),
+        }
+    }
+}
+
+impl MemberSnapshot {
+    fn of(member: &Member, models: &[ModelId]) -> MemberSnapshot {
+        let slot = |s: &crate::barrier::member::Slot| {
+            Some(SlotSnapshot {
+                model: models.get(s.model)?.clone(),
+                loaded: s.loaded,
+                staged: s.staged.iter().copied().collect(),
+                staging: s.asked.iter().map(|a| a.version).collect(),
+            })
+        };
+        MemberSnapshot {
+            receiver: member.peer.receiver.clone(),
+            live: member.live,
+            loading: member.load.as_ref().map(|l| l.version),
+            retry_at: member.retry_at,
+            slots: member.slots.iter().filter_map(slot).collect(),
+        }
+    }
+}

@@ -1,0 +1,403 @@
+//! What happens when things go wrong: deaths, failures, deadlines, resumed trainers, stale words.
+
+use super::*;
+use crate::error::Kind;
+
+#[test]
+fn failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.serve_pair(&[0, 1], 1, 7);
+    t.notify_pair(1, 8);
+    t.stage_pair(0, 1, 8);
+    t.stage_pair(1, 1, 8);
+    // r0 loads the actor and fails the verifier: it serves a mix unless it is taken out.
+    let order = t.loads[&receiver(0)].0;
+    t.step(Event::Loaded { peer: t.peer(0), order, identity: id("actor", 1, 8) });
+    let actions = t.fail(0, Phase::Loading, id("verifier", 1, 8));
+    assert!(
+        matches!(&actions[0], Action::Fence { receiver, why: FenceReason::LoadFailed { .. }, .. } if receiver.as_str() == "r0")
+    );
+    assert_eq!(t.live(), ["r1"]);
+    // r1 is not held up.
+    t.load(1);
+    assert_eq!((t.served(), t.live()), (Some(8), vec!["r1"]));
+    // After a while r0 is asked again, for all that is not certain.
+    assert_eq!(staged_orders(&t.after(50)), ["r0 verifier@1.8"]);
+    assert_eq!(loads(&t.stage(0, id("verifier", 1, 8))), ["r0"]);
+    t.load(0);
+    assert_eq!(t.live(), ["r0", "r1"]);
+}
+
+#[test]
+fn resumed_trainer_supersedes_its_dead_self() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.serve_pair(&[0], 1, 105);
+    t.notify_pair(1, 106);
+    t.gate(1, 106, Some(("actor", 1)));
+    t.gate(2, 101, Some(("actor", 2)));
+    // A wait that overtakes its notify is not opened by the old 105, nor is one without a lineage after it.
+    let actions = t.notify(id("actor", 2, 101));
+    assert!(actions.contains(&Action::Superseded {
+        model: model("actor"),
+        old: Incarnation(1),
+        new: Incarnation(2)
+    }));
+    let why = GateFailure::Superseded { by: Incarnation(2) };
+    assert!(actions.contains(&Action::FailGate { id: WaitId(1), why }));
+    assert!(actions.contains(&Action::ServiceVersion { set: set("set"), served: None }));
+    assert_eq!((t.served(), t.live().len()), (None, 0));
+    assert_eq!(opened(&t.gate(3, 1, None)), [0; 0]);
+    t.notify(id("verifier", 2, 101));
+    // Late words of the dead lineage are refused and change nothing.
+    for refused in [
+        t.try_stage(0, id("actor", 1, 106)).unwrap_err(),
+        t.try_step(Event::Notify { identity: id("actor", 1, 107), sender_endpoint: "x".into(), sync: None })
+            .unwrap_err(),
+    ] {
+        assert!(matches!(refused, BarrierError::StaleIncarnation { .. }), "{refused}");
+        assert_eq!(refused.kind(), Kind::Stale);
+    }
+    // The new lineage is served although its versions are lower.
+    t.stage_pair(0, 2, 101);
+    let actions = t.load(0);
+    assert_eq!(opened(&actions), [3, 2]);
+    assert_eq!(t.served(), Some(101));
+    let stale = Event::GateWait {
+        id: WaitId(9),
+        set: set("set"),
+        at_least: 1,
+        lineage: Some((model("actor"), Incarnation(1))),
+        timeout: 9,
+    };
+    assert!(matches!(t.try_step(stale), Err(BarrierError::StaleWaiter { .. })));
+}
+
+#[test]
+fn load_of_a_dead_lineage_that_finishes_late_does_not_count() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let (order, _) = t.loads[&receiver(0)].clone();
+    t.notify_pair(2, 7);
+    for name in PAIR {
+        let late = Event::Loaded { peer: t.peer(0), order, identity: id(name, 1, 7) };
+        assert_eq!(t.try_step(late).unwrap_err().kind(), Kind::Stale);
+    }
+    t.stage_pair(0, 2, 7);
+    // Even when it claims the new lineage for the old order.
+    let claim = Event::Loaded { peer: t.peer(0), order, identity: id("actor", 2, 7) };
+    assert!(matches!(t.try_step(claim), Err(BarrierError::StaleOrder { .. })));
+    assert_eq!(t.served(), None);
+    t.load(0);
+    assert_eq!(t.served(), Some(7));
+}
+
+#[test]
+fn resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.serve_pair(&[0], 1, 105);
+    // Only the actor was resumed: the verifier does not go back from 105 within its incarnation.
+    t.notify(id("actor", 2, 104));
+    let newest = vec![(model("actor"), 104), (model("verifier"), 105)];
+    assert_eq!(t.barrier.blocked(&set("set")), Ok(Blocked::NoCommonVersion { newest }));
+    t.notify(id("actor", 2, 105));
+    t.stage(0, id("actor", 2, 105));
+    t.load(0);
+    let served = t.barrier.service_version(&set("set")).unwrap().unwrap();
+    assert_eq!(served.identities, [id("actor", 2, 105), id("verifier", 1, 105)]);
+}
+
+#[test]
+fn silent_receiver_is_evicted_without_disturbing_others_and_may_come_back() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.serve_pair(&[0, 1], 1, 7);
+    t.notify_pair(1, 8);
+    t.stage_pair(0, 1, 8);
+    t.after(300);
+    // r1 has died. Its staging deadline passes first, so that r0 goes on alone.
+    assert_eq!(loads(&t.after(100)), ["r0"]);
+    t.load(0);
+    assert_eq!((t.served(), t.live()), (Some(8), vec!["r0"]));
+    t.step(Event::Heartbeat { peer: t.peer(0) });
+    let actions = t.after(600);
+    assert!(actions.contains(&Action::Evict { receiver: receiver(1), why: EvictReason::Silent }));
+    // What it says now does nothing; its old join does not revive it; a new one does.
+    let late = t.try_stage(1, id("actor", 1, 8)).unwrap_err();
+    assert_eq!(late, BarrierError::UnknownReceiver(receiver(1)));
+    let models = vec![model("actor")];
+    let echo = Event::Join { peer: t.peer(1), models, has: vec![] };
+    assert!(matches!(t.try_step(echo), Err(BarrierError::StaleSession { .. })));
+    t.join(1, &PAIR, &[id("actor", 1, 8), id("verifier", 1, 8)]);
+    assert_eq!(t.live(), ["r0", "r1"]);
+}
+
+#[test]
+fn receivers_that_fall_silent_together_do_not_vouch_for_each_other() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.stage_pair(1, 1, 7);
+    t.load(1);
+    // r0 dies in the middle of its load; r1 is gone, too, by the time anybody looks.
+    t.after(1000);
+    assert_eq!(t.served(), None);
+}
+
+#[test]
+fn words_of_an_earlier_session_are_refused() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let (order, _) = t.loads[&receiver(0)].clone();
+    let old = t.peer(0);
+    // It restarts with nothing, then the network delivers what its former self had loaded.
+    let actions = t.join(0, &PAIR, &[]);
+    assert!(actions.contains(&Action::Evict { receiver: receiver(0), why: EvictReason::Rejoined }));
+    for name in PAIR {
+        let late = Event::Loaded { peer: old.clone(), order, identity: id(name, 1, 7) };
+        assert!(matches!(t.try_step(late), Err(BarrierError::StaleSession { .. })));
+    }
+    assert_eq!(t.served(), None);
+    assert_eq!(loads(&t.stage_pair(0, 1, 7)), ["r0"]);
+}
+
+#[test]
+fn load_that_runs_past_its_deadline_fences_the_receiver() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.stage_pair(1, 1, 7);
+    t.load(0);
+    let actions = t.after(300);
+    assert!(
+        actions
+            .iter()
+            .any(|a| matches!(a, Action::Fence { why: FenceReason::LoadTimeout { version: 7 }, .. }))
+    );
+    assert_eq!((t.served(), t.live()), (Some(7), vec!["r0"]));
+    let (order, _) = t.loads[&receiver(1)].clone();
+    let late = Event::Loaded { peer: t.peer(1), order, identity: id("actor", 1, 7) };
+    assert!(matches!(t.try_step(late), Err(BarrierError::StaleOrder { .. })));
+}
+
+#[test]
+fn answer_to_an_earlier_attempt_does_not_count_for_the_next() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let (first, _) = t.loads[&receiver(0)].clone();
+    let echo = Event::Loaded { peer: t.peer(0), order: first, identity: id("actor", 1, 7) };
+    t.fail(0, Phase::Loading, id("actor", 1, 7));
+    t.after(50);
+    t.stage_pair(0, 1, 7);
+    let (second, _) = t.loads[&receiver(0)].clone();
+    assert!(second > first);
+    t.step(Event::Loaded { peer: t.peer(0), order: second, identity: id("verifier", 1, 7) });
+    // The actor is still being written; the network repeats what was said of the first attempt.
+    assert!(matches!(t.try_step(echo), Err(BarrierError::StaleOrder { .. })));
+    assert_eq!(t.served(), None);
+}
+
+#[test]
+fn failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.serve_pair(&[0, 1], 1, 7);
+    t.notify_pair(1, 8);
+    t.stage_pair(0, 1, 8);
+    let actions = t.fail(1, Phase::Staging, id("actor", 1, 8));
+    assert!(matches!(&actions[0], Action::Lagging { receiver, .. } if receiver.as_str() == "r1"));
+    assert_eq!((loads(&actions), t.live()), (vec!["r0"], vec!["r0", "r1"]));
+    t.load(0);
+    assert_eq!(t.live(), ["r0"]);
+    // It was only a hiccup: r1 is asked again and comes back.
+    assert_eq!(staged_orders(&t.after(50)), ["r1 actor@1.8"]);
+    assert_eq!(loads(&t.stage_pair(1, 1, 8)), ["r1"]);
+    t.load(1);
+    assert_eq!(t.live(), ["r0", "r1"]);
+}
+
+#[test]
+fn receiver_that_got_a_newer_version_waits_for_the_others_there() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let order = t.stages[&(receiver(1), id("actor", 1, 7))];
+    let actions = t.step(Event::Staged { peer: t.peer(1), order, identity: id("actor", 1, 8) });
+    assert!(matches!(&actions[0], Action::Lagging { why: LagReason::Ahead { got: 8 }, .. }));
+    assert_eq!(loads(&actions), ["r0"]);
+    t.load(0);
+    t.notify_pair(1, 8);
+    t.stage(1, id("verifier", 1, 8));
+    assert_eq!(loads(&t.stage_pair(0, 1, 8)), ["r0", "r1"]);
+    // Something older than what was ordered is no answer.
+    t.notify(id("actor", 1, 9));
+    let order = t.stages[&(receiver(1), id("actor", 1, 9))];
+    let wrong = Event::Staged { peer: t.peer(1), order, identity: id("actor", 1, 8) };
+    assert!(matches!(t.try_step(wrong), Err(BarrierError::WrongAnswer { .. })));
+}
+
+#[test]
+fn loading_another_version_than_ordered_is_a_failed_load() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let (order, _) = t.loads[&receiver(0)].clone();
+    let actions = t.step(Event::Loaded { peer: t.peer(0), order, identity: id("actor", 1, 8) });
+    assert!(matches!(&actions[0], Action::Fence { why: FenceReason::LoadFailed { .. }, .. }));
+    assert_eq!(t.served(), None);
+}
+
+#[test]
+fn sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage(0, id("verifier", 1, 7));
+    let moved =
+        Event::Notify { identity: id("actor", 1, 7), sender_endpoint: "elsewhere:1".into(), sync: None };
+    let actions = t.step(moved);
+    assert!(
+        matches!(&actions[..], [Action::Abandon { .. }, Action::Stage { sender_endpoint, .. }] if sender_endpoint == "elsewhere:1")
+    );
+    assert_eq!(loads(&t.stage(0, id("actor", 1, 7))), ["r0"]);
+}
+
+#[test]
+fn staged_bytes_are_not_abandoned_when_another_order_for_them_is_open() {
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    t.join(0, &["solo"], &[]);
+    t.join(1, &["solo"], &[]);
+    t.notify(id("solo", 1, 7));
+    t.stage(1, id("solo", 1, 7));
+    t.notify(id("solo", 1, 8));
+    // Asked for 7 and 8, it answers the first order with 8; then the sender moves.
+    let order = t.stages[&(receiver(0), id("solo", 1, 7))];
+    t.step(Event::Staged { peer: t.peer(0), order, identity: id("solo", 1, 8) });
+    let moved =
+        Event::Notify { identity: id("solo", 1, 8), sender_endpoint: "elsewhere:1".into(), sync: None };
+    let hit = |a: &Action| matches!(a, Action::Abandon { to, .. } if to.receiver == receiver(0));
+    assert!(!t.step(moved).iter().any(hit));
+}
+
+#[test]
+fn refused_event_does_not_swallow_what_was_due_before_it() {
+    let mut t = Rig::pair();
+    t.gate(1, 7, None);
+    t.now = 600;
+    let refused = t.try_step(Event::Cancel { id: WaitId(5) });
+    assert_eq!(refused, Err(BarrierError::UnknownWait(WaitId(5))));
+    assert_eq!(t.barrier.next_deadline(), Some(600));
+    assert!(matches!(t.after(0)[..], [Action::FailGate { id: WaitId(1), .. }]));
+    assert_eq!(t.barrier.next_deadline(), None);
+}
+
+#[test]
+fn time_that_steps_back_is_not_believed() {
+    let mut t = Rig::pair();
+    t.after(1000);
+    t.gate(1, 7, None);
+    assert_eq!(t.barrier.tick(3), []);
+    assert_eq!(t.barrier.next_deadline(), Some(1500));
+}
+
+#[test]
+fn waits_are_bounded_unique_and_cancellable() {
+    let mut config = Config::new(vec![strict("set", &PAIR)]);
+    config.limits.max_waits = 1;
+    let mut barrier = Barrier::new(config).unwrap();
+    let gate = |id, timeout| Event::GateWait {
+        id: WaitId(id),
+        set: set("set"),
+        at_least: 1,
+        lineage: None,
+        timeout,
+    };
+    assert_eq!(barrier.step(0, gate(1, 10)), Ok(vec![]));
+    assert_eq!(barrier.step(0, gate(1, 10)), Err(BarrierError::DuplicateWait(WaitId(1))));
+    let full = barrier.step(0, gate(2, 10)).unwrap_err();
+    assert_eq!(full.kind(), Kind::Exhausted);
+    assert_eq!(barrier.step(0, Event::Cancel { id: WaitId(1) }), Ok(vec![]));
+    assert_eq!(barrier.tick(20), []);
+    // No patience at all: the answer comes at once.
+    assert!(matches!(barrier.step(20, gate(3, 0)).unwrap()[..], [Action::FailGate { .. }]));
+}
+
+#[test]
+fn malformed_words_are_refused_by_name() {
+    let mut t = Rig::pair();
+    let refused = |t: &mut Rig, event| t.try_step(event).unwrap_err();
+    let join = |models: &[&str], has: Vec<Identity>| Event::Join {
+        peer: Peer { receiver: receiver(0), session: 1 },
+        models: models.iter().map(|m| model(m)).collect(),
+        has,
+    };
+    let notify =
+        |identity, endpoint: &str| Event::Notify { identity, sender_endpoint: endpoint.into(), sync: None };
+    assert!(matches!(refused(&mut t, join(&[], vec![])), BarrierError::BadJoin { .. }));
+    assert!(matches!(refused(&mut t, join(&["actor", "actor"], vec![])), BarrierError::BadJoin { .. }));
+    assert!(matches!(
+        refused(&mut t, join(&["actor"], vec![id("verifier", 1, 1)])),
+        BarrierError::BadJoin { .. }
+    ));
+    let twice = vec![id("actor", 1, 1), id("actor", 1, 2)];
+    assert!(matches!(refused(&mut t, join(&["actor"], twice)), BarrierError::BadJoin { .. }));
+    assert_eq!(refused(&mut t, join(&["ghost"], vec![])), BarrierError::UnknownModel(model("ghost")));
+    assert!(matches!(refused(&mut t, notify(id("ghost", 1, 1), "x")), BarrierError::UnknownModel(_)));
+    assert!(matches!(refused(&mut t, notify(id("actor", 1, 1), "")), BarrierError::Endpoint { .. }));
+    assert!(matches!(
+        refused(&mut t, notify(id("actor", 1, 1), &"x".repeat(1025))),
+        BarrierError::Endpoint { .. }
+    ));
+    let elsewhere =
+        Event::GateWait { id: WaitId(1), set: set("ghost"), at_least: 1, lineage: None, timeout: 1 };
+    assert!(matches!(refused(&mut t, elsewhere), BarrierError::UnknownSet(_)));
+    for bad in ["", ".x", "a b", "a/b", &"x".repeat(129)] {
+        assert!(ReceiverId::new(bad).is_err() && SetName::new(bad).is_err(), "{bad}");
+    }
+    assert_eq!(t.barrier.snapshot().receivers, []);
+}
+
+#[test]
+fn configurations_that_cannot_work_are_refused() {
+    let refused = |config: Config| Barrier::new(config).map(|_| ()).unwrap_err();
+    let one = || strict("set", &PAIR);
+    assert_eq!(refused(Config::new(vec![])), BarrierError::NoSets);
+    assert!(matches!(refused(Config::new(vec![one(), one()])), BarrierError::DuplicateSet(_)));
+    assert!(matches!(
+        refused(Config::new(vec![one(), strict("b", &["actor"])])),
+        BarrierError::DuplicateModel(_)
+    ));
+    assert!(matches!(refused(Config::new(vec![strict("set", &[])])), BarrierError::SetSize { .. }));
+    for bad in [
+        SetConfig { floor: 0, ..one() },
+        SetConfig { required: Required::AtLeast(0), ..one() },
+        SetConfig { required: Required::Percent(101), ..one() },
+    ] {
+        assert!(matches!(refused(Config::new(vec![bad])), BarrierError::OutOfRange { .. }));
+    }
+    let mut config = Config::new(vec![one()]);
+    config.limits.load_ms = 0;
+    assert!(matches!(refused(config), BarrierError::OutOfRange { field: "load_ms", .. }));
+    let json = r#"{"sets": [{"name": "set", "models": ["actor"]}], "limits": {"max_ahead": 9}}"#;
+    let config: Config = serde_json::from_str(json).unwrap();
+    assert_eq!((config.limits.max_ahead, config.sets[0].floor), (9, 1));
+    assert!(serde_json::from_str::<Config>(r#"{"sets": [], "speed": 1}"#).is_err());
+}

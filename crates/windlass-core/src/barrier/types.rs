@@ -1,0 +1,565 @@
+//! The barrier's vocabulary: who speaks, what they say, and what the barrier answers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::barrier::error::BarrierError;
+use crate::identity::{Identity, Incarnation, ModelId, Version};
+
+/// A point in time or a span of it, in milliseconds, on a clock of the caller's choice that never steps
+/// back. (Where it does, the barrier holds on to the latest time it has seen.)
+pub type Millis = u64;
+
+macro_rules! name {
+    ($name:ident, $what:literal, $doc:literal) => {
+        #[doc = $doc]
+        #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(Arc<str>);
+
+        impl $name {
+            /// The longest one.
+            pub const MAX_LEN: usize = 128;
+
+            /// Checks and wraps it.
+            pub fn new(text: impl AsRef<str>) -> Result<$name, BarrierError> {
+                let text = text.as_ref();
+                let ok = (1..=Self::MAX_LEN).contains(&text.len())
+                    && !text.starts_with('.')
+                    && text
+                        .bytes()
+                        .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':'));
+                if ok {
+                    Ok($name(text.into()))
+                } else {
+                    Err(BarrierError::Name { what: $what, value: text.chars().take(140).collect() })
+                }
+            }
+
+            /// As text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:?}", &*self.0)
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+                s.serialize_str(&self.0)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<$name, D::Error> {
+                $name::new(String::deserialize(d)?).map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+
+name!(ReceiverId, "receiver id", "Which receiver. Stays the same across its restarts.");
+name!(SetName, "set name", "Which model set.");
+
+/// One life of a receiver. Every join carries a greater `session` than any before it from the same
+/// receiver, so that messages of an earlier life are known for what they are.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Peer {
+    /// Which receiver.
+    pub receiver: ReceiverId,
+    /// Which of its lives.
+    pub session: u64,
+}
+
+/// The number of one order to a receiver. Grows with every order; answers quote it, and an answer to an
+/// order that is no longer open changes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Order(pub u64);
+
+/// Names a gate wait or a synchronous notify; chosen by the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WaitId(pub u64);
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for WaitId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Which of the two phases an order belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The version is being brought to the receivers; engines serve undisturbed.
+    Staging,
+    /// Engines load what was staged.
+    Loading,
+}
+
+/// A synchronous notify: the answer comes when the version is served, or after the eval that follows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SyncNotify {
+    /// Quoted by the reply.
+    pub id: WaitId,
+    /// Whether an eval runs after the load.
+    pub eval: bool,
+    /// How long the load may take; cut to the configured longest wait.
+    pub timeout: Millis,
+}
+
+/// What happens to the barrier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A trainer has sealed a version and serves it at `sender_endpoint`. Repeating one is harmless.
+    Notify {
+        /// The sealed version.
+        identity: Identity,
+        /// Where receivers pull it from.
+        sender_endpoint: String,
+        /// Whether the trainer waits for the load.
+        sync: Option<SyncNotify>,
+    },
+    /// A receiver begins a life: which models it serves and what its engines hold, per model. `has` must
+    /// list only what *all* engines of that model have loaded and hold whole.
+    Join {
+        /// Who, with a fresh session.
+        peer: Peer,
+        /// The models it serves.
+        models: Vec<ModelId>,
+        /// What its engines have loaded.
+        has: Vec<Identity>,
+    },
+    /// A receiver is alive. Every other message from it says so too.
+    Heartbeat {
+        /// Who.
+        peer: Peer,
+    },
+    /// A `Stage` order is done: the receiver can load `identity` without the network. The identity is
+    /// what was received, which may be newer than what was ordered.
+    Staged {
+        /// Who.
+        peer: Peer,
+        /// The order this answers.
+        order: Order,
+        /// What is staged.
+        identity: Identity,
+    },
+    /// One model of a `Load` order is loaded and its digest is right. The receiver resumes its engines
+    /// when every model of the order is.
+    Loaded {
+        /// Who.
+        peer: Peer,
+        /// The order this answers.
+        order: Order,
+        /// What is loaded.
+        identity: Identity,
+    },
+    /// An order failed.
+    Failed {
+        /// Who.
+        peer: Peer,
+        /// The order that failed.
+        order: Order,
+        /// What could not be staged or loaded.
+        identity: Identity,
+        /// Whether it was a `Stage` or a `Load`.
+        phase: Phase,
+        /// Why, for people.
+        reason: String,
+    },
+    /// A receiver takes its leave.
+    Leave {
+        /// Who.
+        peer: Peer,
+    },
+    /// Someone waits until `set` serves `at_least` (the `get_batch` gate).
+    GateWait {
+        /// Quoted by the answer.
+        id: WaitId,
+        /// Which set.
+        set: SetName,
+        /// The lowest version that will do.
+        at_least: Version,
+        /// On whose behalf. With it, versions of an earlier incarnation never open the gate, even when
+        /// the wait overtakes the first notify of the new one.
+        lineage: Option<(ModelId, Incarnation)>,
+        /// How long to wait; cut to the configured longest wait.
+        timeout: Millis,
+    },
+    /// Whoever waited has gone away. No answer follows.
+    Cancel {
+        /// The wait.
+        id: WaitId,
+    },
+    /// The eval asked for by [`Action::RunEval`] has ended.
+    EvalDone {
+        /// The synchronous notify it belongs to.
+        id: WaitId,
+        /// Results or failure, opaque to the barrier.
+        result: Result<String, String>,
+    },
+}
+
+/// What a set serves: its version, and the identity of each model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Served {
+    /// The version all models of the set have reached.
+    pub version: Version,
+    /// Each model's own. In a strict set all have `version`; in a relaxed one some may be ahead.
+    pub identities: Vec<Identity>,
+}
+
+/// Why a receiver must not serve a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FenceReason {
+    /// A load failed, so what its engines hold is not known to be whole.
+    LoadFailed {
+        /// What failed.
+        identity: Identity,
+        /// Why, in the receiver's words.
+        reason: String,
+    },
+    /// A load ran past its deadline.
+    LoadTimeout {
+        /// The version of the set that was being loaded.
+        version: Version,
+    },
+    /// The others serve a version that this receiver has not loaded.
+    Lagging {
+        /// What is served now.
+        version: Version,
+    },
+    /// A newer incarnation has superseded what it holds.
+    Superseded {
+        /// The model that was resumed.
+        model: ModelId,
+        /// Its new incarnation.
+        incarnation: Incarnation,
+    },
+}
+
+/// Why a receiver is no longer a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EvictReason {
+    /// No word from it within the heartbeat deadline.
+    Silent,
+    /// It took its leave.
+    Left,
+    /// It joined again with a new session.
+    Rejoined,
+}
+
+/// Why a receiver did not stage in time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LagReason {
+    /// It reported a failure.
+    Failed(String),
+    /// The staging deadline passed.
+    Timeout,
+    /// It received a newer version than the one ordered and waits for the others there.
+    Ahead {
+        /// What it received.
+        got: Version,
+    },
+}
+
+/// Why a set does not serve a newer version.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Blocked {
+    /// Everything announced by all models is served.
+    UpToDate,
+    /// A model has announced nothing since the controller started.
+    NothingAnnounced {
+        /// The silent model.
+        model: ModelId,
+    },
+    /// The models have announced versions, but none in common that may still be loaded.
+    NoCommonVersion {
+        /// The newest announced version of each model.
+        newest: Vec<(ModelId, Version)>,
+    },
+    /// No receiver has joined.
+    NoReceivers,
+    /// Nobody who is ready serves this model.
+    Uncovered {
+        /// The model.
+        model: ModelId,
+    },
+    /// Fewer receivers are ready than the floor or quorum asks for.
+    TooFew {
+        /// How many are.
+        have: usize,
+        /// How many must be.
+        need: usize,
+    },
+    /// Required receivers are still at it.
+    Waiting {
+        /// The version in flight.
+        version: Version,
+        /// What they are doing.
+        phase: Phase,
+        /// How many are not done.
+        receivers: usize,
+    },
+}
+
+impl fmt::Display for Blocked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Blocked::UpToDate => {
+                f.write_str("everything announced is served; the trainers have not announced more")
+            }
+            Blocked::NothingAnnounced { model } => {
+                write!(
+                    f,
+                    "{model} has announced nothing since the controller started; notify its version again"
+                )
+            }
+            Blocked::NoCommonVersion { newest } => {
+                f.write_str("the models have no loadable version in common: newest are")?;
+                newest.iter().try_for_each(|(m, v)| write!(f, " {m} {v}"))?;
+                f.write_str("; resume them from the same step")
+            }
+            Blocked::NoReceivers => f.write_str("no receivers have joined; start one"),
+            Blocked::Uncovered { model } => {
+                write!(f, "no receiver that serves {model} is ready; start one or see why it fails")
+            }
+            Blocked::TooFew { have, need } => {
+                write!(
+                    f,
+                    "{have} receivers are ready, {need} are needed; start more or lower the floor or quorum"
+                )
+            }
+            Blocked::Waiting { version, phase, receivers } => {
+                let doing = match phase {
+                    Phase::Staging => "staging",
+                    Phase::Loading => "loading",
+                };
+                write!(f, "{receivers} receivers are still {doing} version {version}")
+            }
+        }
+    }
+}
+
+/// Why a gate did not open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GateFailure {
+    /// The deadline passed.
+    Timeout {
+        /// What the set serves.
+        service: Option<Version>,
+        /// What it is waiting for.
+        blocked: Blocked,
+    },
+    /// The publisher on whose behalf the gate was asked for is superseded.
+    Superseded {
+        /// Its successor.
+        by: Incarnation,
+    },
+}
+
+/// How a synchronous notify ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NotifyOutcome {
+    /// The version, or a newer one, is served.
+    Loaded {
+        /// What is served.
+        served: Served,
+    },
+    /// The eval ran on what is served.
+    Evaluated {
+        /// What was served when it began.
+        served: Served,
+        /// Its result, as given.
+        result: Result<String, String>,
+    },
+    /// The deadline of the load passed.
+    LoadTimeout {
+        /// What the set was waiting for.
+        blocked: Blocked,
+    },
+    /// The deadline of the eval passed.
+    EvalTimeout {
+        /// What is served.
+        served: Served,
+    },
+    /// A newer incarnation superseded the version before it was served.
+    Superseded {
+        /// The newer one.
+        by: Incarnation,
+    },
+}
+
+/// What the barrier wants done. Orders (`Stage`, `Load`, `Abandon`) go to receivers, which must ignore
+/// those addressed to another session, and a `Load` numbered below one they have acted on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Action {
+    /// Bring a version to the receiver while its engines serve on. Staged versions queue: staging a newer
+    /// one keeps the older ones loadable until they are abandoned or passed by a load.
+    Stage {
+        /// Whom to tell.
+        to: Peer,
+        /// To be quoted by the answer.
+        order: Order,
+        /// What to stage.
+        identity: Identity,
+        /// Where to pull it from.
+        sender_endpoint: String,
+    },
+    /// Load these versions, all of them: pause the engines, load each model, report each, resume when all
+    /// are loaded. After a failure the engines stay paused until a later `Load` succeeds.
+    Load {
+        /// Whom to tell.
+        to: Peer,
+        /// To be quoted by the answers.
+        order: Order,
+        /// The set they belong to.
+        set: SetName,
+        /// One identity for every model of the set (relaxed: for one model) that the receiver serves.
+        identities: Vec<Identity>,
+    },
+    /// The order no longer matters and its answer will be ignored. What it staged may be dropped, unless a
+    /// later order asked for the same; a load whose writing has begun is finished all the same.
+    Abandon {
+        /// Whom to tell.
+        to: Peer,
+        /// The order.
+        order: Order,
+        /// What it was about.
+        identity: Identity,
+    },
+    /// The receiver has loaded what is served and may serve these models: add it to the live pool.
+    GoLive {
+        /// Who.
+        receiver: ReceiverId,
+        /// Which set.
+        set: SetName,
+        /// The models of the set that it serves.
+        models: Vec<ModelId>,
+        /// What it has loaded.
+        version: Version,
+    },
+    /// The receiver must not serve these models: take it out of the live pool at once. It stays a member
+    /// and comes back by catching up.
+    Fence {
+        /// Who.
+        receiver: ReceiverId,
+        /// Which set.
+        set: SetName,
+        /// The models of the set that it served.
+        models: Vec<ModelId>,
+        /// Why.
+        why: FenceReason,
+    },
+    /// The receiver is no longer a member of anything; it may join again.
+    Evict {
+        /// Who.
+        receiver: ReceiverId,
+        /// Why.
+        why: EvictReason,
+    },
+    /// The receiver did not stage this version; the others do not wait for it.
+    Lagging {
+        /// Who.
+        receiver: ReceiverId,
+        /// What was to be staged.
+        identity: Identity,
+        /// Why it was not.
+        why: LagReason,
+    },
+    /// A new incarnation took over: everything of the old one may be dropped.
+    Superseded {
+        /// Whose.
+        model: ModelId,
+        /// The dead one.
+        old: Incarnation,
+        /// The one that counts.
+        new: Incarnation,
+    },
+    /// What a set serves has changed; `None` after an incarnation change, until its first load.
+    ServiceVersion {
+        /// Which set.
+        set: SetName,
+        /// What it serves now.
+        served: Option<Served>,
+    },
+    /// The set cannot advance until something changes. Reported once per cause.
+    Stalled {
+        /// Which set.
+        set: SetName,
+        /// What is missing.
+        why: Blocked,
+    },
+    /// Answer a gate wait: the version is served.
+    OpenGate {
+        /// Which wait.
+        id: WaitId,
+        /// What is served.
+        served: Served,
+    },
+    /// Answer a gate wait: it ended without the version.
+    FailGate {
+        /// Which wait.
+        id: WaitId,
+        /// Why.
+        why: GateFailure,
+    },
+    /// Run the eval of a synchronous notify on what is served; [`Event::EvalDone`] brings the result.
+    RunEval {
+        /// Which notify.
+        id: WaitId,
+        /// What is served.
+        served: Served,
+    },
+    /// Answer a synchronous notify.
+    NotifyReply {
+        /// Which notify.
+        id: WaitId,
+        /// How it ended.
+        outcome: NotifyOutcome,
+    },
+    /// Tell the trainer of a model to wait before it publishes more, or that it may go on.
+    BackPressure {
+        /// Which model.
+        model: ModelId,
+        /// Which life of its publisher.
+        incarnation: Incarnation,
+        /// How many announced versions are not served yet.
+        ahead: usize,
+        /// Whether to wait.
+        wait: bool,
+    },
+    /// Nothing older than `identity` will be asked for again, nor does a receiver that holds less still
+    /// have a claim on the deltas up to it. The version itself may still be asked for.
+    Release {
+        /// The oldest version of its lineage that is still of use.
+        identity: Identity,
+    },
+}

@@ -1,0 +1,172 @@
+//! Benches: each measures a part of Windlass beside the machine's own limit, in the same run.
+//!
+//! Owns: what is measured and how, and the bars. Figures are ratios to a limit measured with the same threads
+//! on the same memory, because machines differ; rates are GB (10⁹ bytes) of one image a second. All memory is
+//! touched before it is timed, every figure is the median of several rounds, and the spread is given with it.
+
+pub mod baseline;
+pub mod codec;
+pub mod digest;
+
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::error::Error;
+use crate::image;
+use crate::session::Session;
+use crate::synth::{Synth, SynthConfig};
+use windlass_core::manifest::Manifest;
+
+/// What to measure on.
+#[derive(Clone, Copy, Debug)]
+pub struct BenchConfig {
+    /// The synthetic model.
+    pub model: SynthConfig,
+    /// How many threads everything uses.
+    pub threads: usize,
+    /// Rounds of each measurement.
+    pub repeats: usize,
+}
+
+/// Two versions of a synthetic model, in memory.
+pub struct Images {
+    /// Their layout.
+    pub manifest: Manifest,
+    /// The older one.
+    pub base: Vec<u8>,
+    /// The newer one.
+    pub next: Vec<u8>,
+}
+
+impl Images {
+    /// Makes both with several threads.
+    pub fn make(config: &BenchConfig, session: &Session) -> Result<Images, Error> {
+        let synth = Synth::new(config.model)?;
+        let manifest = image::manifest_of(&synth)?;
+        let len = manifest.data_bytes() as usize;
+        let (mut base, mut next) = (vec![0u8; len], vec![0u8; len]);
+        let progress = session.progress("making", 2 * len as u64);
+        for (step, image) in [&mut base, &mut next].into_iter().enumerate() {
+            let watch = (session.cancel(), &progress);
+            image::fill(&synth, &manifest, step as u32, image, config.threads, watch)?;
+        }
+        Ok(Images { manifest, base, next })
+    }
+
+    /// Elements of one image.
+    pub fn elements(&self) -> u64 {
+        self.base.len() as u64 / 2
+    }
+}
+
+/// How long something took, over several rounds.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// The middle one, in seconds.
+    pub median: f64,
+    /// The quickest.
+    pub min: f64,
+    /// The slowest.
+    pub max: f64,
+}
+
+/// Something to be timed.
+pub struct Probe<'a> {
+    setup: Box<dyn FnMut() -> Result<(), Error> + 'a>,
+    round: Box<dyn FnMut() -> Result<(), Error> + 'a>,
+}
+
+impl<'a> Probe<'a> {
+    /// Times `round`.
+    pub fn new(round: impl FnMut() -> Result<(), Error> + 'a) -> Probe<'a> {
+        Probe::after(|| Ok(()), round)
+    }
+
+    /// Times `round`, each after a `setup` that is not timed.
+    pub fn after(
+        setup: impl FnMut() -> Result<(), Error> + 'a,
+        round: impl FnMut() -> Result<(), Error> + 'a,
+    ) -> Probe<'a> {
+        Probe { setup: Box::new(setup), round: Box::new(round) }
+    }
+}
+
+impl Timing {
+    /// Times all probes in turn, so many times, after one turn that is not counted. Taking turns lets whatever
+    /// else the machine is doing fall on all of them alike.
+    pub fn of<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Timing; N], Error> {
+        let mut times = [const { Vec::new() }; N];
+        for turn in 0..=repeats.max(1) {
+            for (probe, times) in probes.iter_mut().zip(&mut times) {
+                (probe.setup)()?;
+                let start = Instant::now();
+                (probe.round)()?;
+                if turn > 0 {
+                    times.push(start.elapsed().as_secs_f64());
+                }
+            }
+        }
+        Ok(times.map(|mut t| {
+            t.sort_by(f64::total_cmp);
+            Timing { median: t[t.len() / 2], min: t[0], max: t[t.len() - 1] }
+        }))
+    }
+
+    /// GB a second for so many bytes.
+    pub fn gbps(&self, bytes: usize) -> f64 {
+        bytes as f64 / self.median / 1e9
+    }
+
+    /// How far the rounds lie apart, relative to the median.
+    pub fn spread(&self) -> f64 {
+        (self.max - self.min) / self.median
+    }
+}
+
+/// A figure, its bar, and whether it is met.
+#[derive(Clone, Debug)]
+pub struct Bar {
+    /// What is measured.
+    pub name: String,
+    /// What came out.
+    pub value: f64,
+    /// What it should be.
+    pub bar: f64,
+    /// Whether larger is better.
+    pub at_least: bool,
+}
+
+impl Bar {
+    /// Whether it is met.
+    pub fn met(&self) -> bool {
+        if self.at_least { self.value >= self.bar } else { self.value <= self.bar }
+    }
+
+    fn cells(&self) -> [String; 4] {
+        let sign = if self.at_least { "≥" } else { "≤" };
+        let verdict = if self.met() { "met" } else { "MISSED" };
+        [self.name.clone(), format!("{:.2}", self.value), format!("{sign} {}", self.bar), verdict.into()]
+    }
+
+    fn json(&self) -> Value {
+        json!({ "name": self.name, "value": round(self.value), "bar": self.bar, "met": self.met() })
+    }
+}
+
+/// The processor and its cores, as the system names them.
+pub fn machine() -> Value {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model =
+        info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, m)| m.trim()));
+    json!({
+        "cpu": model.unwrap_or(std::env::consts::ARCH),
+        "cores": std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+    })
+}
+
+/// Four significant digits or so: more would be noise.
+pub fn round(x: f64) -> f64 {
+    let scale = 10f64.powf(3.0 - x.abs().max(1e-300).log10().floor());
+    if x == 0.0 { 0.0 } else { (x * scale).round() / scale }
+}

@@ -1,0 +1,387 @@
+//! The command line: what can be asked for, and how a question becomes a checked one.
+//!
+//! Owns: arguments and exit codes. Parsed arguments (`Parsed`) become checked ones ([`Command`]) before
+//! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
+//! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::bench::{self, BenchConfig};
+use crate::delta::apply::Apply;
+use crate::delta::make::{Make, Names};
+use crate::delta::show::show;
+use crate::error::Error;
+use crate::outfile::refuse_inputs;
+use crate::session::{Session, report};
+use crate::synth::{self, SynthConfig};
+use crate::{demo, diff, inspect, verify};
+use windlass_core::identity::{Incarnation, ModelId};
+
+/// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
+#[derive(Debug, Parser)]
+#[command(name = "windlass", version, arg_required_else_help = true)]
+struct Parsed {
+    /// Print one JSON object as the last line of standard output, also on failure
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: ParsedCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ParsedCommand {
+    /// Make, apply or show the difference between two versions of a model
+    #[command(subcommand)]
+    Delta(ParsedDelta),
+    /// Compare two versions: change rate by tensor, sizes of steps, size of the delta by mode
+    ///
+    /// A and B are safetensors files or directories of shards with the same tensors.
+    Diff {
+        /// The older version
+        a: PathBuf,
+        /// The newer version
+        b: PathBuf,
+        #[command(flatten)]
+        threads: Threads,
+        /// Rows of the table of tensors; 0 shows all
+        #[arg(long, default_value_t = 20, value_name = "N")]
+        top: usize,
+    },
+    /// Show what is in a safetensors file, a directory of shards, a manifest or a delta
+    Inspect {
+        /// The file or directory
+        path: PathBuf,
+        /// Rows of the table of tensors; 0 shows all
+        #[arg(long, default_value_t = 20, value_name = "N")]
+        top: usize,
+    },
+    /// Compute the state digest of a safetensors file or a directory of shards
+    Verify {
+        /// The file or directory
+        path: PathBuf,
+        /// Fail unless the digest is this one
+        #[arg(long, value_name = "DIGEST")]
+        expect: Option<String>,
+        #[command(flatten)]
+        threads: Threads,
+    },
+    /// Measure a part of Windlass beside the machine's own limit
+    #[command(subcommand)]
+    Bench(ParsedBench),
+    /// Train a made-up model for some steps and keep several receivers in sync with it
+    Demo(ParsedDemo),
+}
+
+#[derive(Debug, Subcommand)]
+enum ParsedDelta {
+    /// Write what changed from BASE to NEW
+    ///
+    /// Both are safetensors files or directories of shards with the same tensors.
+    Make {
+        /// The older version
+        base: PathBuf,
+        /// The newer version
+        new: PathBuf,
+        /// The delta to write
+        #[arg(short, long, value_name = "OUT")]
+        output: PathBuf,
+        /// How changes are coded
+        #[arg(long, value_enum, default_value_t = Mode::Auto)]
+        mode: Mode,
+        /// The name of the policy, noted in the delta
+        #[arg(long, default_value = "model", value_name = "ID")]
+        model_id: String,
+        /// The version number of BASE, noted in the delta
+        #[arg(long, default_value_t = 0, value_name = "N")]
+        base_version: u64,
+        /// The version number of NEW, noted in the delta; one more than BASE's if not given
+        #[arg(long, value_name = "N")]
+        version: Option<u64>,
+        #[command(flatten)]
+        threads: Threads,
+    },
+    /// Make the newer version from BASE and DELTA, checking every block
+    ///
+    /// The result has the form of BASE: a file, or a directory of the same shards.
+    Apply {
+        /// The older version
+        base: PathBuf,
+        /// The delta
+        delta: PathBuf,
+        /// The newer version to write
+        #[arg(
+            short,
+            long,
+            value_name = "OUT",
+            required_unless_present = "in_place",
+            conflicts_with = "in_place"
+        )]
+        output: Option<PathBuf>,
+        /// Change BASE itself. An interrupted run is finished by running it again
+        #[arg(long)]
+        in_place: bool,
+        #[command(flatten)]
+        threads: Threads,
+    },
+    /// Show what is in a delta
+    Show {
+        /// The delta
+        delta: PathBuf,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum ParsedBench {
+    /// Encode and apply, beside reading two images, copying one, XOR + zstd and a list of positions
+    Codec(ParsedModel),
+    /// Block sums and state digest, beside reading the image once
+    Digest(ParsedModel),
+}
+
+#[derive(Debug, Args)]
+struct ParsedModel {
+    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
+    #[arg(long, default_value = "256Mi", value_parser = parse_count, value_name = "N")]
+    elements: u64,
+    /// Share of elements that change, in percent
+    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
+    change: f64,
+    #[command(flatten)]
+    threads: Threads,
+    /// Rounds of each measurement; the median counts
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
+    repeats: u16,
+    /// Another seed makes another model
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Debug, Args)]
+struct ParsedDemo {
+    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
+    #[arg(long, default_value = "16Mi", value_parser = parse_count, value_name = "N")]
+    elements: u64,
+    /// Share of elements that change in a step, in percent
+    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
+    change: f64,
+    /// Training steps
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=i64::from(synth::MAX_STEPS)), value_name = "N")]
+    steps: u32,
+    /// Receivers kept in sync
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
+    receivers: u16,
+    #[command(flatten)]
+    threads: Threads,
+    /// Another seed makes another model
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+struct Threads {
+    /// Threads to use; as many as there are cores if not given
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024), value_name = "T")]
+    threads: Option<u16>,
+}
+
+impl Threads {
+    fn count(self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        self.threads.map_or_else(cores, usize::from)
+    }
+}
+
+/// How changes are coded; see [`windlass_core::delta`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// Decodes without a pass over the old weights, and composes
+    Plain,
+    /// Smaller, block by block; needs the old weights to decode
+    Context,
+    /// Context where it saves at least a tenth, else plain
+    Auto,
+}
+
+/// A command whose arguments have been checked.
+#[derive(Debug)]
+pub enum Command {
+    /// `delta make`.
+    DeltaMake(Make),
+    /// `delta apply`.
+    DeltaApply(Apply),
+    /// `delta show`.
+    DeltaShow(PathBuf),
+    /// `diff`.
+    Diff(diff::Diff),
+    /// `inspect`.
+    Inspect(inspect::Inspect),
+    /// `verify`.
+    Verify(verify::Verify),
+    /// `bench codec`.
+    BenchCodec(BenchConfig),
+    /// `bench digest`.
+    BenchDigest(BenchConfig),
+    /// `demo`.
+    Demo(demo::Demo),
+}
+
+impl ParsedCommand {
+    fn check(self) -> Result<Command, Error> {
+        Ok(match self {
+            ParsedCommand::Delta(ParsedDelta::Make {
+                base,
+                new,
+                output,
+                mode,
+                model_id,
+                base_version,
+                version,
+                threads,
+            }) => {
+                refuse_inputs(&output, &[&base, &new])?;
+                let names = check_names(model_id, base_version, version)?;
+                Command::DeltaMake(Make { base, new, output, mode, names, threads: threads.count() })
+            }
+            ParsedCommand::Delta(ParsedDelta::Apply { base, delta, output, in_place: _, threads }) => {
+                if let Some(output) = &output {
+                    refuse_inputs(output, &[&base, &delta])?;
+                }
+                Command::DeltaApply(Apply { base, delta, output, threads: threads.count() })
+            }
+            ParsedCommand::Delta(ParsedDelta::Show { delta }) => Command::DeltaShow(delta),
+            ParsedCommand::Diff { a, b, threads, top } => {
+                Command::Diff(diff::Diff { a, b, threads: threads.count(), top })
+            }
+            ParsedCommand::Inspect { path, top } => Command::Inspect(inspect::Inspect { path, top }),
+            ParsedCommand::Verify { path, expect, threads } => {
+                let expect = expect.map(|d| d.parse()).transpose();
+                let expect = expect
+                    .map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
+                Command::Verify(verify::Verify { path, expect, threads: threads.count() })
+            }
+            ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
+            ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
+            ParsedCommand::Demo(d) => {
+                let model = check_model(d.elements, d.change, d.seed)?;
+                let (steps, receivers) = (d.steps, usize::from(d.receivers));
+                Command::Demo(demo::Demo { model, steps, receivers, threads: d.threads.count() })
+            }
+        })
+    }
+}
+
+impl ParsedModel {
+    fn check(self) -> Result<BenchConfig, Error> {
+        let model = check_model(self.elements, self.change, self.seed)?;
+        Ok(BenchConfig { model, threads: self.threads.count(), repeats: self.repeats.into() })
+    }
+}
+
+fn check_names(model_id: String, base: u64, target: Option<u64>) -> Result<Names, Error> {
+    let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
+    let target = target.or(base.checked_add(1)).unwrap_or(u64::MAX);
+    if target <= base {
+        return Err(Error::Usage(format!("version {target} of NEW must be above version {base} of BASE")));
+    }
+    Ok(Names { model_id, incarnation: Incarnation(0), base, target })
+}
+
+/// Refuses sizes and rates that cannot be made before memory is asked for.
+fn check_model(elements: u64, change: f64, seed: u64) -> Result<SynthConfig, Error> {
+    let model = SynthConfig { elements, seed, change };
+    model.check()?;
+    Ok(model)
+}
+
+/// A count with an optional suffix: `k`, `M`, `G`, or `Ki`, `Mi`, `Gi`.
+fn parse_count(s: &str) -> Result<u64, String> {
+    let at = s.find(|c: char| !c.is_ascii_digit() && c != '_').unwrap_or(s.len());
+    let (digits, suffix) = s.split_at(at);
+    let scale: u64 = match suffix {
+        "" => 1,
+        "k" | "K" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "Ki" => 1 << 10,
+        "Mi" => 1 << 20,
+        "Gi" => 1 << 30,
+        _ => return Err(format!("unknown suffix {suffix:?}; expected k, M, G, Ki, Mi or Gi")),
+    };
+    let n: u64 = digits.replace('_', "").parse().map_err(|_| "not a whole number".to_owned())?;
+    n.checked_mul(scale).ok_or_else(|| "too large".into())
+}
+
+/// A share in percent, with or without the sign.
+fn parse_percent(s: &str) -> Result<f64, String> {
+    let number = s.strip_suffix('%').unwrap_or(s).trim();
+    number.parse::<f64>().map(|p| p / 100.0).map_err(|_| "not a number of percent, such as 1.5".into())
+}
+
+/// Runs the command line and gives the exit code.
+pub fn main() -> u8 {
+    let parsed = match Parsed::try_parse() {
+        Ok(parsed) => parsed,
+        Err(e) => return explain(&e),
+    };
+    let json = parsed.json;
+    let run = || -> Result<u8, Error> {
+        let command = parsed.command.check()?;
+        let session = Session::start(json)?;
+        dispatch(command, &session)
+    };
+    run().unwrap_or_else(|e| report(&e, json))
+}
+
+fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
+    let kernels = crate::kernels();
+    match command {
+        Command::DeltaMake(make) => make.run(session)?,
+        Command::DeltaApply(apply) => apply.run(session)?,
+        Command::DeltaShow(path) => show(&path, session)?,
+        Command::Diff(diff) => diff.run(session)?,
+        Command::Inspect(inspect) => inspect.run(session)?,
+        Command::Verify(verify) => verify.run(session)?,
+        Command::BenchCodec(config) => bench::codec::run(&config, session)?,
+        Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
+        Command::Demo(demo) => return demo.run(session),
+    }
+    Ok(0)
+}
+
+/// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
+fn explain(e: &clap::Error) -> u8 {
+    let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
+    if e.use_stderr() && json {
+        let text = e.render().to_string();
+        let first =
+            text.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or("the arguments do not parse");
+        return report(&Error::Usage(first.to_owned()), true);
+    }
+    // Nobody to tell if even this cannot be printed.
+    let _ = e.print();
+    if e.use_stderr() { windlass_core::Kind::Invalid.row().exit } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_argument_parser_is_consistent() {
+        use clap::CommandFactory;
+        Parsed::command().debug_assert();
+    }
+
+    #[test]
+    fn counts_take_suffixes_and_shares_are_percent() {
+        assert_eq!(parse_count("512Mi"), Ok(512 << 20));
+        assert_eq!(parse_count("1_000k"), Ok(1_000_000));
+        assert!(parse_count("1Ti").is_err() && parse_count("-1").is_err() && parse_count("Mi").is_err());
+        assert!(parse_count("99999999999Gi").is_err());
+        assert_eq!(parse_percent("1.5"), Ok(0.015));
+        assert_eq!(parse_percent("50 %"), Ok(0.5));
+        assert!(parse_percent("much").is_err());
+    }
+}

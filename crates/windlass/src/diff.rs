@@ -1,0 +1,240 @@
+//! `windlass diff`: how two versions differ, and what a delta between them would cost.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use windlass_core::delta::line::Unit;
+use windlass_core::delta::{Encoder, Mode, Tile};
+use windlass_core::identity::{Incarnation, ModelId};
+use windlass_core::kernel::Kernels;
+use windlass_core::manifest::Manifest;
+use windlass_data::file::Checkpoint;
+
+use crate::delta::make::Names;
+use crate::delta::pass::{self, LaneTotals, Pair, Run, Totals};
+use crate::delta::{bits_per_change, mode_slot, same_layout};
+use crate::error::Error;
+use crate::session::{Session, Table, bytes, count, percent};
+
+/// The checked arguments of `diff`.
+#[derive(Debug)]
+pub struct Diff {
+    /// The older version.
+    pub a: PathBuf,
+    /// The newer version.
+    pub b: PathBuf,
+    /// How many threads to use.
+    pub threads: usize,
+    /// Rows of the table of tensors; 0 shows all.
+    pub top: usize,
+}
+
+/// What a thread has seen.
+#[derive(Default)]
+struct Seen {
+    positions: Vec<u16>,
+    /// Changed units by tensor.
+    changed: Vec<u64>,
+    /// Changes by the binary logarithm of their distance.
+    distances: Vec<u64>,
+}
+
+impl Seen {
+    fn look(&mut self, kernels: &dyn Kernels, tile: &Tile, old: &[u8], new: &[u8]) {
+        self.positions.clear();
+        kernels.changed(old, new, tile.unit, &mut self.positions);
+        if self.positions.is_empty() {
+            return;
+        }
+        let t = tile.block.tensor as usize;
+        self.changed.resize(self.changed.len().max(t + 1), 0);
+        self.changed[t] += self.positions.len() as u64;
+        self.distances.resize(64, 0);
+        match tile.unit {
+            1 => self.measure::<u8>(tile, old, new),
+            2 => self.measure::<u16>(tile, old, new),
+            4 => self.measure::<u32>(tile, old, new),
+            _ => self.measure::<u64>(tile, old, new),
+        }
+    }
+
+    fn measure<T: Unit>(&mut self, tile: &Tile, old: &[u8], new: &[u8]) {
+        let mask = T::mask(tile.line);
+        for &p in &self.positions {
+            // Codes of ±1, ±2, … are 0 and 1, 2 and 3, …
+            let code = T::code(mask, T::read(old, p.into()), T::read(new, p.into())).wide();
+            self.distances[(code / 2 + 1).ilog2() as usize] += 1;
+        }
+    }
+}
+
+struct Found<'a> {
+    manifest: &'a Manifest,
+    elements: u64,
+    units: u64,
+    changed: Vec<u64>,
+    distances: Vec<u64>,
+    modes: [(&'static str, LaneTotals, u64); 2],
+}
+
+impl Diff {
+    /// Compares and prints.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let (a, b) = (Checkpoint::open(&self.a)?, Checkpoint::open(&self.b)?);
+        same_layout((&self.a, a.manifest()), (&self.b, b.manifest()))?;
+        let manifest = a.manifest();
+        let kernels = crate::kernels();
+        let progress = session.progress("comparing", manifest.data_bytes());
+        let run = Run { kernels, threads: self.threads, cancel: session.cancel(), progress: &progress };
+        let (old, new) = (|t| a.tensor(t), |t| b.tensor(t));
+        let pair = Pair { manifest, old: &old, new: &new };
+        let observe =
+            |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| seen.look(kernels, tile, old, new);
+        let encoders: [fn() -> Encoder; 2] = [Encoder::plain, Encoder::with_context];
+        let totals = pass::run(run, pair, &encoders, observe, |_, _| Ok(()))?;
+        drop(progress);
+
+        let layout = manifest.layout_hash();
+        let digests = (totals.base.digest(layout), totals.target.digest(layout));
+        let found = Found::new(manifest, totals, digests)?;
+        let mut object = found.json();
+        object["a"] = json!({ "path": self.a, "state_digest": digests.0 });
+        object["b"] = json!({ "path": self.b, "state_digest": digests.1 });
+        session.finish(object, |out| {
+            let _ = writeln!(
+                out,
+                "a  {}  {}\nb  {}  {}\n",
+                digests.0,
+                self.a.display(),
+                digests.1,
+                self.b.display()
+            );
+            found.human(self.top, out);
+        })
+    }
+}
+
+impl<'a> Found<'a> {
+    fn new(
+        manifest: &'a Manifest,
+        totals: Totals<Seen>,
+        digests: (windlass_core::StateDigest, windlass_core::StateDigest),
+    ) -> Result<Found<'a>, Error> {
+        let mut changed = vec![0; manifest.tensors().len()];
+        let mut distances = vec![0; 64];
+        for seen in &totals.observed {
+            changed.iter_mut().zip(&seen.changed).for_each(|(all, n)| *all += n);
+            distances.iter_mut().zip(&seen.distances).for_each(|(all, n)| *all += n);
+        }
+        let model_id = ModelId::new("model").map_err(|e| Error::Bug(e.to_string()))?;
+        let names = Names { model_id, incarnation: Incarnation(0), base: 0, target: 1 };
+        let header = names.header(manifest, digests.0, digests.1).to_bytes().len() as u64;
+        let lane = |i: usize| totals.lanes.get(i).copied().unwrap_or_default();
+        let size = |i| lane(i).bytes + header;
+        Ok(Found {
+            manifest,
+            elements: manifest.tensors().iter().map(|t| t.shape.iter().product::<u64>()).sum(),
+            units: manifest.tensors().iter().map(windlass_core::manifest::Tensor::units).sum(),
+            changed,
+            distances,
+            modes: [("plain", lane(0), size(0)), ("context", lane(1), size(1))],
+        })
+    }
+
+    fn total(&self) -> u64 {
+        self.changed.iter().sum()
+    }
+
+    /// Distances as (from, to, changes), up to the largest that occurs.
+    fn buckets(&self) -> Vec<(u64, u64, u64)> {
+        let used = self.distances.iter().rposition(|&n| n > 0).map_or(0, |i| i + 1);
+        let bucket = |(i, &n): (usize, &u64)| (1 << i, u64::MAX >> (63 - i), n);
+        self.distances.iter().take(used).enumerate().map(bucket).collect()
+    }
+
+    fn json(&self) -> Value {
+        let changed = self.total();
+        let mut modes = serde_json::Map::new();
+        for (name, lane, size) in &self.modes {
+            let records: serde_json::Map<_, _> =
+                Mode::ALL.iter().map(|m| (m.to_string(), lane.by_mode[mode_slot(*m)].into())).collect();
+            let bits = bits_per_change(*size, changed);
+            modes.insert(
+                (*name).into(),
+                json!({ "bytes": size, "bits_per_change": bits, "records": records }),
+            );
+        }
+        let tensors: Vec<Value> = self
+            .manifest
+            .tensors()
+            .iter()
+            .zip(&self.changed)
+            .map(|(t, &n)| {
+                json!({ "name": t.name, "dtype": t.dtype, "units": t.units(), "changed": n, "rate": rate(n, t.units()) })
+            })
+            .collect();
+        let bucket = |&(from, to, n): &(u64, u64, u64)| json!({ "from": from, "to": to, "changed": n });
+        json!({
+            "elements": self.elements,
+            "units": self.units,
+            "changed": changed,
+            "change_rate": rate(changed, self.units),
+            "bytes": self.manifest.data_bytes(),
+            "blocks": self.manifest.cuts().blocks(),
+            "tensors_changed": self.changed.iter().filter(|&&n| n > 0).count(),
+            "modes": modes,
+            "distances": self.buckets().iter().map(bucket).collect::<Vec<_>>(),
+            "tensors": tensors,
+        })
+    }
+
+    fn human(&self, top: usize, out: &mut String) {
+        let changed = self.total();
+        let touched = self.changed.iter().filter(|&&n| n > 0).count();
+        let _ = writeln!(
+            out,
+            "{} of {} elements changed ({}), in {touched} of {} tensors\n",
+            count(changed),
+            count(self.units),
+            percent(rate(changed, self.units)),
+            self.changed.len()
+        );
+        if changed == 0 {
+            return;
+        }
+        let mut t = Table::new(["delta", "size", "of image", "bits per change"]);
+        for (name, _, size) in &self.modes {
+            let share = percent(rate(*size, self.manifest.data_bytes()));
+            t.row([(*name).into(), bytes(*size), share, format!("{:.2}", bits_per_change(*size, changed))]);
+        }
+        t.write(out);
+        out.push('\n');
+        let mut t = Table::new(["distance", "changes", "share"]);
+        for (from, to, n) in self.buckets().into_iter().filter(|b| b.2 > 0) {
+            let range = if from == to { format!("±{from} ulp") } else { format!("±{from}–{to} ulp") };
+            t.row([range, count(n), percent(rate(n, changed))]);
+        }
+        t.write(out);
+        out.push('\n');
+        let mut order: Vec<usize> = (0..self.changed.len()).filter(|&i| self.changed[i] > 0).collect();
+        order.sort_by_key(|&i| std::cmp::Reverse(self.changed[i]));
+        let shown = if top == 0 { order.len() } else { top.min(order.len()) };
+        let mut t = Table::new(["tensor", "dtype", "elements", "changed", "rate"]);
+        for &i in &order[..shown] {
+            let tensor = &self.manifest.tensors()[i];
+            let (units, n) = (tensor.units(), self.changed[i]);
+            let cells = [tensor.dtype.name().into(), count(units), count(n), percent(rate(n, units))];
+            let [dtype, units, n, rate] = cells;
+            t.row([tensor.name.clone(), dtype, units, n, rate]);
+        }
+        t.write(out);
+        if shown < order.len() {
+            let _ = writeln!(out, "  … {} more that changed; --top 0 shows all", order.len() - shown);
+        }
+    }
+}
+
+fn rate(n: u64, of: u64) -> f64 {
+    if of == 0 { 0.0 } else { n as f64 / of as f64 }
+}

@@ -1,0 +1,217 @@
+//! What can go wrong on the command line, and what to do about it.
+//!
+//! Owns: the crate's [`Error`]. Every failure of a command ends here; `cli` prints it once, with its causes
+//! and one line of advice, and turns its kind into the exit code.
+
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use windlass_core::StateDigest;
+use windlass_core::error::Kind;
+use windlass_data::file::FileError;
+
+use crate::synth::SynthError;
+
+/// A command that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An argument that parses but makes no sense.
+    #[error("{0}")]
+    Usage(String),
+    /// The operating system refused.
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A file that is not what it should be.
+    #[error("{}: {source}", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: windlass_core::Error,
+    },
+    /// A checkpoint that cannot be opened.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A synthetic model that cannot be made.
+    #[error(transparent)]
+    Synth(#[from] SynthError),
+    /// Two checkpoints do not have the same tensors.
+    #[error("{} and {} do not have the same tensors: {name:?} {how}", a.display(), b.display())]
+    LayoutDiffers {
+        /// One checkpoint.
+        a: PathBuf,
+        /// The other.
+        b: PathBuf,
+        /// The first tensor that differs.
+        name: String,
+        /// How it does.
+        how: String,
+    },
+    /// A delta was to be applied to something that is not its base.
+    #[error("{} is not the base of {}: {why}", base.display(), delta.display())]
+    WrongBase {
+        /// What it was to be applied to.
+        base: PathBuf,
+        /// The delta.
+        delta: PathBuf,
+        /// How that was seen.
+        why: String,
+    },
+    /// The bytes are not those expected.
+    #[error("the state digest of {} is {found}, not {expected}", path.display())]
+    Digest {
+        /// The image.
+        path: PathBuf,
+        /// Its digest.
+        found: StateDigest,
+        /// What it should be.
+        expected: StateDigest,
+    },
+    /// The output would change an input.
+    #[error("writing {} would change the input {}", output.display(), input.display())]
+    Overwrite {
+        /// What was to be written.
+        output: PathBuf,
+        /// What would have been changed.
+        input: PathBuf,
+    },
+    /// Something of another kind is where the output should go.
+    #[error("{} already exists and is {found}, not {wanted}", path.display())]
+    InTheWay {
+        /// The place.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+        /// What was to be put there.
+        wanted: &'static str,
+    },
+    /// Another process writes the same output.
+    #[error("another windlass is writing {}", path.display())]
+    Busy {
+        /// The output.
+        path: PathBuf,
+    },
+    /// Ctrl-C, or a polite request to stop.
+    #[error("interrupted")]
+    Cancelled,
+    /// Something that cannot happen did.
+    #[error("internal error: {0}")]
+    Bug(String),
+}
+
+impl Error {
+    /// For `map_err` on file operations.
+    pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+        let path = path.to_owned();
+        move |source| Error::Io { action, path, source }
+    }
+
+    /// For `map_err` on what core says about the contents of a file.
+    pub fn content<E: Into<windlass_core::Error>>(path: &Path) -> impl FnOnce(E) -> Error {
+        let path = path.to_owned();
+        move |source| Error::Content { path, source: source.into() }
+    }
+
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            Error::Usage(_)
+            | Error::Overwrite { .. }
+            | Error::InTheWay { .. }
+            | Error::LayoutDiffers { .. } => Kind::Invalid,
+            Error::WrongBase { .. } => Kind::Stale,
+            Error::Io { source, .. } => io_kind(source),
+            Error::Content { source, .. } => source.kind(),
+            Error::File(e) => e.kind(),
+            Error::Synth(e) => e.kind(),
+            Error::Digest { .. } => Kind::Corrupt,
+            Error::Busy { .. } => Kind::Exhausted,
+            Error::Cancelled => Kind::Cancelled,
+            Error::Bug(_) => Kind::Bug,
+        }
+    }
+
+    /// What to do next.
+    pub fn advice(&self) -> String {
+        match self {
+            Error::Io { source, path, .. } | Error::File(FileError::Io { source, path, .. }) => {
+                io_advice(source, path)
+            }
+            Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
+            Error::InTheWay { .. } => "choose another output".into(),
+            Error::File(FileError::NoShards { .. }) => {
+                "give a safetensors file, or a directory that holds some".into()
+            }
+            Error::Busy { .. } => "wait for it to end, or choose another output".into(),
+            Error::Usage(_) => "see --help".into(),
+            Error::Cancelled => {
+                "no half-written output was left; run the same command again when ready".into()
+            }
+            Error::LayoutDiffers { .. } => {
+                "compare versions of one model, saved with the same tensors and dtypes".into()
+            }
+            Error::WrongBase { .. } => {
+                "nothing was changed; apply it to the version that `windlass delta show` names as its base"
+                    .into()
+            }
+            Error::Digest { .. } => {
+                "this is another version, or its bytes were damaged; fetch it again".into()
+            }
+            Error::Content { .. } | Error::File(_) | Error::Synth(_) | Error::Bug(_) => {
+                self.kind().row().advice.into()
+            }
+        }
+    }
+
+    /// The message with its causes, each said once.
+    pub fn chain(&self) -> String {
+        let mut text = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(c) = cause {
+            let said = c.to_string();
+            if !text.contains(&said) {
+                let _ = write!(text, ": {said}");
+            }
+            cause = c.source();
+        }
+        text
+    }
+}
+
+fn io_advice(source: &io::Error, path: &Path) -> String {
+    match source.kind() {
+        io::ErrorKind::NotFound => {
+            "check that the file or its folder exists; relative paths start at the current directory".into()
+        }
+        io::ErrorKind::PermissionDenied => "check the owner and the mode of the file and its folder".into(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            format!("free some space where {} is, or write elsewhere with -o", path.display())
+        }
+        _ => io_kind(source).row().advice.into(),
+    }
+}
+
+/// Sorts what the operating system says into kinds. Its list is open, so there is a last resort.
+fn io_kind(e: &io::Error) -> Kind {
+    match e.kind() {
+        io::ErrorKind::NotFound => Kind::NotFound,
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Kind::Denied,
+        io::ErrorKind::TimedOut => Kind::Timeout,
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => Kind::Corrupt,
+        io::ErrorKind::Interrupted => Kind::Cancelled,
+        io::ErrorKind::Unsupported => Kind::Unsupported,
+        io::ErrorKind::StorageFull
+        | io::ErrorKind::QuotaExceeded
+        | io::ErrorKind::OutOfMemory
+        | io::ErrorKind::FileTooLarge => Kind::Exhausted,
+        _ => Kind::Invalid,
+    }
+}

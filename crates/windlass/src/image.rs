@@ -1,0 +1,119 @@
+//! Images of made-up models, in memory.
+//!
+//! Owns: making one from a [`Synth`] and applying a delta to one, with several threads. Called by `bench` and
+//! `demo`.
+
+use std::sync::Mutex;
+
+use windlass_core::Dtype;
+use windlass_core::delta::{Applier, Delta, Outcome, Tile};
+use windlass_core::digest::SumTable;
+use windlass_core::kernel::Kernels;
+use windlass_core::manifest::{Manifest, TensorSpec};
+
+use crate::error::Error;
+use crate::session::{Cancel, Progress};
+use crate::synth::Synth;
+use crate::{sums, work};
+
+/// The layout of a made-up model.
+pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
+    let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
+    Manifest::new(specs, std::collections::BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))
+}
+
+/// The bytes of a tensor of an image.
+pub fn tensor<'a>(manifest: &Manifest, image: &'a [u8], tensor: usize) -> &'a [u8] {
+    let range = manifest.tensors()[tensor].range();
+    &image[range.start as usize..range.end as usize]
+}
+
+/// Writes the state of a model after `step` steps into `image`.
+pub fn fill(
+    synth: &Synth,
+    manifest: &Manifest,
+    step: u32,
+    image: &mut [u8],
+    threads: usize,
+    (cancel, progress): (&Cancel, &Progress),
+) -> Result<(), Error> {
+    let mut sources = Vec::with_capacity(manifest.tensors().len());
+    for t in manifest.tensors() {
+        let source = synth.tensors().iter().position(|s| s.name == t.name);
+        sources.push(source.ok_or_else(|| Error::Bug(format!("no source for {}", t.name)))?);
+    }
+    let blocks = split(manifest, image)?;
+    work::each(
+        threads,
+        blocks.len() as u64,
+        cancel,
+        || (),
+        |(), i| {
+            let (block, _) = sums::block_of(manifest, i as u32)?;
+            let mut bytes = lock(&blocks[i as usize])?;
+            synth.fill(sources[block.tensor as usize], block.start, step, &mut bytes);
+            progress.add(bytes.len() as u64);
+            Ok(())
+        },
+    )?;
+    Ok(())
+}
+
+/// How many blocks of a delta had which outcome.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outcomes {
+    /// Blocks that were changed.
+    pub applied: u64,
+    /// Blocks that had been changed already.
+    pub skipped: u64,
+    /// Blocks that were not the delta's base.
+    pub refetch: u64,
+}
+
+/// Applies a delta to an image whose sums are in `table`. The caller brings the table up to date.
+pub fn apply(
+    kernels: &dyn Kernels,
+    manifest: &Manifest,
+    delta: &Delta<'_>,
+    table: &SumTable,
+    image: &mut [u8],
+    (threads, cancel): (usize, &Cancel),
+) -> Result<Outcomes, Error> {
+    let blocks = split(manifest, image)?;
+    let entries = delta.entries();
+    let state = || (Applier::new(), Outcomes::default());
+    let states = work::each(threads, entries.len() as u64, cancel, state, |(applier, outcomes), i| {
+        let record = delta.record(&entries[i as usize]);
+        let tile = Tile::of(manifest, record.block).map_err(|e| Error::Bug(e.to_string()))?;
+        let mut bytes = lock(&blocks[record.block as usize])?;
+        let outcome = applier.apply(kernels, &tile, &record, table.get(record.block), &mut bytes);
+        match outcome.map_err(|e| Error::Bug(format!("a delta made here: {e}")))? {
+            Outcome::Applied => outcomes.applied += 1,
+            Outcome::Skipped => outcomes.skipped += 1,
+            Outcome::Refetch => outcomes.refetch += 1,
+        }
+        Ok(())
+    })?;
+    Ok(states.iter().fold(Outcomes::default(), |a, (_, b)| Outcomes {
+        applied: a.applied + b.applied,
+        skipped: a.skipped + b.skipped,
+        refetch: a.refetch + b.refetch,
+    }))
+}
+
+/// The blocks of an image, each to be written by one thread. Default cuts are contiguous and in order.
+fn split<'a>(manifest: &Manifest, image: &'a mut [u8]) -> Result<Vec<Mutex<&'a mut [u8]>>, Error> {
+    let mut blocks = Vec::with_capacity(manifest.cuts().blocks() as usize);
+    let mut rest = image;
+    for i in 0..manifest.cuts().blocks() {
+        let (block, unit) = sums::block_of(manifest, i)?;
+        let (bytes, after) = rest.split_at_mut(block.units() as usize * unit);
+        rest = after;
+        blocks.push(Mutex::new(bytes));
+    }
+    Ok(blocks)
+}
+
+fn lock<'m, 'a>(block: &'m Mutex<&'a mut [u8]>) -> Result<std::sync::MutexGuard<'m, &'a mut [u8]>, Error> {
+    block.lock().map_err(|_| Error::Bug("a thread failed while it wrote a block".into()))
+}

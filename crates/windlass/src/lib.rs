@@ -1,0 +1,40 @@
+//! Who moves weights, and when: the `windlass` command.
+//!
+//! | module | what it owns |
+//! |---|---|
+//! | [`cli`] | arguments, checked before anything happens, and exit codes |
+//! | [`session`] | tables, progress bars, JSON, Ctrl-C |
+//! | [`error`] | what can go wrong, and what to do about it |
+//! | [`work`] | threads over blocks |
+//! | [`outfile`] | outputs that are whole or absent |
+//! | [`sums`] | sums of whole images |
+//! | [`delta`] | `windlass delta make`, `apply`, `show` |
+//! | [`diff`] | `windlass diff` |
+//! | [`inspect`] | `windlass inspect` |
+//! | [`verify`] | `windlass verify` |
+//! | [`synth`] | made-up models that change as trained ones do |
+//! | [`image`] | images of made-up models, in memory |
+//! | [`bench`](mod@bench) | `windlass bench` |
+//! | [`demo`] | `windlass demo` |
+
+pub mod bench;
+pub mod cli;
+pub mod delta;
+pub mod demo;
+pub mod diff;
+pub mod error;
+pub mod image;
+pub mod inspect;
+pub mod outfile;
+pub mod session;
+pub mod sums;
+pub mod synth;
+pub mod verify;
+pub mod work;
+
+use windlass_core::kernel::Kernels;
+
+/// The fastest inner loops for this processor.
+pub fn kernels() -> &'static dyn Kernels {
+    windlass_data::simd::kernels()
+}

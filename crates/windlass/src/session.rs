@@ -1,0 +1,205 @@
+//! How a command talks: tables and progress bars for people, one JSON object for machines.
+//!
+//! Owns: standard output, standard error, and the flag that Ctrl-C sets. In JSON mode the last line of
+//! standard output is one JSON object, also when the command fails, and nothing else is printed. Otherwise
+//! results go to standard output and progress and errors to standard error. Progress bars show only on a
+//! terminal.
+
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
+
+use crate::error::Error;
+
+/// One run of the command.
+#[derive(Clone, Debug)]
+pub struct Session {
+    json: bool,
+    cancel: Cancel,
+}
+
+impl Session {
+    /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
+    pub fn start(json: bool) -> Result<Session, Error> {
+        let cancel = Cancel::default();
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            // The order matters: the first signal finds the flag unset, sets it, and only the next one exits.
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&cancel.0))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&cancel.0)))
+                .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
+        }
+        Ok(Session { json, cancel })
+    }
+
+    /// Whether to speak JSON.
+    pub fn json(&self) -> bool {
+        self.json
+    }
+
+    /// The flag that Ctrl-C sets.
+    pub fn cancel(&self) -> &Cancel {
+        &self.cancel
+    }
+
+    /// Prints the result: the object in JSON mode, otherwise what `human` writes.
+    pub fn finish(&self, object: Value, human: impl FnOnce(&mut String)) -> Result<(), Error> {
+        let text = if self.json {
+            format!("{object}\n")
+        } else {
+            let mut text = String::new();
+            human(&mut text);
+            text
+        };
+        match io::stdout().lock().write_all(text.as_bytes()) {
+            // A reader such as `head` that has seen enough is not a failure.
+            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+                Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
+    pub fn progress(&self, what: &'static str, total: u64) -> Progress {
+        if self.json || !io::stderr().is_terminal() {
+            return Progress(ProgressBar::hidden());
+        }
+        let template = "{msg:>9} {bar:20} {percent:>3}%  {bytes}/{total_bytes}  {bytes_per_sec}  {eta}";
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
+        bar.set_style(style.progress_chars("=> "));
+        bar.set_message(what);
+        Progress(bar)
+    }
+
+    /// A line about what is going on, for people only.
+    pub fn note(&self, text: &str) {
+        if !self.json {
+            eprintln!("{text}");
+        }
+    }
+}
+
+/// Prints a failure and gives the exit code.
+pub fn report(error: &Error, json: bool) -> u8 {
+    let row = error.kind().row();
+    if json {
+        let object = json!({ "error": {
+            "kind": error.kind(),
+            "message": error.chain(),
+            "advice": error.advice(),
+            "exit": row.exit,
+        }});
+        println!("{object}");
+    } else {
+        eprintln!("error: {}", error.chain());
+        eprintln!("  {}", error.advice());
+    }
+    row.exit
+}
+
+/// A flag that says stop.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// [`Error::Cancelled`] once the flag is set.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.0.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// Sets the flag.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A progress bar that disappears when dropped.
+#[derive(Debug)]
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// So many bytes more.
+    pub fn add(&self, bytes: u64) {
+        self.0.inc(bytes);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// A table for people: the first column to the left, the others to the right.
+#[derive(Debug)]
+pub struct Table(Vec<Vec<String>>);
+
+impl Table {
+    /// A table with these headings.
+    pub fn new<const N: usize>(head: [&str; N]) -> Table {
+        Table(vec![head.map(str::to_owned).to_vec()])
+    }
+
+    /// Adds a row.
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.0.push(cells.to_vec());
+    }
+
+    /// Appends the table to `out`, indented by two spaces.
+    pub fn write(&self, out: &mut String) {
+        let columns = self.0.first().map_or(0, Vec::len);
+        let width =
+            |c: usize| self.0.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for row in &self.0 {
+            let mut line = String::new();
+            for (c, (cell, &w)) in row.iter().zip(&widths).enumerate() {
+                let _ = if c == 0 { write!(line, "  {cell:<w$}") } else { write!(line, "  {cell:>w$}") };
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+    }
+}
+
+/// Bytes for people: `1.50 GiB`.
+pub fn bytes(n: u64) -> String {
+    indicatif::HumanBytes(n).to_string()
+}
+
+/// Counts for people: `1,234,567`.
+pub fn count(n: u64) -> String {
+    indicatif::HumanCount(n).to_string()
+}
+
+/// Shares for people: `1.53 %`.
+pub fn percent(share: f64) -> String {
+    format!("{:.*} %", if share > 0.0 && share < 0.001 { 4 } else { 2 }, share * 100.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_align_their_columns() {
+        let mut t = Table::new(["name", "n"]);
+        t.row(["ä".into(), "1000".into()]);
+        t.row(["long name".into(), "1".into()]);
+        let mut s = String::new();
+        t.write(&mut s);
+        assert_eq!(s, "  name          n\n  ä          1000\n  long name     1\n");
+    }
+
+    #[test]
+    fn small_shares_keep_their_digits() {
+        assert_eq!(percent(0.015_34), "1.53 %");
+        assert_eq!(percent(0.000_234), "0.0234 %");
+        assert_eq!(percent(0.0), "0.00 %");
+    }
+}

@@ -1,0 +1,57 @@
+//! `windlass verify`: the state digest of a checkpoint.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use serde_json::json;
+use windlass_core::StateDigest;
+use windlass_data::file::Checkpoint;
+
+use crate::error::Error;
+use crate::session::{Session, bytes, count};
+use crate::sums;
+
+/// The checked arguments of `verify`.
+#[derive(Debug)]
+pub struct Verify {
+    /// A safetensors file or a directory of shards.
+    pub path: PathBuf,
+    /// What the digest must be, if given.
+    pub expect: Option<StateDigest>,
+    /// How many threads to use.
+    pub threads: usize,
+}
+
+impl Verify {
+    /// Sums the whole image and prints its digest.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let image = Checkpoint::open(&self.path)?;
+        let manifest = image.manifest();
+        let progress = session.progress("summing", manifest.data_bytes());
+        let tensor = |t| image.tensor(t);
+        let table =
+            sums::table(crate::kernels(), manifest, tensor, self.threads, session.cancel(), Some(&progress))?;
+        drop(progress);
+        let digest = table.digest(manifest);
+        if let Some(expected) = self.expect.filter(|&e| e != digest) {
+            return Err(Error::Digest { path: self.path.clone(), found: digest, expected });
+        }
+        let object = json!({
+            "path": self.path,
+            "tensors": manifest.tensors().len(),
+            "bytes": manifest.data_bytes(),
+            "blocks": manifest.cuts().blocks(),
+            "layout_hash": manifest.layout_hash(),
+            "state_digest": digest,
+            "expected": self.expect.is_some(),
+        });
+        session.finish(object, |out| {
+            let _ = writeln!(out, "{digest}  {}", self.path.display());
+            let (tensors, size) = (count(manifest.tensors().len() as u64), bytes(manifest.data_bytes()));
+            let _ = writeln!(out, "  {tensors} tensors, {size}, layout {}", manifest.layout_hash());
+            if self.expect.is_some() {
+                let _ = writeln!(out, "  as expected");
+            }
+        })
+    }
+}

@@ -1,0 +1,207 @@
+//! What people and scripts see: JSON shapes, exit codes, messages, interruption, memory.
+
+mod command;
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use command::{Dice, names, save, save_synthetic, zoo};
+use serde_json::Value;
+
+/// Fails unless every path such as `modes.plain.bits_per_change` is there.
+fn has(object: &Value, paths: &[&str]) {
+    for path in paths {
+        let found = path.split('.').try_fold(object, |o, key| o.get(key));
+        assert!(found.is_some(), "{path} is missing in {object}");
+    }
+}
+
+#[test]
+fn every_command_prints_one_json_object_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 1 << 18, 0.015);
+    let (delta, out) = (dir.path().join("delta"), dir.path().join("out"));
+    let make =
+        run!("--json", "delta", "make", &base, &new, "-o", &delta, "--version", "8", "--base-version", "7")
+            .ok();
+    has(
+        &make.json(),
+        &["bytes", "mode", "changed", "bits_per_change", "base_digest", "target_digest", "seconds"],
+    );
+    assert_eq!(make.json()["target"]["version"], 8);
+    let apply = run!("delta", "apply", &base, &delta, "-o", &out, "--json").ok();
+    has(&apply.json(), &["output", "blocks", "applied", "skipped", "target_digest"]);
+    for show in [run!("delta", "show", &delta, "--json").ok(), run!("inspect", &delta, "--json").ok()] {
+        has(&show.json(), &["bytes", "changed", "records", "parts", "modes.sparse.records", "layout_hash"]);
+        assert_eq!(show.json()["kind"], "delta");
+        assert_eq!(show.json()["changed"], make.json()["changed"]);
+    }
+    let diff = run!("diff", &base, &new, "--json").ok().json();
+    has(&diff, &["elements", "changed", "modes.plain.bits_per_change", "modes.context.bits_per_change"]);
+    has(&diff, &["bytes", "modes.plain.bytes", "modes.context.bytes", "distances", "tensors", "change_rate"]);
+    assert_eq!(diff["changed"], make.json()["changed"]);
+    let inspect = run!("inspect", &base, "--json").ok().json();
+    has(&inspect, &["kind", "tensors", "elements", "bytes", "blocks", "layout_hash", "dtypes", "shards"]);
+    let verify = run!("verify", &new, "--json").ok().json();
+    assert_eq!(verify["state_digest"], make.json()["target_digest"]);
+    let digest = verify["state_digest"].as_str().unwrap();
+    run!("verify", &new, "--expect", digest).ok();
+    let wrong = run!("verify", &base, "--expect", digest, "--json");
+    assert_eq!((wrong.code, wrong.json()["error"]["kind"].as_str()), (5, Some("corrupt")));
+    assert_eq!(run!("verify", &base, "--expect", "xyz").code, 2);
+}
+
+#[test]
+fn a_delta_costs_what_diff_says_it_costs() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 1 << 20, 0.015);
+    let delta = dir.path().join("delta");
+    let diff = run!("diff", &base, &new, "--json").ok().json();
+    for mode in ["plain", "context"] {
+        run!("delta", "make", &base, &new, "-o", &delta, "--mode", mode).ok();
+        assert_eq!(diff["modes"][mode]["bytes"], fs::metadata(&delta).unwrap().len());
+    }
+    let bits = |mode: &str| diff["modes"][mode]["bits_per_change"].as_f64().unwrap();
+    assert!(bits("context") < bits("plain") && bits("plain") < 12.0);
+    let distances = diff["distances"].as_array().unwrap();
+    let sum: u64 = distances.iter().map(|d| d["changed"].as_u64().unwrap()).sum();
+    assert_eq!(diff["changed"], sum);
+    let one = distances[0]["changed"].as_f64().unwrap() / sum as f64;
+    assert!((0.8..0.95).contains(&one), "share of ±1: {one}");
+}
+
+#[test]
+fn inspect_reads_manifests_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("zoo.safetensors");
+    save(&file, &zoo(&mut Dice(1), false));
+    let layout = windlass_data::file::Layout::read(&file).unwrap();
+    let manifest = dir.path().join("manifest.json");
+    fs::write(&manifest, layout.manifest().to_json()).unwrap();
+    let (a, b) =
+        (run!("inspect", &file, "--json").ok().json(), run!("inspect", &manifest, "--json").ok().json());
+    assert_eq!((&b["kind"], &b["layout_hash"]), (&"manifest".into(), &a["layout_hash"]));
+    fs::write(&manifest, "{\"windlass_manifest\": 1}").unwrap();
+    assert_eq!(run!("inspect", &manifest).code, 2);
+}
+
+#[test]
+fn failures_have_a_kind_a_message_and_advice() {
+    let dir = tempfile::tempdir().unwrap();
+    let absent = dir.path().join("absent");
+    let human = run!("verify", &absent);
+    assert_eq!((human.code, human.stdout.as_str()), (3, ""));
+    let lines: Vec<&str> = human.stderr.lines().collect();
+    assert!(lines.len() == 2 && lines[0].starts_with("error: cannot open ") && lines[1].starts_with("  "));
+    let json = run!("verify", &absent, "--json");
+    assert_eq!((json.code, json.stderr.as_str()), (3, ""));
+    has(&json.json(), &["error.kind", "error.message", "error.advice", "error.exit"]);
+    let usage = run!("delta", "make", "--json");
+    assert_eq!((usage.code, usage.json()["error"]["kind"].as_str()), (2, Some("invalid")));
+    for args in [
+        vec!["bench", "codec", "--elements", "5"],
+        vec!["bench", "codec", "--change", "99"],
+        vec!["bench", "codec", "--threads", "0"],
+        vec!["demo", "--steps", "1000"],
+        vec!["delta", "make", "a", "b", "-o", "c", "--version", "0"],
+        vec!["delta", "make", "a", "b", "-o", "c", "--model-id", "../x"],
+        vec!["delta", "apply", "a", "b", "-o", "c", "--in-place"],
+        vec!["no-such-command"],
+    ] {
+        assert_eq!(command::run(&args).code, 2, "{args:?}");
+    }
+    assert_eq!(run!("--version").code, 0);
+}
+
+#[test]
+fn benches_print_the_figures_they_promise() {
+    let codec =
+        run!("bench", "codec", "--elements", "1Mi", "--repeats", "1", "--threads", "2", "--json").ok().json();
+    for mode in ["plain", "context"] {
+        has(&codec["modes"][mode], &["bits_per_change", "encode_gbps", "apply_gbps", "ratio_encode"]);
+    }
+    has(
+        &codec,
+        &["read2_gbps", "copy_gbps", "xor_zstd_bits", "idx32_bits", "elements", "changed", "change_rate"],
+    );
+    has(&codec, &["threads", "machine.cpu", "machine.cores", "bars"]);
+    assert_eq!(codec["idx32_bits"], 48.0);
+    assert!((0.0135..0.0165).contains(&codec["change_rate"].as_f64().unwrap()));
+    let digest = run!("bench", "digest", "--elements", "1Mi", "--repeats", "1", "--json").ok().json();
+    has(&digest, &["digest_gbps", "read1_gbps", "ratio"]);
+    let human = run!("bench", "codec", "--elements", "1Mi", "--repeats", "1").ok().stdout;
+    assert!(human.contains("plain encode / read2") && human.contains("≥ 0.6"), "{human}");
+}
+
+#[test]
+fn the_demo_keeps_its_receivers_equal() {
+    let demo = run!("demo", "--elements", "256Ki", "--steps", "4", "--receivers", "3", "--json").ok().json();
+    assert_eq!(demo["ok"], true);
+    let steps = demo["steps"].as_array().unwrap();
+    let equal: Vec<u64> = steps.iter().map(|s| s["receivers_equal"].as_u64().unwrap()).collect();
+    assert_eq!(equal, [2, 3, 2, 3]);
+    run!("demo", "--elements", "64Ki", "--steps", "2", "--receivers", "1").ok();
+}
+
+#[test]
+fn an_interrupted_command_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 48 << 20, 0.08);
+    let out = dir.path().join("out");
+    let mut child = command::windlass()
+        .args(["delta", "make", "--mode", "context", "--threads", "1", "-o"])
+        .args([&out, &base, &new])
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let temp = dir.path().join(".out.windlass-tmp");
+    while child.try_wait().unwrap().is_none() && fs::metadata(&temp).map_or(0, |m| m.len()) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(names(dir.path()), ["base.safetensors", "new.safetensors"]);
+}
+
+/// The most anonymous memory a run has, in KiB. Mapped files are not counted: the kernel takes them back.
+fn peak_anonymous(args: &[&std::ffi::OsStr]) -> u64 {
+    let mut child = command::windlass().args(args).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let (mut peak, mut samples) = (0, 0);
+    let start = Instant::now();
+    while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_mins(2) {
+        let text = fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|l| l.strip_prefix("RssAnon:"));
+        if let Some(kib) = line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok()) {
+            peak = peak.max(kib);
+            samples += 1;
+        }
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    assert!(child.wait().unwrap().success());
+    assert!(samples > 10, "only {samples} samples");
+    peak
+}
+
+/// A step as training makes it costs two blocks of its dtype; one that changes half of everything, at worst two
+/// of the largest blocks there are.
+#[test]
+fn making_a_delta_takes_two_blocks_of_memory_a_thread() {
+    // The program itself, its manifest and the part being written.
+    const FIXED_KIB: u64 = 1024;
+    let dir = tempfile::tempdir().unwrap();
+    for (change, block_kib) in [(0.015, 128), (0.5, 512)] {
+        let (base, new) = save_synthetic(dir.path(), 48 << 20, change);
+        let delta = dir.path().join("delta");
+        for threads in [1, 4] {
+            let count = threads.to_string();
+            let mut args = ["delta", "make", "-o"].map(std::ffi::OsStr::new).to_vec();
+            args.extend([delta.as_os_str(), base.as_os_str(), new.as_os_str()]);
+            args.extend(["--mode", "context", "--threads", &count].map(std::ffi::OsStr::new));
+            let peak = peak_anonymous(&args);
+            let bound = FIXED_KIB + threads * 2 * block_kib;
+            assert!(peak <= bound, "{peak} KiB at {change} with {threads} threads, bound {bound}");
+        }
+    }
+}
