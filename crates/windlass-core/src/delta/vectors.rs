@@ -200,8 +200,9 @@ fn bitmap(bits: &mut Bits) -> Case {
     let mut case = Case::new("most units change, up to the last, by a step or two", &specs, base);
     for (name, _, shape) in specs {
         let last = shape[0] as usize - 1;
-        case =
-            case.change(name, |i, old| if i == last || bits.next() % 3 > 0 { nudge(bits, old) } else { old });
+        case = case.change(name, |i, old| {
+            if i == last || !bits.next().is_multiple_of(3) { nudge(bits, old) } else { old }
+        });
     }
     case
 }
@@ -260,7 +261,7 @@ fn escapes(bits: &mut Bits) -> Case {
             3 => old ^ 1 << 63,
             5 => old ^ 1,
             // Half of the line away: the one step that has no opposite.
-            20 => old ^ 1 << 63 ^ (1 << 63) - 1,
+            20 => !old,
             21 | 22 | 30 => old.wrapping_add(2),
             _ => old,
         })

@@ -26,7 +26,8 @@ use crate::ranges::BlockRanges;
 pub struct Parts {
     layout_hash: LayoutHash,
     cuts_hash: CutsHash,
-    parts: Vec<BlockRanges>,
+    /// The blocks of each part, and how many bytes they are.
+    blocks: Vec<BlockRanges>,
     bytes: Vec<u64>,
     /// The first block of every range of every part, ascending, and the part that it belongs to.
     owners: Vec<(u32, usize)>,
@@ -58,7 +59,7 @@ impl Parts {
         let bytes = parts.iter().map(|blocks| bytes_of(manifest, blocks)).collect();
         let owners = runs.into_iter().map(|(run, part)| (run.start, part)).collect();
         let (layout_hash, cuts_hash) = (manifest.layout_hash(), manifest.cuts_hash());
-        Ok(Parts { layout_hash, cuts_hash, parts, bytes, owners })
+        Ok(Parts { layout_hash, cuts_hash, blocks: parts, bytes, owners })
     }
 
     /// One part that holds everything.
@@ -67,7 +68,7 @@ impl Parts {
         Parts {
             layout_hash: manifest.layout_hash(),
             cuts_hash: manifest.cuts_hash(),
-            parts: vec![(0..blocks).into()],
+            blocks: vec![(0..blocks).into()],
             bytes: vec![manifest.data_bytes()],
             owners: if blocks > 0 { vec![(0, 0)] } else { Vec::new() },
         }
@@ -95,14 +96,14 @@ impl Parts {
 
     /// How many parts there are.
     pub fn count(&self) -> usize {
-        self.parts.len()
+        self.blocks.len()
     }
 
     /// The part that holds a block; `None` if the block is beyond the cut table.
     pub fn part_of(&self, block: u32) -> Option<usize> {
         let after = self.owners.partition_point(|&(first, _)| first <= block);
         let (_, part) = *self.owners.get(after.checked_sub(1)?)?;
-        self.parts[part].contains(block).then_some(part)
+        self.blocks[part].contains(block).then_some(part)
     }
 
     /// The blocks of a part.
@@ -110,7 +111,7 @@ impl Parts {
     /// # Panics
     /// If there is no such part.
     pub fn blocks(&self, part: usize) -> &BlockRanges {
-        &self.parts[part]
+        &self.blocks[part]
     }
 
     /// How many bytes a part holds.
@@ -133,7 +134,7 @@ impl Parts {
     ) -> impl Iterator<Item = Range<u64>> + 'a {
         let ours = (self.layout_hash, self.cuts_hash);
         assert_eq!(ours, (manifest.layout_hash(), manifest.cuts_hash()), "parts of this manifest");
-        let blocks = &self.parts[part];
+        let blocks = &self.blocks[part];
         let tensors = 0..manifest.tensors().len();
         let mut ranges = tensors.flat_map(move |t| tensor_ranges(manifest, blocks, t)).peekable();
         std::iter::from_fn(move || {
@@ -147,8 +148,8 @@ impl Parts {
 
     /// The JSON form: fixed order of keys, no white space.
     pub fn to_json(&self) -> String {
-        let Parts { layout_hash, cuts_hash, ref parts, .. } = *self;
-        let form = PartsJson { layout_hash, cuts_hash, parts: parts.clone() };
+        let Parts { layout_hash, cuts_hash, ref blocks, .. } = *self;
+        let form = PartsJson { layout_hash, cuts_hash, parts: blocks.clone() };
         serde_json::to_string(&form).expect("strings and numbers always serialise")
     }
 
@@ -226,6 +227,7 @@ struct PartsJson {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // Lists of one range are what is meant.
 mod tests {
     use std::collections::BTreeMap;
 
@@ -274,7 +276,7 @@ mod tests {
         assert_eq!(fault(&[set(&[0..4]), set(&[2..3])]), ("two parts hold", 2));
         assert_eq!(fault(&[set(&[3..4, 0..1]), set(&[0..4])]), ("two parts hold", 0));
         for beyond in [set(&[0..5]), set(&[0..4, 7..9])] {
-            let got = parts(&[beyond.clone()]);
+            let got = parts(&[beyond]);
             assert!(matches!(got, Err(ManifestError::NoSuchBlock { block: 4 | 7, count: 4 })), "{got:?}");
         }
     }
