@@ -17,7 +17,6 @@ from digest import block_sum  # noqa: E402
 BLOCK_UNITS = 1 << 16
 ESCAPE = 16
 MAX_K = 15
-MAX_CLASSES = 16
 MODES = {1: "sparse", 2: "context", 3: "bitmap", 4: "dense"}
 # Bytes of a unit and, for floats, explicit bits of the mantissa.
 FLOATS = {
@@ -209,16 +208,15 @@ def changes(mode: str, payload: bytes, block: Block, old: list[int]) -> list[tup
 
 def context(reader: Reader, count: int, block: Block, old: list[int]) -> list[tuple[int, int]]:
     assert block.mantissa is not None, "integers have no context records"
-    top, classes = reader.number(2), reader.number(1)
-    assert 1 <= classes <= MAX_CLASSES
+    head = reader.number(2)
+    top, classes = head & 0xFFF, (head >> 12) + 1
     members: list[list[int]] = [[] for _ in range(classes)]
     for position, bits in enumerate(old):
         exponent = (bits & (1 << block.unit * 8 - 1) - 1) >> block.mantissa
         members[min(max(top - exponent, 0), classes - 1)].append(position)
-    table = []
-    for _ in range(classes):
-        n = reader.varint()
-        table.append((n, reader.number(1) if n else 0))
+    counts = [reader.varint() for _ in range(classes)]
+    parameters = iter(reader.fields([(block.unit * 8).bit_length() - 1] * sum(n > 0 for n in counts)))
+    table = [(n, next(parameters) if n else 0) for n in counts]
     assert sum(n for n, _ in table) == count
     ks = [gap_parameter(len(m), n) for m, (n, _) in zip(members, table)]
     ranks = gaps(reader, [(n, k) for (n, _), k in zip(table, ks)])

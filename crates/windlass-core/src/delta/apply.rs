@@ -65,7 +65,7 @@ impl Applier {
                 return Ok(Outcome::Applied);
             }
             Mode::Sparse | Mode::Bitmap => {
-                self.decode(tile, record, |positions| kernels.prefetch(bytes, tile.unit, positions))?
+                self.decode(tile, record, |positions| kernels.prefetch(bytes, tile.unit, positions))?;
             }
             Mode::Context => {
                 let scratch = self.context.get_or_insert_default();

@@ -66,9 +66,8 @@ pub fn each_field(bytes: &[u8], at: usize, width: u32, count: usize, mut each: i
     let mut skip = (at % 8) as u32;
     let mask = (1u64 << width) - 1;
     let mut i = 0;
-    if width > 0 {
-        // A word holds so many whole fields, whatever bit of its first byte they begin at.
-        let per_word = 57 / width;
+    // A word holds so many whole fields, whatever bit of its first byte they begin at.
+    if let Some(per_word) = 57u32.checked_div(width) {
         while let Some(word) = rest.first_chunk::<8>()
             && i + per_word as usize <= count
         {

@@ -1,6 +1,6 @@
 //! Records whose positions are counted within classes of old values.
 
-use super::bits::{BitWriter, put_varint, take_ones, take_section, take_varint};
+use super::bits::{BitWriter, bits_at, put_varint, take_ones, take_section, take_varint};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{Tile, gaps};
@@ -8,6 +8,8 @@ use crate::kernel::{Classes, Kernels, MAX_CLASSES, classify};
 
 /// Classes that the encoder makes.
 const CLASSES: u8 = 14;
+/// Bits of the head that hold the top exponent; the others hold the number of classes.
+const TOP_BITS: u32 = 12;
 /// The encoder looks at one unit of so many to find the top class.
 const SAMPLE: usize = 16;
 
@@ -106,21 +108,19 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     groups.clear();
     payload.clear();
     payload.extend_from_slice(&((positions.len() - 1) as u16).to_le_bytes());
-    payload.extend_from_slice(&by.top.to_le_bytes());
-    payload.push(CLASSES);
+    payload.extend_from_slice(&(by.top | u16::from(CLASSES - 1) << TOP_BITS).to_le_bytes());
     let mut gap_ks = [0; MAX_CLASSES];
     let mut first = 0;
     for c in 0..usize::from(CLASSES) {
         let count = counts[c];
         put_varint(payload, count as u32);
         gap_ks[c] = gap_parameter(sizes[c], count);
-        let k = values::parameter(&ordered[first..first + count]);
-        if count > 0 {
-            payload.push(k as u8);
-        }
-        groups.push(Group { count, k });
+        groups.push(Group { count, k: values::parameter(&ordered[first..first + count]) });
         first += count;
     }
+    let mut writer = BitWriter::new(payload);
+    groups.iter().filter(|g| g.count > 0).for_each(|g| writer.put(g.k.into(), T::BITS.ilog2()));
+    writer.finish();
     for put in [gaps::put_low, gaps::put_high] {
         let mut writer = BitWriter::new(payload);
         let mut rest = ranks.as_slice();
@@ -166,32 +166,34 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     codes: &mut Vec<T>,
 ) -> Result<(), &'static str> {
     let mantissa = classify(tile.line).ok_or("integers have no context records")?;
-    let Some((&[a, b, c, d, count], rest)) = payload.split_first_chunk::<5>() else {
+    let Some((&[a, b, c, d], rest)) = payload.split_first_chunk::<4>() else {
         return Err("it ends within its head");
     };
     payload = rest;
     let changes = usize::from(u16::from_le_bytes([a, b])) + 1;
-    if count == 0 || usize::from(count) > MAX_CLASSES || changes > tile.units() {
-        return Err("its head is out of range");
+    if changes > tile.units() {
+        return Err("it has more changes than its block has units");
     }
-    let by = Classes { mantissa, top: u16::from_le_bytes([c, d]), count };
+    let head = u16::from_le_bytes([c, d]);
+    let by = Classes { mantissa, top: head & ((1 << TOP_BITS) - 1), count: (head >> TOP_BITS) as u8 + 1 };
     let stride = stride(tile);
     let ContextScratch { rows, before, ranks, groups, .. } = scratch;
-    rows.resize(usize::from(count) * stride, 0);
+    rows.resize(usize::from(by.count) * stride, 0);
     kernels.classes(old, T::BYTES, by, stride, rows);
 
     groups.clear();
-    for _ in 0..count {
+    for _ in 0..by.count {
         let count = take_varint(&mut payload)? as usize;
-        let mut k = 0;
-        if count > 0 {
-            let (&first, rest) = payload.split_first().ok_or("it ends within its class table")?;
-            (k, payload) = (u32::from(first), rest);
-        }
-        if count > changes || k >= T::BITS {
+        if count > changes {
             return Err("its class table is out of range");
         }
-        groups.push(Group { count, k });
+        groups.push(Group { count, k: 0 });
+    }
+    let width = T::BITS.ilog2();
+    let named = groups.iter().filter(|g| g.count > 0).count();
+    let ks = take_section(&mut payload, named * width as usize)?;
+    for (i, g) in groups.iter_mut().filter(|g| g.count > 0).enumerate() {
+        g.k = bits_at(ks, i * width as usize, width) as u32;
     }
     if groups.iter().map(|g| g.count).sum::<usize>() != changes {
         return Err("its class table does not add up");

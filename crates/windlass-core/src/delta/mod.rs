@@ -30,7 +30,7 @@
 //! | sparse | 1 | `count-1` u16 · `k` u8 · `values.k` u8 · gaps · values |
 //! | bitmap | 3 | `count-1` u16 · `values.k` u8 · one bit for each unit · values |
 //! | dense | 4 | the new units themselves |
-//! | context | 2 | `count-1` u16 · `top` u16 · `classes` u8 · class table · gaps · values |
+//! | context | 2 | `count-1` u16 · `top` 12 bits · `classes-1` 4 bits · class table · gaps · values |
 //!
 //! It is the smallest of the first three; of equal ones, the first listed. An encoder that makes context
 //! records takes one where it is shorter still. It does not try where the other is a bitmap or has fewer than
@@ -56,8 +56,9 @@
 //! **Context.** The smaller a weight, the likelier it changes: the chance halves with each octave. Units are
 //! put into `classes` classes, 1 to 16 of them, by the exponent of their *old* value, the bits between sign
 //! and mantissa read as a number: class 0 is `top` and above, then one class for each exponent below, the
-//! last class has all the rest. The class table gives for each class the count of its changes as a varint
-//! and, unless that is zero, `values.k` in one byte. Changes are listed class by class, in each by position.
+//! last class has all the rest. The class table gives for each class the count of its changes as a varint,
+//! and then, in one section, `values.k` of each class that has changes, in 3, 4, 5 or 6 bits for units of 1,
+//! 2, 4 or 8 bytes. Changes are listed class by class, in each by position.
 //! Gaps count only units of their own class: a change stands for the `n`-th unit of its class, counted from
 //! 0, and each class begins anew. Their `k` is not written: it is the largest, at most 15, with `count · 2^k
 //! ≤ 0.7 · size`, where `size` is how many units the class has, or 0 if there is none

@@ -258,7 +258,7 @@ proptest! {
         if let Some((n, k, v)) = head {
             // A plausible head lets the noise get further.
             let mut plausible = n.to_le_bytes().to_vec();
-            plausible.extend(if mode == Mode::Context { vec![120, 0, 14] } else { vec![k, v] });
+            plausible.extend(if mode == Mode::Context { vec![120, 0xd0] } else { vec![k, v] });
             payload.splice(..0, plausible);
         }
         let sum = BlockSum([seed, 1]);
