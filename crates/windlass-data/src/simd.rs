@@ -47,14 +47,17 @@ mod x86 {
         _mm256_cmpeq_epi64, _mm256_cmpneq_epi8_mask, _mm256_loadu_si256, _mm256_movemask_epi8,
         _mm256_movemask_pd, _mm256_movemask_ps, _mm256_mul_epu32, _mm256_packs_epi16,
         _mm256_permute4x64_epi64, _mm256_setzero_si256, _mm256_srli_epi64, _mm256_storeu_si256,
-        _mm512_add_epi16, _mm512_add_epi64, _mm512_and_si512, _mm512_cmpeq_epi16_mask,
-        _mm512_cmpneq_epi16_mask, _mm512_cmpneq_epi32_mask, _mm512_cmpneq_epi64_mask, _mm512_loadu_si512,
-        _mm512_maskz_compress_epi16, _mm512_min_epu16, _mm512_mul_epu32, _mm512_reduce_add_epi64,
-        _mm512_set1_epi16, _mm512_setzero_si512, _mm512_srl_epi16, _mm512_srli_epi64, _mm512_storeu_si512,
-        _mm512_subs_epu16,
+        _mm512_add_epi16, _mm512_add_epi64, _mm512_and_si512, _mm512_cmpneq_epi16_mask,
+        _mm512_cmpneq_epi32_mask, _mm512_cmpneq_epi64_mask, _mm512_loadu_si512, _mm512_maskz_compress_epi16,
+        _mm512_min_epu16, _mm512_mul_epu32, _mm512_reduce_add_epi64, _mm512_set1_epi16, _mm512_set1_epi64,
+        _mm512_setzero_si512, _mm512_srl_epi16, _mm512_srli_epi64, _mm512_storeu_si512, _mm512_subs_epu16,
+        _mm512_test_epi16_mask, _mm512_xor_si512,
     };
 
     use windlass_core::kernel::{Classes, Kernels, Portable};
+
+    /// Words of a bit plane that are held at a time.
+    const PLANE: usize = 64;
 
     /// Units that one step of [`Kernels::changed`] looks at.
     const LANES: usize = 32;
@@ -339,13 +342,34 @@ mod x86 {
             let exponent = _mm512_srl_epi16(_mm512_and_si512(load_512(old, byte), magnitude), shift);
             _mm512_min_epu16(_mm512_subs_epu16(top, exponent), last)
         };
-        for word in 0..whole {
-            let (low, high) = (class(word * 128), class(word * 128 + 64));
-            for c in 0..by.count {
-                let this = _mm512_set1_epi16(c.into());
-                let mask = u64::from(_mm512_cmpeq_epi16_mask(low, this))
-                    | u64::from(_mm512_cmpeq_epi16_mask(high, this)) << 32;
-                out[usize::from(c) * stride + word] = mask;
+        // Four bit planes of the class numbers first: a test for each bit is a third of a comparison for each
+        // class. Then each class's bitmap from the planes, eight words at a time.
+        let bit = |n: u32| _mm512_set1_epi16(1 << n);
+        let bits = [bit(0), bit(1), bit(2), bit(3)];
+        let mut planes = [[0u64; PLANE]; 4];
+        for first in (0..whole).step_by(PLANE) {
+            let here = PLANE.min(whole - first);
+            for word in 0..here {
+                let byte = (first + word) * 128;
+                let (low, high) = (class(byte), class(byte + 64));
+                for (plane, &bit) in planes.iter_mut().zip(&bits) {
+                    plane[word] = u64::from(_mm512_test_epi16_mask(low, bit))
+                        | u64::from(_mm512_test_epi16_mask(high, bit)) << 32;
+                }
+            }
+            for c in 0..usize::from(by.count) {
+                let inverted: [__m512i; 4] =
+                    std::array::from_fn(|n| _mm512_set1_epi64((c as i64 >> n & 1) - 1));
+                let mut members = [0u64; PLANE];
+                for word in (0..PLANE).step_by(8) {
+                    let plane = |n: usize| _mm512_xor_si512(load_512(&planes[n], word), inverted[n]);
+                    let low = _mm512_and_si512(plane(0), plane(1));
+                    let all = _mm512_and_si512(low, _mm512_and_si512(plane(2), plane(3)));
+                    let eight = &mut members[word..word + 8];
+                    // SAFETY: the slice just taken has the 64 bytes that are stored, aligned or not.
+                    unsafe { _mm512_storeu_si512(eight.as_mut_ptr().cast(), all) };
+                }
+                out[c * stride + first..][..here].copy_from_slice(&members[..here]);
             }
         }
         if whole * 64 < units {

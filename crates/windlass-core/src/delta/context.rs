@@ -11,7 +11,7 @@ const CLASSES: u8 = 14;
 /// Bits of the head that hold the top exponent; the others hold the number of classes.
 const TOP_BITS: u32 = 12;
 /// The encoder looks at one unit of so many to find the top class.
-const SAMPLE: usize = 16;
+const SAMPLE: usize = 64;
 
 /// Memory for one block's classes.
 #[derive(Debug, Default)]

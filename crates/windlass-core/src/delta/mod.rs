@@ -65,7 +65,7 @@
 //! ([`context::gap_parameter`]). Sections are shared: low bits of all classes in turn, then all unary parts,
 //! and so on. The decoder needs the old block. Only floats have context records.
 //!
-//! Encoders make 14 classes. They find `top` by looking at every 16th unit of the old block, from the first
+//! Encoders make 14 classes. They find `top` by looking at every 64th unit of the old block, from the first
 //! on: it is the largest exponent such that a thirty-second of these, rounded up, have it or a larger one.
 //!
 //! Encoders that follow these rules give the same bytes for the same cut table, on whatever hardware.
