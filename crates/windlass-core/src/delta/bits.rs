@@ -31,24 +31,47 @@ impl<'a> BitWriter<'a> {
         }
     }
 
+    /// Fills up the last byte with zeros and ends the section.
+    pub fn finish(self) {
+        let bytes = self.used.div_ceil(8) as usize;
+        self.out.extend_from_slice(&self.word.to_le_bytes()[..bytes]);
+    }
+}
+
+/// Appends unary numbers to a byte string: so many zeros and a one.
+///
+/// As with [`BitWriter`], functions that write many take it by value and give it back.
+#[derive(Debug)]
+pub struct UnaryWriter<'a> {
+    out: &'a mut Vec<u8>,
+    word: u64,
+    /// Which word of the section that is, and the bit after the last one.
+    index: u64,
+    at: u64,
+}
+
+impl<'a> UnaryWriter<'a> {
+    /// Begins a section at the end of `out`.
+    pub fn new(out: &'a mut Vec<u8>) -> UnaryWriter<'a> {
+        UnaryWriter { out, word: 0, index: 0, at: 0 }
+    }
+
     /// Appends `zeros` zeros and a one.
     #[inline(always)]
-    pub fn unary(&mut self, zeros: u64) {
-        if zeros < 63 {
-            self.put(1 << zeros, zeros as u32 + 1);
-        } else {
-            let mut left = zeros;
-            while left >= 63 {
-                self.put(0, 63);
-                left -= 63;
-            }
-            self.put(1 << left, left as u32 + 1);
+    pub fn put(&mut self, zeros: u64) {
+        let one = self.at + zeros;
+        while one / 64 != self.index {
+            push_word(self.out, self.word);
+            self.word = 0;
+            self.index += 1;
         }
+        self.word |= 1 << (one % 64);
+        self.at = one + 1;
     }
 
     /// Fills up the last byte with zeros and ends the section.
     pub fn finish(self) {
-        let bytes = self.used.div_ceil(8) as usize;
+        let bytes = (self.at - self.index * 64).div_ceil(8) as usize;
         self.out.extend_from_slice(&self.word.to_le_bytes()[..bytes]);
     }
 }
@@ -216,8 +239,8 @@ mod tests {
         #[test]
         fn unary_round_trips(zeros in prop::collection::vec(prop_oneof![0u64..5, 0u64..300], 0..100)) {
             let mut out = Vec::new();
-            let mut writer = BitWriter::new(&mut out);
-            zeros.iter().for_each(|&z| writer.unary(z));
+            let mut writer = UnaryWriter::new(&mut out);
+            zeros.iter().for_each(|&z| writer.put(z));
             writer.finish();
             let mut ones = Vec::new();
             let mut rest = out.as_slice();

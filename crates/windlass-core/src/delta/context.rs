@@ -1,6 +1,6 @@
 //! Records whose positions are counted within classes of old values.
 
-use super::bits::{BitWriter, bits_at, put_varint, take_ones, take_section, take_varint};
+use super::bits::{BitWriter, UnaryWriter, bits_at, put_varint, take_ones, take_section, take_varint};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{Tile, gaps};
@@ -121,16 +121,12 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     let mut writer = BitWriter::new(payload);
     groups.iter().filter(|g| g.count > 0).for_each(|g| writer.put(g.k.into(), T::BITS.ilog2()));
     writer.finish();
-    for put in [gaps::put_low, gaps::put_high] {
-        let mut writer = BitWriter::new(payload);
+    let classes = || {
         let mut rest = ranks.as_slice();
-        for (g, &k) in groups.iter().zip(&gap_ks) {
-            let (these, others) = rest.split_at(g.count);
-            writer = put(writer, these, k);
-            rest = others;
-        }
-        writer.finish();
-    }
+        groups.iter().zip(&gap_ks).map(move |(g, &k)| (rest.split_off(..g.count).unwrap_or(&[]), k))
+    };
+    classes().fold(BitWriter::new(payload), |writer, (ranks, k)| gaps::put_low(writer, ranks, k)).finish();
+    classes().fold(UnaryWriter::new(payload), |writer, (ranks, k)| gaps::put_high(writer, ranks, k)).finish();
     values::put(payload, &ordered, groups);
     payload.len() < limit
 }

@@ -1,6 +1,6 @@
 //! From two states of a block to its record.
 
-use super::bits::{BitWriter, section};
+use super::bits::{BitWriter, UnaryWriter, section};
 use super::context::{self, ContextScratch};
 use super::line::Unit;
 use super::values::{self, Group};
@@ -185,7 +185,7 @@ pub(super) fn put_plain<T: Unit>(
     let mode = if sparse <= bitmap {
         out.extend_from_slice(&[k as u8, values_k as u8]);
         gaps::put_low(BitWriter::new(out), positions, k).finish();
-        gaps::put_high(BitWriter::new(out), positions, k).finish();
+        gaps::put_high(UnaryWriter::new(out), positions, k).finish();
         Mode::Sparse
     } else {
         out.push(values_k as u8);

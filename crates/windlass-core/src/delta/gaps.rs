@@ -1,6 +1,6 @@
 //! Ascending positions as Rice-coded gaps.
 
-use super::bits::{BitWriter, each_field};
+use super::bits::{BitWriter, UnaryWriter, each_field};
 
 /// The largest Rice parameter: gaps are below 2^16.
 pub const MAX_K: u32 = 15;
@@ -69,8 +69,8 @@ pub fn put_low<'a>(mut writer: BitWriter<'a>, positions: &[u16], k: u32) -> BitW
 }
 
 /// Appends the unary part of every gap.
-pub fn put_high<'a>(mut writer: BitWriter<'a>, positions: &[u16], k: u32) -> BitWriter<'a> {
-    gaps(positions).for_each(|g| writer.unary(g >> k));
+pub fn put_high<'a>(mut writer: UnaryWriter<'a>, positions: &[u16], k: u32) -> UnaryWriter<'a> {
+    gaps(positions).for_each(|g| writer.put(g >> k));
     writer
 }
 
@@ -111,7 +111,7 @@ mod tests {
             let positions: Vec<u16> = set.into_iter().collect();
             let (mut low, mut high) = (Vec::new(), Vec::new());
             put_low(BitWriter::new(&mut low), &positions, k).finish();
-            put_high(BitWriter::new(&mut high), &positions, k).finish();
+            put_high(UnaryWriter::new(&mut high), &positions, k).finish();
             let mut back = vec![0; positions.len()];
             let mut ones = Vec::new();
             take_ones(&mut high.as_slice(), positions.len(), &mut ones).unwrap();

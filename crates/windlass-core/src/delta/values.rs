@@ -1,6 +1,6 @@
 //! Steps as Rice codes with an escape.
 
-use super::bits::{BitWriter, bits_at, take_ones, take_section, wide_bits_at};
+use super::bits::{BitWriter, UnaryWriter, bits_at, take_ones, take_section, wide_bits_at};
 use super::line::Unit;
 
 /// The high part from which on a code is written in full.
@@ -62,39 +62,31 @@ pub fn size<T: Unit>(codes: &[T], k: u32) -> usize {
 
 /// Appends the three sections of these codes, group after group.
 pub fn put<T: Unit>(out: &mut Vec<u8>, codes: &[T], groups: &[Group]) {
-    put_section(out, codes, groups, |mut writer, codes, k| {
-        if k > 0 {
-            let mask = (1 << k) - 1;
-            codes.iter().for_each(|c| writer.put(c.wide() & mask, k));
-        }
-        writer
-    });
-    put_section(out, codes, groups, |mut writer, codes, k| {
-        codes.iter().for_each(|c| writer.unary((c.wide() >> k).min(ESCAPE)));
-        writer
-    });
-    put_section(out, codes, groups, |mut writer, codes, k| {
-        let escaped = codes.iter().map(|c| c.wide() >> k).filter(|&h| h >= ESCAPE);
-        escaped.for_each(|h| writer.put(h, T::BITS - k));
-        writer
-    });
+    let each = || {
+        let mut rest = codes;
+        groups.iter().map(move |g| (rest.split_off(..g.count).unwrap_or(&[]), g.k))
+    };
+    let low = BitWriter::new(out);
+    each().fold(low, |writer, (codes, k)| if k == 0 { writer } else { put_low(writer, codes, k) }).finish();
+    each().fold(UnaryWriter::new(out), |writer, (codes, k)| put_high(writer, codes, k)).finish();
+    each().fold(BitWriter::new(out), |writer, (codes, k)| put_escapes(writer, codes, k)).finish();
 }
 
-#[inline(always)]
-fn put_section<'a, T: Unit>(
-    out: &'a mut Vec<u8>,
-    codes: &[T],
-    groups: &[Group],
-    put: impl Fn(BitWriter<'a>, &[T], u32) -> BitWriter<'a>,
-) {
-    let mut writer = BitWriter::new(out);
-    let mut rest = codes;
-    for g in groups {
-        let (these, others) = rest.split_at(g.count);
-        writer = put(writer, these, g.k);
-        rest = others;
-    }
-    writer.finish();
+fn put_low<'a, T: Unit>(mut writer: BitWriter<'a>, codes: &[T], k: u32) -> BitWriter<'a> {
+    let mask = (1 << k) - 1;
+    codes.iter().for_each(|c| writer.put(c.wide() & mask, k));
+    writer
+}
+
+fn put_high<'a, T: Unit>(mut writer: UnaryWriter<'a>, codes: &[T], k: u32) -> UnaryWriter<'a> {
+    codes.iter().for_each(|c| writer.put((c.wide() >> k).min(ESCAPE)));
+    writer
+}
+
+fn put_escapes<'a, T: Unit>(mut writer: BitWriter<'a>, codes: &[T], k: u32) -> BitWriter<'a> {
+    let escapes = codes.iter().map(|c| c.wide() >> k).filter(|&high| high >= ESCAPE);
+    escapes.for_each(|high| writer.put(high, T::BITS - k));
+    writer
 }
 
 /// Replaces `out` by the codes of these groups, taken off the front of `bytes`; `ones` is scratch.
