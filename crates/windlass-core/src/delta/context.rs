@@ -8,6 +8,9 @@ use crate::kernel::{Classes, Kernels, MAX_CLASSES, classify};
 
 /// Classes that the encoder makes.
 const CLASSES: u8 = 14;
+/// The encoder tries where at most one unit of so many changed. Beyond that classes gain little, and the memory
+/// for their changes would grow past that of the block.
+pub(super) const MOST_CHANGED: usize = 8;
 /// Bits of the head that hold the top exponent; the others hold the number of classes.
 const TOP_BITS: u32 = 12;
 /// The encoder looks at one unit of so many to find the top class.

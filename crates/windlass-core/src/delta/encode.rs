@@ -124,7 +124,7 @@ impl Encoder {
             let start = out.len();
             let mut mode = put_plain(tile, &self.positions, codes, Some(new), out);
             if let Some(scratch) = &mut self.context
-                && mode != Mode::Bitmap
+                && self.positions.len() <= tile.units() / context::MOST_CHANGED
                 && context::put(kernels, scratch, tile, old, (&self.positions, codes), out.len() - start)
             {
                 out.truncate(start);

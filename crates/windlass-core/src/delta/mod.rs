@@ -33,8 +33,8 @@
 //! | context | 2 | `count-1` u16 · `top` 12 bits · `classes-1` 4 bits · class table · gaps · values |
 //!
 //! It is the smallest of the first three; of equal ones, the first listed. An encoder that makes context
-//! records takes one where it is shorter still. It does not try where the other is a bitmap or has fewer than
-//! 24 bytes.
+//! records takes one where it is shorter still. It does not try where more than an eighth of the units
+//! changed, or where the other record has fewer than 24 bytes.
 //!
 //! The *position* of a unit is its number within the block, counted from 0, run after run (see
 //! [`crate::manifest::cut`]). `count` is how many units changed. All integers are little-endian, all bit
