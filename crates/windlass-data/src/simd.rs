@@ -13,30 +13,25 @@ use windlass_core::kernel::{Kernels, Portable};
 
 /// The fastest kernels that this CPU runs.
 pub fn kernels() -> &'static dyn Kernels {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if x86::Avx512::available() {
-            return &x86::AVX512;
-        }
-        if x86::Avx2::available() {
-            return &x86::AVX2;
-        }
-    }
-    &Portable
+    pick().1
 }
 
 /// The name of what [`kernels`] picked, for `doctor` and benchmarks.
 pub fn kernels_name() -> &'static str {
+    pick().0
+}
+
+fn pick() -> (&'static str, &'static dyn Kernels) {
     #[cfg(target_arch = "x86_64")]
     {
         if x86::Avx512::available() {
-            return "avx512";
+            return ("avx512", &x86::AVX512);
         }
         if x86::Avx2::available() {
-            return "avx2";
+            return ("avx2", &x86::AVX2);
         }
     }
-    "portable"
+    ("portable", &Portable)
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -384,14 +379,21 @@ mod x86 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use proptest::prelude::*;
+    use windlass_core::Dtype;
+    use windlass_core::delta::{Applier, Encoder, Outcome, Record, Tile};
+    use windlass_core::digest::sum_block;
     use windlass_core::kernel::Classes;
+    use windlass_core::manifest::{Manifest, TensorSpec};
 
     use super::*;
 
-    /// Every implementation that this machine can run.
+    /// Every implementation that this machine can run. What it cannot run is named, not passed over.
     fn implementations() -> Vec<(&'static str, &'static dyn Kernels)> {
         let mut all: Vec<(&'static str, &'static dyn Kernels)> = vec![("portable", &Portable)];
+        let mut skipped = vec!["avx2", "avx512"];
         #[cfg(target_arch = "x86_64")]
         {
             if x86::Avx2::available() {
@@ -401,12 +403,56 @@ mod tests {
                 all.push(("avx512", &x86::AVX512));
             }
         }
+        skipped.retain(|name| all.iter().all(|(have, _)| have != name));
+        if !skipped.is_empty() {
+            eprintln!("SKIPPED: this CPU has no {}", skipped.join(" and no "));
+        }
         all
     }
 
     #[test]
     fn the_picked_kernels_are_the_last_available() {
         assert_eq!(implementations().last().unwrap().0, kernels_name());
+    }
+
+    /// The same bytes on whatever hardware, for whole blocks of the floats that engines use.
+    #[test]
+    fn all_kernels_encode_the_same_records() {
+        let mut x = 1u64;
+        let mut next = || {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            x >> 33
+        };
+        for (dtype, unit) in [(Dtype::BF16, 2), (Dtype::F16, 2), (Dtype::F32, 4), (Dtype::F8E4M3, 1)] {
+            let manifest = Manifest::new([TensorSpec::new("w", dtype, [65_536])], BTreeMap::new()).unwrap();
+            let tile = Tile::of(&manifest, 0).unwrap();
+            let mut old = Vec::new();
+            let mut new = Vec::new();
+            for _ in 0..65_536 {
+                // Octaves halve in size and change twice as often, as in real weights.
+                let octave = next().trailing_zeros().min(10);
+                let top = (1u64 << (8 * unit - 2)) - 1;
+                let value = (top >> octave.min(8 * unit as u32 - 3)) ^ (next() & 3);
+                let moved = next() % 4096 < 8 << octave;
+                old.extend_from_slice(&value.to_le_bytes()[..unit]);
+                new.extend_from_slice(&(value ^ u64::from(moved)).to_le_bytes()[..unit]);
+            }
+            let sum = sum_block(&Portable, &tile.block, unit, &old);
+            for encoder in [Encoder::plain, Encoder::with_context] {
+                let mut records = Vec::new();
+                for (name, k) in implementations() {
+                    let mut payload = Vec::new();
+                    let encoded = encoder().encode(k, &tile, (&old, sum), &new, &mut payload).unwrap();
+                    let record = Record { block: 0, mode: encoded.mode, sum: encoded.sum, payload: &payload };
+                    let mut image = old.clone();
+                    let outcome = Applier::new().apply(k, &tile, &record, sum, &mut image).unwrap();
+                    assert_eq!(outcome, Outcome::Applied, "{name}");
+                    assert!(image == new, "{name}");
+                    records.push((encoded, payload));
+                }
+                assert!(records.windows(2).all(|w| w[0] == w[1]), "{dtype}");
+            }
+        }
     }
 
     proptest! {
@@ -445,10 +491,17 @@ mod tests {
 
         #[test]
         fn all_kernels_put_units_into_the_same_classes(
-            unit in prop::sample::select(vec![1usize, 2, 4, 8]), units in 1usize..300, top in 0u16..300,
-            count in 1u8..=16, mantissa in 2u8..7, bytes in prop::collection::vec(any::<u8>(), 2400),
+            unit in prop::sample::select(vec![1usize, 2, 4, 8]), units in prop_oneof![1usize..300, 4000usize..9000], top in 0u16..300,
+            count in 1u8..=16, mantissa in 2u8..7, wide: bool, seed: u64,
         ) {
-            let old = &bytes[..units * unit];
+            // Halves have 7 or 10 bits of mantissa.
+            let mantissa = if unit == 1 { mantissa } else if wide { 10 } else { 7 };
+            let mut x = seed;
+            let bytes: Vec<u8> = (0..units * unit).map(|_| {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (x >> 40) as u8
+            }).collect();
+            let old = bytes.as_slice();
             let words = units.div_ceil(64);
             let stride = words + 3;
             let by = Classes { mantissa, top, count };

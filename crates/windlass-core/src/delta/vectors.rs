@@ -224,10 +224,10 @@ fn dense(bits: &mut Bits) -> Case {
 
 fn context(bits: &mut Bits) -> Case {
     let specs: [(&str, Dtype, &[u64]); 4] = [
-        ("eight", Dtype::F64, &[512]),
-        ("four", Dtype::F32, &[512]),
-        ("two", Dtype::BF16, &[512]),
-        ("one", Dtype::F8E4M3, &[512]),
+        ("eight", Dtype::F64, &[1024]),
+        ("four", Dtype::F32, &[1024]),
+        ("two", Dtype::BF16, &[1024]),
+        ("one", Dtype::F8E4M3, &[1024]),
     ];
     let tops = [1016, 120, 123, 12];
     let mut base = Vec::new();
@@ -240,7 +240,7 @@ fn context(bits: &mut Bits) -> Case {
         let Line::Float(mantissa) = dtype.line() else { panic!("{dtype} is not a float") };
         case = case.change(name, |_, old| {
             let octave = top - (old << (65 - 8 * dtype.unit()) >> (65 - 8 * dtype.unit()) >> mantissa);
-            let small = octave >= 2 && bits.next() % 16 < 15 || bits.next().is_multiple_of(60);
+            let small = octave >= 4 && bits.next() % 16 < 15 || bits.next().is_multiple_of(60);
             if small { nudge(bits, old) } else { old }
         });
     }
