@@ -35,7 +35,7 @@ pub enum Error {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        source: windlass_core::Error,
+        source: Box<windlass_core::Error>,
     },
     /// A checkpoint that cannot be opened.
     #[error(transparent)]
@@ -117,7 +117,7 @@ impl Error {
     /// For `map_err` on what core says about the contents of a file.
     pub fn content<E: Into<windlass_core::Error>>(path: &Path) -> impl FnOnce(E) -> Error {
         let path = path.to_owned();
-        move |source| Error::Content { path, source: source.into() }
+        move |source| Error::Content { path, source: Box::new(source.into()) }
     }
 
     /// The kind of failure (see [`windlass_core::error`]).

@@ -189,8 +189,8 @@ fn peak_anonymous(args: &[&std::ffi::OsStr]) -> u64 {
 fn making_a_delta_takes_two_blocks_of_memory_a_thread() {
     // The program itself, its manifest and the part being written.
     const FIXED_KIB: u64 = 1024;
-    let dir = tempfile::tempdir().unwrap();
     const BLOCK_KIB: u64 = 128;
+    let dir = tempfile::tempdir().unwrap();
     for (change, blocks) in [(0.015, 2), (0.08, 2), (0.5, 4)] {
         let (base, new) = save_synthetic(dir.path(), 48 << 20, change);
         let delta = dir.path().join("delta");
