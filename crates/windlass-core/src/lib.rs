@@ -39,6 +39,7 @@ pub mod manifest;
 pub mod ranges;
 pub mod request;
 pub mod sync_info;
+mod varint;
 pub mod wire;
 
 pub use dtype::Dtype;

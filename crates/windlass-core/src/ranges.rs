@@ -30,6 +30,7 @@ use std::ops::Range;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Kind;
+use crate::varint::{VarintFault, put_varint, take_varint};
 
 /// A malformed set of blocks.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -274,20 +275,27 @@ impl BlockRanges {
 
     /// Reads a binary form from the front of `bytes`; also says how many bytes it took.
     pub fn decode(bytes: &[u8]) -> Result<(BlockRanges, usize), RangesError> {
-        let mut at = 0;
-        let count = take_varint(bytes, &mut at)?;
+        let mut rest = bytes;
+        let number = |rest: &mut &[u8]| {
+            let at = bytes.len() - rest.len();
+            take_varint(rest).map_err(|fault| match fault {
+                VarintFault::Truncated => RangesError::Truncated { len: bytes.len() },
+                VarintFault::Overlong | VarintFault::TooWide => RangesError::Varint { at },
+            })
+        };
+        let count = number(&mut rest)?;
         if count as usize > Self::MAX_RANGES {
             return Err(RangesError::TooMany { count: count.into(), max: Self::MAX_RANGES });
         }
         // Each range takes two bytes or more, so a count that the input cannot hold allocates nothing.
-        if (bytes.len() - at) / 2 < count as usize {
+        if rest.len() / 2 < count as usize {
             return Err(RangesError::Truncated { len: bytes.len() });
         }
         let mut runs = Vec::with_capacity(count as usize);
         let mut free = 0u64;
         for index in 0..count as usize {
-            let first = free + u64::from(take_varint(bytes, &mut at)?);
-            let count = u64::from(take_varint(bytes, &mut at)?) + 1;
+            let first = free + u64::from(number(&mut rest)?);
+            let count = u64::from(number(&mut rest)?) + 1;
             let overflow = RangesError::Overflow { index, first, count };
             let (Ok(start), Ok(end)) = (u32::try_from(first), u32::try_from(first + count)) else {
                 return Err(overflow);
@@ -295,34 +303,8 @@ impl BlockRanges {
             runs.push(start..end);
             free = u64::from(end) + 1;
         }
-        Ok((BlockRanges { runs }, at))
+        Ok((BlockRanges { runs }, bytes.len() - rest.len()))
     }
-}
-
-fn put_varint(out: &mut Vec<u8>, mut value: u32) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-fn take_varint(bytes: &[u8], at: &mut usize) -> Result<u32, RangesError> {
-    let start = *at;
-    let mut value = 0u64;
-    for shift in [0, 7, 14, 21, 28] {
-        let byte = *bytes.get(*at).ok_or(RangesError::Truncated { len: bytes.len() })?;
-        *at += 1;
-        value |= u64::from(byte & 0x7f) << shift;
-        if byte & 0x80 == 0 {
-            let overlong = byte == 0 && shift > 0;
-            return match u32::try_from(value) {
-                Ok(value) if !overlong => Ok(value),
-                Ok(_) | Err(_) => Err(RangesError::Varint { at: start }),
-            };
-        }
-    }
-    Err(RangesError::Varint { at: start })
 }
 
 /// Collects ranges in any order, overlapping or not; empty ones are left out.

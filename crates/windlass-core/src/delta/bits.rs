@@ -189,31 +189,6 @@ pub fn take_section<'a>(bytes: &mut &'a [u8], bits: usize) -> Result<&'a [u8], &
     Ok(head)
 }
 
-/// Appends a number in groups of seven bits, lowest first.
-pub fn put_varint(out: &mut Vec<u8>, mut value: u32) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-/// Takes a number off the front; it must be in its shortest form.
-pub fn take_varint(bytes: &mut &[u8]) -> Result<u32, &'static str> {
-    let mut value = 0u64;
-    for (i, &b) in bytes.iter().take(5).enumerate() {
-        value |= u64::from(b & 0x7f) << (7 * i);
-        if b < 0x80 {
-            if b == 0 && i > 0 {
-                return Err("a varint is longer than it needs to be");
-            }
-            *bytes = &bytes[i + 1..];
-            return u32::try_from(value).map_err(|_| "a varint is larger than 32 bits");
-        }
-    }
-    Err(if bytes.len() < 5 { "it ends within a varint" } else { "a varint is larger than 32 bits" })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -255,22 +230,5 @@ mod tests {
             }).collect();
             prop_assert_eq!(read, zeros);
         }
-
-        #[test]
-        fn varints_round_trip(value: u32) {
-            let mut out = Vec::new();
-            put_varint(&mut out, value);
-            let mut rest = out.as_slice();
-            prop_assert_eq!(take_varint(&mut rest), Ok(value));
-            prop_assert!(rest.is_empty());
-            prop_assert!(take_varint(&mut &out[..out.len() - 1]).is_err());
-        }
-    }
-
-    #[test]
-    fn odd_varints_are_refused() {
-        assert!(take_varint(&mut [0x80, 0x00].as_slice()).is_err());
-        assert!(take_varint(&mut [0xff, 0xff, 0xff, 0xff, 0x1f].as_slice()).is_err());
-        assert!(take_varint(&mut [0xff; 9].as_slice()).is_err());
     }
 }

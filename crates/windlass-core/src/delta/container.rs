@@ -2,11 +2,11 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::bits::{put_varint, take_varint};
 use super::{DeltaError, Encoded, Mode, Record};
 use crate::digest::BlockSum;
 use crate::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest};
 use crate::manifest::{BLOCK_UNITS, Manifest};
+use crate::varint::{put_varint, take_varint};
 
 const MAGIC: &[u8; 8] = b"WLDELTA1";
 const PART: &[u8; 4] = b"PART";
@@ -313,7 +313,7 @@ fn parse_index(
     let mut entries = Vec::with_capacity(records as usize);
     let mut next = 0u64;
     for _ in 0..records {
-        let block = next + u64::from(take_varint(&mut index).map_err(bad)?);
+        let block = next + u64::from(take_varint(&mut index).map_err(|fault| bad(fault.why()))?);
         if block >= u64::from(blocks) {
             return Err(bad("it names a block beyond the last"));
         }
@@ -321,7 +321,7 @@ fn parse_index(
         let (&code, rest) = index.split_first().ok_or_else(|| bad("it ends within a record"))?;
         let mode = Mode::from_code(code).ok_or_else(|| bad("it has a mode that this build does not know"))?;
         index = rest;
-        let len = take_varint(&mut index).map_err(bad)?;
+        let len = take_varint(&mut index).map_err(|fault| bad(fault.why()))?;
         if len == 0 || len > MAX_RECORD {
             return Err(bad("a payload is empty or longer than any block"));
         }

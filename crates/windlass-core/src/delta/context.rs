@@ -1,10 +1,11 @@
 //! Records whose positions are counted within classes of old values.
 
-use super::bits::{BitWriter, UnaryWriter, bits_at, put_varint, take_ones, take_section, take_varint};
+use super::bits::{BitWriter, UnaryWriter, bits_at, take_ones, take_section};
 use super::line::Unit;
 use super::values::{self, Group};
 use super::{Tile, gaps};
 use crate::kernel::{Classes, Kernels, MAX_CLASSES, classify};
+use crate::varint::{VarintFault, put_varint, take_varint};
 
 /// Classes that the encoder makes.
 const CLASSES: u8 = 14;
@@ -182,7 +183,7 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
 
     groups.clear();
     for _ in 0..by.count {
-        let count = take_varint(&mut payload)? as usize;
+        let count = take_varint(&mut payload).map_err(VarintFault::why)? as usize;
         if count > changes {
             return Err("its class table is out of range");
         }
