@@ -17,6 +17,15 @@
 //! the group's number. A word times a low key is one 32×32→64-bit multiplication, which every vector unit
 //! has; the high key costs one multiplication per 4 KiB. So it runs at the speed of memory.
 //!
+//! With `mix` the finalizer of SplitMix64 (`x *= 0x9e3779b97f4a7c15; x ^= x >> 30; x *= 0xbf58476d1ce4e5b9;
+//! x ^= x >> 27; x *= 0x94d049bb133111eb; x ^= x >> 31`, all mod 2^64), the keys of lanes 0 and 1 are
+//!
+//! ```text
+//! low[lane][i]       = mix(L + i + 1) >> 32    L = 0x0057494e444c4153, 0x00532d4c4f572d42
+//! high(lane, group)  = mix(H + group) | 1      H = 0x6a09e667f3bcc908, 0xbb67ae8584caa73b
+//! key(lane, tensor)  = mix(T + index) | 1      T = 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1
+//! ```
+//!
 //! What follows from the form:
 //! - It is linear in the bytes: any division of a tensor, at any byte, into shards, blocks or tiles gives
 //!   partial sums that add up to the sum of the whole, in any order. Keys depend on the place in the tensor
@@ -28,8 +37,9 @@
 //! # From sums to a digest
 //!
 //! The state's raw sum is the sum of the tensors' sums, each times an odd key from the tensor's index; it is
-//! additive too, so that the nodes of a trainer add up their parts ([`StateSum`]). The [`StateDigest`] is a
-//! 128-bit hash of the layout hash and the raw sum. It depends on layout and bytes, not on cuts, history or
+//! additive too, so that the nodes of a trainer add up their parts ([`StateSum`]). The [`StateDigest`] is the
+//! XXH3-128, big-endian, of `"windlass state 1\0"`, the layout hash and both lanes of the raw sum, each
+//! little-endian. It depends on layout and bytes, not on cuts, history or
 //! who computed it.
 //!
 //! # Odds
@@ -40,8 +50,7 @@
 //! has fewer than 33 trailing zeros, at most one of 2^32 low keys does: 2^-32 for a lane, **2^-64 for both**.
 //! The worst case that we know is a pair of flips of the same top bit (a sign flip of the odd element in two
 //! words) exactly a multiple of 4 KiB apart in one tensor and nowhere else: about 2^-28 for a lane, **2^-56
-//! for both**. A change of a single word, a pair of sign flips within 4 KiB, or a swap of two tensors of
-//! different sums is always seen in the sums. The keys are public constants: this defends against accidents;
+//! for both**. A change of a single word and a pair of sign flips within 4 KiB are always seen. The keys are public constants: this defends against accidents;
 //! against people there are tokens and TLS.
 
 use std::fmt;

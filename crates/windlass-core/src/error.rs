@@ -68,7 +68,7 @@ impl Kind {
         Kind::Bug,
     ];
 
-    /// The table. Exit code 1 is left to commands whose answer is "no" (a diff that found differences).
+    /// The table. Exit code 1 is left free for commands whose answer is "no".
     pub const fn row(self) -> Row {
         const fn row(
             python: &'static str,

@@ -79,7 +79,8 @@ impl Kernels for Portable {
             1 => changed::<1>(old, new, out),
             2 => changed::<2>(old, new, out),
             4 => changed::<4>(old, new, out),
-            _ => changed::<8>(old, new, out),
+            8 => changed::<8>(old, new, out),
+            other => unreachable!("a unit has 1, 2, 4 or 8 bytes, not {other}"),
         }
     }
 

@@ -4,9 +4,9 @@
 //! everything that encodes, applies or sums. Must not: give other results than
 //! [`windlass_core::kernel::Portable`], which the tests here check on every length and alignment.
 //!
-//! Unsafe code is of three kinds only, each with its proof beside it: calling a function whose instructions
-//! the CPU was asked for, loading a vector from a slice whose length was checked, and storing a vector into
-//! memory that was reserved.
+//! Unsafe code is of four kinds only, each with its proof beside it: calling a function whose instructions the
+//! CPU was asked for, loading a vector from a slice whose length was checked, storing a vector into memory that
+//! is there (and telling a vector its new length), and prefetching, which touches nothing.
 #![allow(unsafe_code)]
 
 use windlass_core::kernel::{Kernels, Portable};
@@ -16,7 +16,7 @@ pub fn kernels() -> &'static dyn Kernels {
     pick().1
 }
 
-/// The name of what [`kernels`] picked, for `doctor` and benchmarks.
+/// The name of what [`kernels`] picked, for benchmarks.
 pub fn kernels_name() -> &'static str {
     pick().0
 }
@@ -145,15 +145,22 @@ mod x86 {
         }
     }
 
+    /// Types of which any bytes are a value and that have no padding.
+    trait Word {}
+    impl Word for u8 {}
+    impl Word for u16 {}
+    impl Word for u32 {}
+    impl Word for u64 {}
+
     #[target_feature(enable = "avx512f")]
-    fn load_512<T>(from: &[T], at: usize) -> __m512i {
+    fn load_512<T: Word>(from: &[T], at: usize) -> __m512i {
         let from = &from[at..at + 64 / size_of::<T>()];
         // SAFETY: the slice just taken has 64 bytes of integers, and the load needs no alignment.
         unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
     }
 
     #[target_feature(enable = "avx2")]
-    fn load_256<T>(from: &[T], at: usize) -> __m256i {
+    fn load_256<T: Word>(from: &[T], at: usize) -> __m256i {
         let from = &from[at..at + 32 / size_of::<T>()];
         // SAFETY: the slice just taken has 32 bytes of integers, and the load needs no alignment.
         unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
@@ -239,7 +246,8 @@ mod x86 {
             1 => changed_512_of::<1>(old, new, out),
             2 => changed_512_of::<2>(old, new, out),
             4 => changed_512_of::<4>(old, new, out),
-            _ => changed_512_of::<8>(old, new, out),
+            8 => changed_512_of::<8>(old, new, out),
+            other => unreachable!("a unit has 1, 2, 4 or 8 bytes, not {other}"),
         }
     }
 
@@ -305,7 +313,8 @@ mod x86 {
             1 => changed_256_of::<1>(old, new, out),
             2 => changed_256_of::<2>(old, new, out),
             4 => changed_256_of::<4>(old, new, out),
-            _ => changed_256_of::<8>(old, new, out),
+            8 => changed_256_of::<8>(old, new, out),
+            other => unreachable!("a unit has 1, 2, 4 or 8 bytes, not {other}"),
         }
     }
 

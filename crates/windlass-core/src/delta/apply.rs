@@ -109,21 +109,6 @@ impl Applier {
     pub(super) fn changes<T: Pick>(&mut self) -> (&mut Vec<u16>, &mut Vec<T>) {
         (&mut self.positions, T::of(&mut self.codes))
     }
-
-    /// The steps of a plain record, for statistics: how far each changed unit moved, without sign.
-    ///
-    /// Dense and context records have no steps of their own and give none.
-    pub fn distances(&mut self, tile: &Tile, record: &Record<'_>) -> Result<Vec<u64>, DeltaError> {
-        match record.mode {
-            Mode::Dense | Mode::Context => Ok(Vec::new()),
-            Mode::Sparse | Mode::Bitmap => {
-                self.decode(tile, record, |_| ())?;
-                Ok(
-                    by_unit!(tile.unit, T => T::of(&mut self.codes).iter().map(|c| c.wide() / 2 + 1).collect()),
-                )
-            }
-        }
-    }
 }
 
 /// Turns codes into the units they lead to, and collects the step of the block's sum.

@@ -59,10 +59,11 @@ macro_rules! by_unit {
                 type $T = u32;
                 $body
             }
-            _ => {
+            8 => {
                 type $T = u64;
                 $body
             }
+            other => unreachable!("a unit has 1, 2, 4 or 8 bytes, not {other}"),
         }
     };
 }

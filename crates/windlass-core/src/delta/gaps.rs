@@ -5,7 +5,7 @@ use super::bits::{BitWriter, UnaryWriter, each_field};
 /// The largest Rice parameter: gaps are below 2^16.
 pub const MAX_K: u32 = 15;
 
-/// The gaps of ascending positions, each with the position before it.
+/// The gaps of ascending positions.
 #[inline(always)]
 fn gaps(positions: &[u16]) -> impl Iterator<Item = u64> {
     let first = positions.first().map(|&p| u64::from(p));

@@ -83,7 +83,11 @@
 //! end       = "END\0" · parts u32 · records u64 · changes u64 · XXH3-64 of the 24 bytes before u64
 //! ```
 //!
-//! The header's length counts all of it, the XXH3 included. A part's XXH3 covers its first 16 bytes, its
+//! The header's length counts all of it, the XXH3 included. `changes` counts the units that changed; where that
+//! is not known, because a dense record went into a composition, all units of the block. A payload has 1 to
+//! 2^19 bytes, a part at least one record. Writers close a part when its payload has 64 KiB or it has 1024
+//! records, whichever comes first, so that the same records in the same order make the same file; readers do
+//! not depend on it. A part's XXH3 covers its first 16 bytes, its
 //! index and its payload. The container is an unordered union of parts: several writers (ranks, nodes, GPU
 //! and CPU encoders) may each bring some, in any order, as long as no block has two records. A reader checks
 //! every length against what is there before it uses it; a part holds at most [`container::MAX_PART`] bytes,
@@ -95,7 +99,9 @@
 //! current sum from its table. If that is the new sum, the block is done already: *skip*. Otherwise the new
 //! units are computed aside; if the current sum plus their differences is the new sum, this is the right base
 //! and the block is written: *applied*. If not, the base is another one and nothing is written: *refetch*.
-//! So applying is idempotent, never leaves a block half-written, and costs O(changes).
+//! So applying is idempotent, never leaves a block half-written, and costs O(changes). A dense record needs no
+//! base: its units must have its sum, and they replace whatever is there. Whoever must not overwrite a foreign
+//! image compares digests first.
 //!
 //! # Composition
 //!

@@ -272,7 +272,6 @@ proptest! {
         let outcome = Applier::new().apply(&Portable, &tile, &record, current, &mut block);
         prop_assert!(!matches!(outcome, Ok(Outcome::Applied | Outcome::Skipped)));
         prop_assert!(block == before);
-        let _ = Applier::new().distances(&tile, &record);
         let _ = Composer::new().compose(&tile, &record, &record, &mut Vec::new());
     }
 

@@ -22,6 +22,19 @@
 //! [`LayoutHash`] covers names, dtypes, shapes and aliases. It leaves the cut table out, because a state
 //! digest is a function of layout and bytes alone and must not change when a run is re-sharded. The cut
 //! table has a hash of its own ([`CutsHash`]); deltas, whose records speak of blocks, carry both.
+//!
+//! Both are XXH3-128, big-endian, of a byte string; numbers in it are u64, little-endian, and a *text* is its
+//! length and its UTF-8 bytes.
+//!
+//! ```text
+//! layout = "windlass layout 1\0" · count of tensors · tensor* · alias*
+//! tensor = text(name) · text(safetensors dtype) · rank · dimension*      in canonical order
+//! alias  = text(alias) · text(target)                                    by alias, bytewise
+//! cuts   = "windlass cuts 1\0" · 65536 · entry*
+//! entry  = text(name) · (dimension · count of bounds · bound*)* · 2^64-1  by name, bytewise
+//! ```
+//!
+//! Dimensions without bounds, and tensors without any, are left out of the cuts.
 
 pub mod cut;
 pub mod header;
