@@ -5,8 +5,9 @@
 
 A row is `| C12 | what | `test_name`, `module::test_name` |`, or `not yet` in the last cell. A row that is only
 partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. A name stands for
-a Rust test (a function under `#[test]`, also inside `proptest!`) or for a pytest function. With a module
-before it, the test must be in a file or folder of that name.
+a Rust test (a function under `#[test]`, also inside `proptest!`) or for a pytest function. A test under
+`#[ignore]` is not run with the others, so it proves nothing and does not count. With a module before it, the
+test must be in a file or folder of that name.
 """
 
 import pathlib
@@ -20,18 +21,26 @@ TABLE = ROOT / "docs/contract.md"
 
 _ROW = re.compile(r"^\|\s*C(\d+)\s*\|(.*)\|(.*)\|\s*$")
 _PROOF = re.compile(r"(?P<names>`[^`]+`(?:, `[^`]+`)*)(?P<partly>; still missing:(?P<lacks>.*))?")
-_RUST_TEST = re.compile(
-    r"#\[(?:\w+::)*test(?:\([^\]]*\))?\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?fn\s+(\w+)"
+_RUST_FN = re.compile(
+    r"(?P<attributes>(?:#\[[^\]]*\]\s*)+)(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?fn\s+(?P<name>\w+)"
 )
+_TEST = re.compile(r"#\[(?:\w+::)*test(?:\([^\]]*\))?\]")
+_IGNORE = re.compile(r"#\[\s*(?:ignore\b|cfg_attr\b[^\]]*\bignore\b)")
 _PYTHON_TEST = re.compile(r"^\s*(?:async\s+)?def\s+(test_\w+)", re.MULTILINE)
+
+
+def rust_tests(source: str) -> list[str]:
+    """The tests that `cargo test` runs."""
+    functions = _RUST_FN.finditer(strip(source))
+    return [f["name"] for f in functions if _TEST.search(f["attributes"]) and not _IGNORE.search(f["attributes"])]
 
 
 def find_tests() -> dict[str, list[pathlib.Path]]:
     """Test name -> files that define it, relative to the root."""
     tests: dict[str, list[pathlib.Path]] = {}
-    for suffix, pattern, clean in [(".rs", _RUST_TEST, strip), (".py", _PYTHON_TEST, str)]:
+    for suffix, names in [(".rs", rust_tests), (".py", _PYTHON_TEST.findall)]:
         for path in files(suffix):
-            for name in pattern.findall(clean(path.read_text())):
+            for name in names(path.read_text()):
                 tests.setdefault(name, []).append(path.relative_to(ROOT))
     return tests
 
@@ -114,13 +123,21 @@ def self_test() -> None:
     source = """
         #[test]
         fn plain() {}
-        proptest! { #![proptest_config(x)] #[test] #[ignore] fn property(a in 0..1) {} }
+        proptest! { #![proptest_config(x)] #[test] fn property(a in 0..1) {} }
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn ignored() {}
+        #[ignore] #[test] fn ignored_first() {}
+        #[cfg_attr(miri, ignore)]
+        #[test]
+        fn ignored_somewhere() {}
+        #[should_panic] #[test] #[allow(unused)] fn ignore_is_only_its_name() {}
         // #[test] fn commented() {}
         fn not_a_test() { let s = "#[test] fn quoted() {}"; }
         #[tokio::test(flavor = "current_thread")]
         pub(crate) async fn slow() {}
     """
-    assert _RUST_TEST.findall(strip(source)) == ["plain", "property", "slow"], _RUST_TEST.findall(strip(source))
+    assert rust_tests(source) == ["plain", "property", "ignore_is_only_its_name", "slow"], rust_tests(source)
     assert _PYTHON_TEST.findall("def test_a():\n    def helper(): ...\n    async def test_b(): ...\n") == ["test_a", "test_b"]
     print("contract: self-test passed")
 

@@ -1,6 +1,6 @@
 """A second implementation of the block sum, from its definition, to make and check digest.json.
 
-`python3 testdata/digest.py` prints the sums of the cases; the Rust tests compare theirs with the file. The
+`python3 testdata/digest.py` writes the sums of the cases into digest.json; the Rust tests compare theirs with it. The
 final hash (XXH3-128 over layout hash and raw state sum) is not in the standard library and is taken from Rust.
 """
 

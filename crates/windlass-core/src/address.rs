@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_addresses_that_can_be_dialled() {
+    fn host_ports_are_addresses_that_can_be_dialled() {
         for good in ["trainer-0:1", "10.0.0.4:7071", "a.b_c.d:65535", "[::1]:80", "[2001:db8::7]:7071"] {
             assert_eq!(good.parse::<HostPort>().unwrap().to_string(), good);
         }

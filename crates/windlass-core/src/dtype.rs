@@ -166,6 +166,7 @@ impl<'de> Deserialize<'de> for Dtype {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashSet;
 
     #[test]
     fn every_spelling_of_every_dtype_parses() {
@@ -191,6 +192,28 @@ mod tests {
             let theirs: safetensors::Dtype =
                 serde_json::from_str(&json).unwrap_or_else(|e| panic!("{d}: {e}"));
             assert_eq!(theirs.bitsize() as u64, d.bits(), "{d}");
+        }
+        // Their list as they give it themselves, in the error about a name that they do not know.
+        let error = serde_json::from_str::<safetensors::Dtype>("\"?\"").unwrap_err().to_string();
+        let theirs: HashSet<&str> = error.split('`').skip(1).step_by(2).filter(|name| *name != "?").collect();
+        let ours: HashSet<&str> = Dtype::ALL.iter().map(|d| d.safetensors_name()).collect();
+        assert_eq!(ours, theirs, "{error}");
+    }
+
+    #[test]
+    fn short_names_of_torch_stand_for_their_dtypes() {
+        for (short, name) in [
+            ("half", "float16"),
+            ("float", "float32"),
+            ("double", "float64"),
+            ("short", "int16"),
+            ("int", "int32"),
+            ("long", "int64"),
+            ("cfloat", "complex64"),
+        ] {
+            for spelling in [short.to_owned(), format!("torch.{short}")] {
+                assert_eq!(spelling.parse::<Dtype>().unwrap().name(), name, "{spelling}");
+            }
         }
     }
 

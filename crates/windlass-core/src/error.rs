@@ -240,6 +240,12 @@ mod tests {
     fn json_name_is_as_str() {
         for kind in Kind::ALL {
             assert_eq!(serde_json::to_string(&kind).unwrap(), format!("\"{kind}\""));
+        }
+    }
+
+    #[test]
+    fn http_status_of_every_kind_is_that_of_an_error() {
+        for kind in Kind::ALL {
             assert!((400..600).contains(&kind.row().http));
         }
     }

@@ -611,13 +611,23 @@ fn served(groups: &[Group]) -> Option<Served> {
     Some(served)
 }
 
-/// What holds a set up: the first of its groups that is not up to date.
+/// What holds a set up: the first of its groups that is not up to date. If all are, the relaxed models that
+/// serve less than another one.
 fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
     let groups = sets.get(set).and_then(|s| groups.get(s.groups.clone())).unwrap_or_default();
-    groups.iter().map(Group::blocked).find(|b| *b != Blocked::UpToDate).unwrap_or(Blocked::UpToDate)
+    if let Some(why) = groups.iter().map(Group::blocked).find(|b| *b != Blocked::UpToDate) {
+        return why;
+    }
+    let newest = groups.iter().filter_map(|g| g.service).max();
+    let behind = groups.iter().filter(|g| g.service < newest);
+    let missing: Vec<_> = behind.flat_map(|g| g.models.iter().cloned()).collect();
+    match newest {
+        Some(version) if !missing.is_empty() => Blocked::Unmatched { version, missing },
+        Some(_) | None => Blocked::UpToDate,
+    }
 }
 
-// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-10
+// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-11
 // in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
 //
 // B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
@@ -646,8 +656,11 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_words_are_refused_by_name
 // B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
-//      history_is_released_only_when_no_receiver_has_a_claim_on_it
+//      history_is_released_only_when_no_receiver_has_a_claim_on_it,
+//      claim_on_history_expires_when_its_holder_has_been_out_of_the_pool_for_too_long
 // B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
 //      sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged,
 //      staged_bytes_are_not_abandoned_when_another_order_for_them_is_open
-// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval
+// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
+//      eval_that_never_ends_is_given_up_at_its_deadline,
+//      trainer_that_ran_ahead_alone_is_told_which_models_are_missing

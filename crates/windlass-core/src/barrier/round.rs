@@ -167,8 +167,13 @@ impl Group {
         if let Some(missing) = self.missing() {
             return missing;
         }
-        if self.newest_common.is_some() {
-            return Blocked::UpToDate;
+        if let Some(common) = self.newest_common {
+            let lineages = self.lineages.iter().flatten();
+            let newest = lineages.filter_map(|l| l.announced.last().copied()).max().filter(|v| *v > common);
+            let Some(version) = newest else { return Blocked::UpToDate };
+            let models = self.models.iter().zip(self.lineages.iter().flatten());
+            let missing = models.filter(|(_, l)| !l.announced.contains(&version));
+            return Blocked::Unmatched { version, missing: missing.map(|(m, _)| m.clone()).collect() };
         }
         let newest = self.models.iter().zip(self.lineages.iter().flatten());
         let newest = newest.map(|(m, l)| (m.clone(), l.announced.last().copied().unwrap_or(l.low))).collect();

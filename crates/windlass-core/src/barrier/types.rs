@@ -302,6 +302,13 @@ pub enum Blocked {
         /// The newest announced version of each model.
         newest: Vec<(ModelId, Version)>,
     },
+    /// Some models have gone on to a version that others have not announced; nothing else is waited for.
+    Unmatched {
+        /// The newest announced version. In a relaxed set it is served as far as it can be.
+        version: Version,
+        /// Who has not announced it.
+        missing: Vec<ModelId>,
+    },
     /// No receiver has joined.
     NoReceivers,
     /// Nobody who is ready serves this model.
@@ -343,6 +350,11 @@ impl fmt::Display for Blocked {
                 f.write_str("the models have no loadable version in common: newest are")?;
                 newest.iter().try_for_each(|(m, v)| write!(f, " {m} {v}"))?;
                 f.write_str("; resume them from the same step")
+            }
+            Blocked::Unmatched { version, missing } => {
+                write!(f, "version {version} is announced, but not by")?;
+                missing.iter().try_for_each(|m| write!(f, " {m}"))?;
+                f.write_str("; announce it there, too")
             }
             Blocked::NoReceivers => f.write_str("no receivers have joined; start one"),
             Blocked::Uncovered { model } => {

@@ -170,7 +170,7 @@ fn another_region_reads_from_the_store_if_there_is_one() {
 }
 
 #[test]
-fn adapters_never_send_the_base_weights() {
+fn adapters_do_not_send_the_base_weights_unless_a_strategy_is_named() {
     let shared = Facts { lora_sync_path: Some("/mnt/adapters".into()), ..adapter() };
     assert_eq!(path(&pick(&shared)), (Strategy::Lora, Link::File, Codec::Full));
     assert_eq!(path(&pick(&adapter())), (Strategy::Lora, Link::Tcp, Codec::Full));
@@ -187,7 +187,10 @@ fn adapters_never_send_the_base_weights() {
     assert!(why.contains("travels whole"), "{why}");
     impossible(with(&adapter(), json!({"link": "cuda_ipc"})), Subject::Link(Link::CudaIpc));
     impossible(with(&adapter(), json!({"link": "file"})), Subject::Link(Link::File));
-    // An explicit strategy still wins.
+}
+
+#[test]
+fn named_strategy_wins_over_the_rule_for_adapters() {
     assert_eq!(with(&adapter(), json!({"strategy": "tcp"})).unwrap().strategy, Strategy::Tcp);
 }
 

@@ -487,6 +487,26 @@ mod tests {
     }
 
     #[test]
+    fn older_names_of_sync_infos_are_the_same_types() {
+        let older: [WeightSyncInitInfo; 2] = [
+            WeightSyncInitInfo::TorchDistributed(
+                TorchDistributedWeightSyncInitInfo::new(
+                    "10.0.0.7",
+                    29500,
+                    9,
+                    "weight_update_group",
+                    Backend::Nccl,
+                )
+                .unwrap(),
+            ),
+            WeightSyncInitInfo::Empty(EmptyWeightSyncInitInfo {}),
+        ];
+        let newer: [WeightSyncInfo; 2] =
+            [torch(Backend::Nccl), WeightSyncInfo::Empty(EmptyWeightSyncInfo {})];
+        assert_eq!(older, newer);
+    }
+
+    #[test]
     fn the_token_of_an_agent_info_is_carried_but_never_printed() {
         assert_eq!(agent().to_value()["token"], "hunter2");
         assert!(!format!("{:?}", agent()).contains("hunter2"));

@@ -161,9 +161,10 @@ impl Inbox {
 
     fn ping(&mut self, number: u64) -> Result<Vec<u8>, WireError> {
         self.open(FrameKind::Ping)?;
-        if self.ping.replace(number).is_some() {
+        if self.ping.is_some() {
             return Err(WireError::Unexpected { frame: FrameKind::Ping, state: "the Pong to the last Ping" });
         }
+        self.ping = Some(number);
         Message::Ping(number).encode(self.stream)
     }
 

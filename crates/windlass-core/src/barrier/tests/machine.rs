@@ -302,6 +302,9 @@ fn random_interleavings_reach_what_they_are_meant_to_test() {
         "gate failed",
         "pressed",
         "caught up",
+        "evaluated",
+        "released",
+        "stalled",
     ] {
         assert!(seen.get(what).is_some_and(|n| *n >= 40), "{what} is too rare in {seen:?}");
     }

@@ -193,13 +193,15 @@ impl Rig {
     }
 }
 
+/// Who is ordered to load, once for each order.
 fn loads(actions: &[Action]) -> Vec<&str> {
-    let load = |a: &'_ Action| match a {
-        Action::Load { to, .. } => Some(to.receiver.clone()),
+    let load = actions.iter().filter_map(|a| match a {
+        Action::Load { to, .. } => Some(to.receiver.as_str()),
         _ => None,
-    };
-    let names: Vec<_> = actions.iter().filter_map(load).collect();
-    ["r0", "r1", "r2", "r3"].into_iter().filter(|n| names.iter().any(|r| r.as_str() == *n)).collect()
+    });
+    let mut names: Vec<_> = load.collect();
+    names.sort_unstable();
+    names
 }
 
 fn opened(actions: &[Action]) -> Vec<u64> {

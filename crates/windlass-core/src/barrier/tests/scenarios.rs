@@ -1,5 +1,7 @@
 //! What happens when things go as they should: barrier, gate, joining, moving on, quorum, history.
 
+use std::collections::BTreeSet;
+
 use super::*;
 
 #[test]
@@ -243,13 +245,14 @@ fn trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on() {
     assert_eq!(pressure(&t.load(0)), Some((false, 2)));
 }
 
+fn released(actions: &[Action]) -> Vec<String> {
+    let find =
+        |a: &Action| if let Action::Release { identity } = a { Some(identity.to_string()) } else { None };
+    actions.iter().filter_map(find).collect()
+}
+
 #[test]
 fn history_is_released_only_when_no_receiver_has_a_claim_on_it() {
-    let released = |actions: &[Action]| {
-        let find =
-            |a: &Action| if let Action::Release { identity } = a { Some(identity.to_string()) } else { None };
-        actions.iter().filter_map(find).collect::<Vec<_>>()
-    };
     let mut t = Rig::new(vec![SetConfig { required: Required::AtLeast(1), ..strict("set", &["solo"]) }]);
     t.join(0, &["solo"], &[]);
     t.join(1, &["solo"], &[]);
@@ -264,11 +267,38 @@ fn history_is_released_only_when_no_receiver_has_a_claim_on_it() {
     assert_eq!(released(&t.load(0)), [""; 0]);
     t.stage(1, id("solo", 1, 2));
     assert_eq!(released(&t.load(1)), ["solo@1.2"]);
-    // A claim ends with its holder, or when it has been out of the pool for too long.
+    // A claim ends with its holder.
     t.notify(id("solo", 1, 3));
     t.stage(0, id("solo", 1, 3));
     assert_eq!(released(&t.load(0)), [""; 0]);
     assert_eq!(released(&t.step(Event::Leave { peer: t.peer(1) })), ["solo@1.3"]);
+}
+
+#[test]
+fn claim_on_history_expires_when_its_holder_has_been_out_of_the_pool_for_too_long() {
+    let mut t = Rig::new(vec![SetConfig { required: Required::AtLeast(1), ..strict("set", &["solo"]) }]);
+    t.join(0, &["solo"], &[]);
+    t.join(1, &["solo"], &[]);
+    t.notify(id("solo", 1, 1));
+    for r in [0, 1] {
+        t.stage(r, id("solo", 1, 1));
+        t.load(r);
+    }
+    // r1 stays alive, but never gets beyond 1, so it is fenced when 2 is served.
+    t.notify(id("solo", 1, 2));
+    t.stage(0, id("solo", 1, 2));
+    t.load(0);
+    assert_eq!(t.live(), ["r0"]);
+    let mut ages = Vec::new();
+    for age in 1..=3000 {
+        assert!(age != 2000 || t.barrier.next_deadline() == Some(2000), "nobody would look in time");
+        let actions = t.after(1);
+        ages.extend(released(&actions).into_iter().map(|what| (age, what)));
+        for r in [0, 1] {
+            t.step(Event::Heartbeat { peer: t.peer(r) });
+        }
+    }
+    assert_eq!(ages, [(2000, "solo@1.2".to_owned())], "once, and when `history_ms` has passed");
 }
 
 #[test]
@@ -280,7 +310,7 @@ fn synchronous_notify_answers_after_the_load_with_the_results_of_the_eval() {
     let identity = id("actor", 1, 7);
     t.step(Event::Notify { identity, sender_endpoint: sender_endpoint.clone(), sync: sync(1, true) });
     let identity = id("verifier", 1, 7);
-    t.step(Event::Notify { identity, sender_endpoint: sender_endpoint.clone(), sync: sync(2, false) });
+    t.step(Event::Notify { identity, sender_endpoint, sync: sync(2, false) });
     t.stage_pair(0, 1, 7);
     let actions = t.load(0);
     let served = t.barrier.service_version(&set("set")).unwrap().unwrap().clone();
@@ -295,12 +325,56 @@ fn synchronous_notify_answers_after_the_load_with_the_results_of_the_eval() {
         t.try_step(Event::EvalDone { id: WaitId(1), result }),
         Err(BarrierError::UnknownWait(WaitId(1)))
     );
-    // One that is never loaded ends at its deadline, and so does an eval that never ends.
-    let identity = id("actor", 1, 8);
-    t.step(Event::Notify { identity, sender_endpoint, sync: sync(3, false) });
-    let blocked = Blocked::UpToDate;
-    let outcome = NotifyOutcome::LoadTimeout { blocked };
-    assert!(t.after(400).contains(&Action::NotifyReply { id: WaitId(3), outcome }));
+}
+
+#[test]
+fn trainer_that_ran_ahead_alone_is_told_which_models_are_missing() {
+    for mode in [Mode::Strict, Mode::Relaxed] {
+        let mut t = Rig::new(vec![SetConfig { mode, ..strict("set", &PAIR) }]);
+        t.join(0, &PAIR, &[]);
+        for name in PAIR {
+            t.notify(id(name, 1, 7));
+            t.stage(0, id(name, 1, 7));
+            if mode == Mode::Relaxed {
+                t.load(0);
+            }
+        }
+        if mode == Mode::Strict {
+            t.load(0);
+        }
+        assert_eq!((t.served(), t.barrier.blocked(&set("set"))), (Some(7), Ok(Blocked::UpToDate)));
+        let sync = Some(SyncNotify { id: WaitId(3), eval: false, timeout: 300 });
+        t.step(Event::Notify { identity: id("actor", 1, 8), sender_endpoint: "trainer:9".into(), sync });
+        t.stage(0, id("actor", 1, 8));
+        if mode == Mode::Relaxed {
+            t.load(0);
+        }
+        let blocked = Blocked::Unmatched { version: 8, missing: vec![model("verifier")] };
+        assert!(blocked.to_string().contains("version 8 is announced, but not by verifier"));
+        let outcome = NotifyOutcome::LoadTimeout { blocked };
+        assert_eq!(t.after(300), [Action::NotifyReply { id: WaitId(3), outcome }], "{mode:?}");
+    }
+}
+
+#[test]
+fn eval_that_never_ends_is_given_up_at_its_deadline() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    let sync = Some(SyncNotify { id: WaitId(1), eval: true, timeout: 400 });
+    t.step(Event::Notify { identity: id("actor", 1, 7), sender_endpoint: "trainer:9".into(), sync });
+    t.notify(id("verifier", 1, 7));
+    t.stage_pair(0, 1, 7);
+    // The notify's own deadline ends with the load; the eval's begins there.
+    t.after(200);
+    let actions = t.load(0);
+    let served = t.barrier.service_version(&set("set")).unwrap().unwrap().clone();
+    assert!(actions.contains(&Action::RunEval { id: WaitId(1), served: served.clone() }));
+    assert_eq!(t.after(499), []);
+    assert_eq!(t.barrier.next_deadline(), Some(700));
+    let outcome = NotifyOutcome::EvalTimeout { served };
+    assert_eq!(t.after(1), [Action::NotifyReply { id: WaitId(1), outcome }]);
+    let late = Event::EvalDone { id: WaitId(1), result: Ok("0.7".into()) };
+    assert_eq!(t.try_step(late), Err(BarrierError::UnknownWait(WaitId(1))));
 }
 
 #[test]
@@ -338,20 +412,23 @@ fn three_hundred_receivers_of_eight_models_take_one_order_each_per_model() {
     for r in 0..300 {
         t.join(r, &names, &[]);
     }
-    let mut stages = 0;
+    let mut actions = Vec::new();
     for version in 1..=3 {
         for name in &names {
-            stages += staged_orders(&t.notify(id(name, 1, version))).len();
+            actions.extend(t.notify(id(name, 1, version)));
         }
         for r in 0..300 {
             for name in &names {
-                t.stage(r, id(name, 1, version));
+                actions.extend(t.stage(r, id(name, 1, version)));
             }
         }
         for r in 0..300 {
-            t.load(r);
+            actions.extend(t.load(r));
         }
         assert_eq!(t.served(), Some(version));
     }
-    assert_eq!((stages, t.live.len()), (3 * 300 * 8, 300));
+    let (staged, loaded) = (staged_orders(&actions), loads(&actions));
+    let receivers: BTreeSet<_> = loaded.iter().collect();
+    assert_eq!((staged.len(), loaded.len(), receivers.len()), (3 * 300 * 8, 3 * 300, 300));
+    assert_eq!(t.live.len(), 300);
 }

@@ -77,6 +77,8 @@ pub(super) struct World {
     served: Vec<Option<Served>>,
     /// Who was fenced for lagging just now, in which set, and by which action it had gone live.
     left_behind: Vec<(ReceiverId, usize, u64)>,
+    /// Whose trainer has been told to wait.
+    pressed: BTreeSet<ModelId>,
     waits: BTreeMap<WaitId, OpenWait>,
     next_session: u64,
     sent: u64,
@@ -103,6 +105,7 @@ impl World {
             served: vec![None; sets],
             left_behind: Vec::new(),
             actions: 0,
+            pressed: BTreeSet::new(),
             waits: BTreeMap::new(),
             next_session: 0,
             sent: 0,
@@ -162,8 +165,16 @@ impl World {
         let before = self.sent.is_multiple_of(8).then(|| self.barrier.snapshot());
         match self.barrier.step(self.now, event.clone()) {
             Ok(actions) => {
+                let notified = if let Event::Notify { identity, .. } = &event {
+                    Some(identity.model_id.clone())
+                } else {
+                    None
+                };
                 self.accepted(event);
                 self.judge(actions);
+                if let Some(model) = notified {
+                    self.judge_pressure(&model);
+                }
                 Ok(())
             }
             Err(refused) => {
@@ -188,6 +199,7 @@ impl World {
                 assert!(old <= Some(identity.incarnation), "a dead lineage was accepted");
                 if old.is_some_and(|old| old < identity.incarnation) {
                     self.begun[set].clear();
+                    self.pressed.remove(&identity.model_id);
                     self.note("superseded");
                 }
                 let key = (identity.model_id.clone(), identity.incarnation);
@@ -500,6 +512,7 @@ impl World {
                 let mut wait = self.waits.remove(&id).expect("answered twice");
                 assert!(!wait.gate && !wait.evaluating && served.version >= wait.at_least);
                 self.judge_wait(&wait, &served);
+                self.note("evaluated");
                 wait.evaluating = true;
                 wait.until = self.now + self.config.limits.eval_ms;
                 self.waits.insert(id, wait);
@@ -517,8 +530,13 @@ impl World {
                 match outcome {
                     NotifyOutcome::Loaded { served } => self.judge_wait(&wait, &served),
                     NotifyOutcome::Evaluated { .. } => assert!(wait.evaluating),
-                    NotifyOutcome::LoadTimeout { .. } | NotifyOutcome::EvalTimeout { .. } => {
-                        assert!(wait.until <= self.now);
+                    NotifyOutcome::LoadTimeout { blocked } => {
+                        assert!(!wait.evaluating && wait.until <= self.now);
+                        assert_ne!(blocked, Blocked::UpToDate, "a version that was announced is not served");
+                    }
+                    NotifyOutcome::EvalTimeout { .. } => {
+                        assert!(wait.evaluating && wait.until <= self.now);
+                        self.note("eval timeout");
                     }
                     NotifyOutcome::Superseded { by } => assert!(wait.lineage.unwrap().1 < by),
                 }
@@ -534,14 +552,35 @@ impl World {
                         "released what {life:?} needs"
                     );
                 }
+                self.note("released");
             }
-            Action::BackPressure { wait: true, .. } => self.note("pressed"),
+            Action::BackPressure { model, ahead, wait, .. } => {
+                assert_eq!(wait, ahead > self.config.limits.max_ahead, "B-11: {model} is {ahead} ahead");
+                if wait {
+                    self.pressed.insert(model);
+                    self.note("pressed");
+                } else {
+                    self.pressed.remove(&model);
+                }
+            }
             Action::Stalled { .. } => self.note("stalled"),
-            Action::BackPressure { wait: false, .. }
-            | Action::Lagging { .. }
-            | Action::Superseded { .. }
-            | Action::ServiceVersion { .. } => {}
+            Action::Lagging { .. } | Action::Superseded { .. } | Action::ServiceVersion { .. } => {}
         }
+    }
+
+    /// B-11: after a notify its trainer has been told to wait if it is too far ahead of what is served.
+    fn judge_pressure(&self, model: &ModelId) {
+        let set = self.set_of(model);
+        // In a relaxed set each model is ahead of its own version, which is not known while others have none.
+        if self.config.sets[set].mode == Mode::Relaxed {
+            return;
+        }
+        let key = (model.clone(), self.current[model]);
+        let served = self.served[set].as_ref().map(|s| s.version);
+        let passed = served.max(self.highest_load.get(&key).copied());
+        let ahead = self.announced[&key].iter().filter(|v| passed.is_none_or(|p| **v > p)).count();
+        let told = self.pressed.contains(model);
+        assert!(told || ahead <= self.config.limits.max_ahead, "B-11: {model} is {ahead} ahead and goes on");
     }
 
     fn judge_wait(&self, wait: &OpenWait, served: &Served) {

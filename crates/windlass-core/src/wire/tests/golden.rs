@@ -1,4 +1,5 @@
-//! Vectors in `testdata/wire`, made by an implementation of the specification in another language.
+//! Vectors in `testdata/wire`. Frames and handshake are made by `testdata/wire.py`, a second implementation of
+//! the specification; the tickets are only read and written here.
 
 use serde::Deserialize;
 use serde_json::Value;

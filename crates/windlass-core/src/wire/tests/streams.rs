@@ -317,6 +317,8 @@ fn a_pong_must_answer_the_ping() {
     let (mut pull, mut serve) = ends(&ticket, &plan, 2);
     pull.ping(4).unwrap();
     assert!(pull.ping(5).is_err(), "one at a time");
+    // The refused ping was not sent, so the one before it is still the one to be answered.
+    assert_eq!(to_client(&mut pull, &Message::Pong(4).encode(STREAM).unwrap()), Ok(PullEvent::Pong));
     serve.ping(4).unwrap();
     let pong = Message::Pong(6).encode(STREAM).unwrap();
     assert!(matches!(to_server(&mut serve, &pong), Err(WireError::Unexpected { .. })));
