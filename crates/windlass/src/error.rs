@@ -133,7 +133,8 @@ impl Error {
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
-            Error::Busy { .. } => Kind::Exhausted,
+            // Another run's lock forbids it; nothing ran out, and no input is wrong.
+            Error::Busy { .. } => Kind::Denied,
             Error::Cancelled => Kind::Cancelled,
             Error::Bug(_) => Kind::Bug,
         }

@@ -12,6 +12,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -113,14 +114,14 @@ struct Hand {
 impl Job<'_> {
     fn to_new_place(&self, output: &Path) -> Result<Tally, Error> {
         let inputs = [self.args.base.as_path(), self.args.delta.as_path()];
+        let sources = self.open_shards(false)?;
         let (dir, files) = if self.layout.is_directory() {
-            let dir = OutDir::create(output, &inputs)?;
-            let files = self.create_shards(dir.path())?;
+            let dir = OutDir::create(output, &self.args.base, &inputs)?;
+            let files = self.create_shards(dir.path(), &sources)?;
             (Some(dir), files)
         } else {
-            (None, vec![OutFile::create(output, &inputs)?])
+            (None, vec![OutFile::create(output, &inputs)?.with_mode_of(&sources[0])?])
         };
-        let sources = self.open_shards(false)?;
         for ((source, out), shard) in sources.iter().zip(&files).zip(self.layout.shards()) {
             let write = |e| Error::io("write", out.target())(e);
             out.file().set_len(shard.bytes).map_err(write)?;
@@ -303,25 +304,28 @@ impl Job<'_> {
         self.layout.shards().iter().map(|s| open(&s.path)).collect()
     }
 
-    fn create_shards(&self, dir: &Path) -> Result<Vec<OutFile>, Error> {
-        let create = |path: &Path| match path.file_name() {
-            Some(name) => OutFile::create(&dir.join(name), &[]),
+    fn create_shards(&self, dir: &Path, sources: &[File]) -> Result<Vec<OutFile>, Error> {
+        let create = |path: &Path, source| match path.file_name() {
+            Some(name) => OutFile::create(&dir.join(name), &[])?.with_mode_of(source),
             None => Err(Error::Bug(format!("shard {} has no name", path.display()))),
         };
-        self.layout.shards().iter().map(|s| create(&s.path)).collect()
+        self.layout.shards().iter().zip(sources).map(|(s, source)| create(&s.path, source)).collect()
     }
 
     fn copy_index(&self, dir: &Path) -> Result<(), Error> {
-        let (from, to) = (self.args.base.join(INDEX), dir.join(INDEX));
-        if from.exists() {
-            std::fs::copy(&from, &to).map_err(Error::io("write", &to))?;
-        }
-        Ok(())
+        let from = self.args.base.join(INDEX);
+        let mut source = match File::open(&from) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            opened => opened.map_err(Error::io("open", &from))?,
+        };
+        let out = OutFile::create(&dir.join(INDEX), &[])?.with_mode_of(&source)?;
+        io::copy(&mut source, &mut out.file()).map_err(Error::io("write", out.target()))?;
+        out.commit()
     }
 }
 
 /// Copies the first `len` bytes, a header, through a small buffer.
-fn copy_range(from: &File, to: &File, len: u64) -> std::io::Result<()> {
+fn copy_range(from: &File, to: &File, len: u64) -> io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     let mut at = 0;
     while at < len {

@@ -14,7 +14,7 @@
 //! ```
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use windlass_core::manifest::BLOCK_UNITS;
 
 use crate::error::Error;
+use crate::outfile::{beside, lock_file};
 
 const HEAD: u64 = 8;
 /// Room for the head and the largest block: units have at most eight bytes.
@@ -43,25 +44,8 @@ impl Journal {
     pub fn open(base: &Path) -> Result<Journal, Error> {
         // The real name, so that runs through different links meet.
         let base = base.canonicalize().map_err(Error::io("open", base))?;
-        let (Some(dir), Some(name)) = (base.parent(), base.file_name()) else {
-            return Err(Error::Usage(format!("{} cannot be changed in place", base.display())));
-        };
-        let mut own = std::ffi::OsString::from(".");
-        own.push(name);
-        own.push(".windlass-journal");
-        let path = dir.join(own);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(Error::io("create", &path))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: base }),
-            Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path)(e)),
-        }
+        let path = beside(&base, "journal")?;
+        let file = lock_file(&path, &base)?;
         let len = file.metadata().map_err(Error::io("read", &path))?.len();
         let slots = len.div_ceil(SLOT);
         let mut earlier: HashMap<u32, Vec<(u64, u32)>> = HashMap::new();

@@ -71,6 +71,7 @@ impl Make {
     pub fn run(&self, session: &Session) -> Result<(), Error> {
         let (base, new) = (Checkpoint::open(&self.base)?, Checkpoint::open(&self.new)?);
         same_layout((&self.base, base.manifest()), (&self.new, new.manifest()))?;
+        let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
         let manifest = base.manifest();
         let (old, new) = (|t| base.tensor(t), |t| new.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new };
@@ -82,7 +83,6 @@ impl Make {
         };
         let encoder = if context { Encoder::with_context } else { Encoder::plain };
 
-        let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
         let write = |bytes: &[u8]| out.file().write_all(bytes).map_err(Error::io("write", &self.output));
         // The digests are known at the end; the header has the same length whatever they are.
         let unknown = StateDigest([0; 16]);
