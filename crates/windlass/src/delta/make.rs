@@ -13,6 +13,7 @@ use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::manifest::Manifest;
 use windlass_data::file::Checkpoint;
 
+use super::journal::refuse_unfinished;
 use super::pass::{self, Pair, Run};
 use super::{bits_per_change, same_layout};
 use crate::cli::Mode;
@@ -69,6 +70,7 @@ impl Names {
 impl Make {
     /// Writes the delta and prints what it is.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        [&self.base, &self.new].into_iter().try_for_each(|p| refuse_unfinished(p))?;
         let (base, new) = (Checkpoint::open(&self.base)?, Checkpoint::open(&self.new)?);
         same_layout((&self.base, base.manifest()), (&self.new, new.manifest()))?;
         let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
