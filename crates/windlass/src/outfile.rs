@@ -148,35 +148,42 @@ impl Drop for OutDir {
 }
 
 /// Opens or makes the file `path` and locks it for this run; [`Error::Busy`] for `target` if another run has it.
-///
-/// The run that has the lock may rename or remove the file. So once locked, the file must still be the one of
-/// that name; otherwise the lock is on something finished, and the next try makes a new file.
 pub fn lock_file(path: &Path, target: &Path) -> Result<File, Error> {
-    let alien = |found| Error::InTheWay { path: path.into(), found, wanted: "a file of an earlier run" };
     for _ in 0..LOCK_TRIES {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
-        let file = options.open(path).map_err(|e| match e.raw_os_error() {
-            Some(libc::ELOOP) => alien("a symbolic link"),
-            _ => Error::io("create", path)(e),
-        })?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target.into() }),
-            Err(TryLockError::Error(e)) => return Err(Error::io("lock", path)(e)),
-        }
-        let ours = file.metadata().map_err(Error::io("read", path))?;
-        if !ours.is_file() {
-            return Err(alien("a device or pipe"));
-        }
-        match fs::symlink_metadata(path) {
-            Ok(named) if (named.dev(), named.ino()) == (ours.dev(), ours.ino()) => return Ok(file),
-            Ok(_) => {}
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(Error::io("read", path)(e)),
+        let file = open_own(path)?;
+        if lock_named(&file, path, target)? {
+            return Ok(file);
         }
     }
     Err(Error::Busy { path: target.into() })
+}
+
+fn open_own(path: &Path) -> Result<File, Error> {
+    let alien = |found| Error::InTheWay { path: path.into(), found, wanted: "a file of an earlier run" };
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
+    let file = options.open(path).map_err(|e| match e.raw_os_error() {
+        Some(libc::ELOOP) => alien("a symbolic link"),
+        _ => Error::io("create", path)(e),
+    })?;
+    let meta = file.metadata().map_err(Error::io("read", path))?;
+    if meta.is_file() { Ok(file) } else { Err(alien("a device or pipe")) }
+}
+
+/// Locks an open file and says whether it is still the one named `path`. The run that had the lock before may
+/// have renamed or removed it: then the lock is on something finished, and a new file must be made.
+fn lock_named(file: &File, path: &Path, target: &Path) -> Result<bool, Error> {
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target.into() }),
+        Err(TryLockError::Error(e)) => return Err(Error::io("lock", path)(e)),
+    }
+    let ours = file.metadata().map_err(Error::io("read", path))?;
+    match fs::symlink_metadata(path) {
+        Ok(named) => Ok((named.dev(), named.ino()) == (ours.dev(), ours.ino())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io("read", path)(e)),
+    }
 }
 
 /// The name of a file of ours beside `target`: `.NAME.windlass-WHAT`.
@@ -321,33 +328,24 @@ mod tests {
 
     /// A run that opened the temporary file just before it was renamed once emptied the finished output.
     #[test]
-    fn a_lock_on_a_file_that_was_renamed_meanwhile_is_not_taken() {
+    fn a_lock_on_a_file_that_was_renamed_or_removed_meanwhile_is_not_taken() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("out");
-        let done = std::sync::atomic::AtomicBool::new(false);
-        std::thread::scope(|s| {
-            for _ in 0..3 {
-                s.spawn(|| {
-                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                        match OutFile::create(&target, &[]) {
-                            Ok(out) => {
-                                out.file().write_all(b"whole").unwrap();
-                                out.commit().unwrap();
-                            }
-                            Err(Error::Busy { .. }) => {}
-                            Err(e) => panic!("{e}"),
-                        }
-                    }
-                });
+        let temp = beside(&target, "tmp").unwrap();
+        for (end, successor) in [(true, false), (false, false), (true, true)] {
+            let first = OutFile::create(&target, &[]).unwrap();
+            let late = open_own(&temp).unwrap();
+            assert!(matches!(lock_named(&late, &temp, &target), Err(Error::Busy { .. })));
+            if end {
+                first.commit().unwrap();
+            } else {
+                drop(first);
             }
-            for _ in 0..2000 {
-                match fs::read(&target) {
-                    Ok(bytes) => assert_eq!(bytes, b"whole"),
-                    Err(e) => assert_eq!(e.kind(), io::ErrorKind::NotFound),
-                }
-            }
-            done.store(true, std::sync::atomic::Ordering::Relaxed);
-        });
+            let _next = successor.then(|| OutFile::create(&target, &[]).unwrap());
+            assert!(!lock_named(&late, &temp, &target).unwrap(), "{end} {successor}");
+        }
+        let own = open_own(&temp).unwrap();
+        assert!(lock_named(&own, &temp, &target).unwrap());
     }
 
     #[test]
