@@ -81,6 +81,7 @@ struct Found<'a> {
 impl Diff {
     /// Compares and prints.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        [&self.a, &self.b].into_iter().try_for_each(|p| crate::delta::journal::refuse_unfinished(p))?;
         let (a, b) = (Checkpoint::open(&self.a)?, Checkpoint::open(&self.b)?);
         same_layout((&self.a, a.manifest()), (&self.b, b.manifest()))?;
         let manifest = a.manifest();

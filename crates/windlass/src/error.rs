@@ -99,6 +99,22 @@ pub enum Error {
         /// The output.
         path: PathBuf,
     },
+    /// A checkpoint whose update in place was begun and not finished.
+    #[error("{} has an unfinished update in place (journal {})", base.display(), journal.display())]
+    Unfinished {
+        /// The checkpoint.
+        base: PathBuf,
+        /// What the update left.
+        journal: PathBuf,
+    },
+    /// An update in place that stopped after it had begun to write.
+    #[error("{} is part old, part new: {source}", base.display())]
+    PartlyUpdated {
+        /// The checkpoint.
+        base: PathBuf,
+        /// Why it stopped.
+        source: Box<Error>,
+    },
     /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
@@ -127,13 +143,15 @@ impl Error {
             | Error::Overwrite { .. }
             | Error::InTheWay { .. }
             | Error::LayoutDiffers { .. } => Kind::Invalid,
-            Error::WrongBase { .. } => Kind::Stale,
+            Error::WrongBase { .. } | Error::Unfinished { .. } => Kind::Stale,
+            Error::PartlyUpdated { source, .. } => source.kind(),
             Error::Io { source, .. } => io_kind(source),
             Error::Content { source, .. } => source.kind(),
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
-            Error::Busy { .. } => Kind::Exhausted,
+            // Another run's lock forbids it; nothing ran out, and no input is wrong.
+            Error::Busy { .. } => Kind::Denied,
             Error::Cancelled => Kind::Cancelled,
             Error::Bug(_) => Kind::Bug,
         }
@@ -154,6 +172,19 @@ impl Error {
             Error::Usage(_) => "see --help".into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()
+            }
+            Error::Unfinished { base, journal } => format!(
+                "run `windlass delta apply {} DELTA --in-place` again to finish it; if the checkpoint was restored since, remove {}",
+                base.display(),
+                journal.display()
+            ),
+            Error::PartlyUpdated { source, .. } => {
+                let again = "run the same command again to finish";
+                if let Error::Io { .. } = **source {
+                    format!("{}; then {again}", source.advice())
+                } else {
+                    again.into()
+                }
             }
             Error::LayoutDiffers { .. } => {
                 "compare versions of one model, saved with the same tensors and dtypes".into()

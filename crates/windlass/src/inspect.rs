@@ -50,6 +50,10 @@ impl Inspect {
     }
 
     fn checkpoint(&self, session: &Session) -> Result<(), Error> {
+        let unfinished = crate::delta::journal::refuse_unfinished(&self.path).err();
+        if let Some(e) = &unfinished {
+            session.note(&format!("warning: {e}\n  {}", e.advice()));
+        }
         let layout = Layout::read(&self.path)?;
         let shard = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned());
         let shards: Vec<Value> = layout
@@ -66,7 +70,12 @@ impl Inspect {
             })
             .collect();
         let kind = if layout.is_directory() { "shards" } else { "safetensors" };
-        self.show(session, kind, layout.manifest(), &json!({ "shards": shards }))
+        self.show(
+            session,
+            kind,
+            layout.manifest(),
+            &json!({ "shards": shards, "unfinished_update": unfinished.is_some() }),
+        )
     }
 
     fn show(&self, session: &Session, kind: &str, manifest: &Manifest, more: &Value) -> Result<(), Error> {

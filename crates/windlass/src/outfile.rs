@@ -3,16 +3,22 @@
 //! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file beside the target,
 //! `.NAME.windlass-tmp`; [`OutFile::commit`] makes them durable and renames it into place. A command that fails
 //! or is interrupted removes it; one that is killed leaves it, and the next run for the same target takes it
-//! over. A lock on it keeps two runs for the same target apart.
+//! over. A lock keeps two runs for the same target apart: on the temporary file itself, or for a directory on
+//! `.NAME.windlass-lock` beside it.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use windlass_data::file::INDEX;
 
 use crate::error::Error;
+
+/// How often a lock is tried for again because its file was renamed or removed before it was had.
+const LOCK_TRIES: u32 = 16;
 
 /// A file on its way to its place.
 #[derive(Debug)]
@@ -20,30 +26,33 @@ pub struct OutFile {
     file: File,
     temp: PathBuf,
     target: PathBuf,
+    mode: Option<u32>,
     committed: bool,
 }
 
 impl OutFile {
     /// Begins a file that will replace `target`, which must not be one of `inputs`.
     pub fn create(target: &Path, inputs: &[&Path]) -> Result<OutFile, Error> {
-        refuse_inputs(target, inputs)?;
-        let target = follow(target)?;
-        let temp = temp_beside(&target)?;
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&temp)
-            .map_err(Error::io("create", &temp))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target }),
-            Err(TryLockError::Error(e)) => return Err(Error::io("lock", &temp)(e)),
+        let place = check_place(target)?;
+        let bytes = target.as_os_str().as_bytes();
+        if bytes.ends_with(b"/") || bytes.ends_with(b"/.") {
+            return Err(Error::Usage(format!("{} names a directory, not a file to write", target.display())));
         }
+        refuse_inputs(target, inputs)?;
+        let target = follow(&place)?;
+        let temp = beside(&target, "tmp")?;
+        let file = lock_file(&temp, &target)?;
         // Only the owner of the lock may throw away what a killed run has left.
         file.set_len(0).map_err(Error::io("truncate", &temp))?;
-        Ok(OutFile { file, temp, target, committed: false })
+        Ok(OutFile { file, temp, target, mode: None, committed: false })
+    }
+
+    /// Gives the file the mode of `source` when it is in its place, and nobody else a look at it before.
+    pub fn with_mode_of(mut self, source: &File) -> Result<OutFile, Error> {
+        let mode = source.metadata().map_err(Error::io("read", &self.target))?.mode() & 0o777;
+        self.mode = Some(mode);
+        self.file.set_permissions(Permissions::from_mode(0o600)).map_err(Error::io("protect", &self.temp))?;
+        Ok(self)
     }
 
     /// The file to write to.
@@ -58,6 +67,10 @@ impl OutFile {
 
     /// Makes the bytes durable and puts the file in its place.
     pub fn commit(mut self) -> Result<(), Error> {
+        if let Some(mode) = self.mode {
+            let set = self.file.set_permissions(Permissions::from_mode(mode));
+            set.map_err(Error::io("protect", &self.temp))?;
+        }
         self.file.sync_all().map_err(Error::io("write", &self.temp))?;
         fs::rename(&self.temp, &self.target).map_err(Error::io("replace", &self.target))?;
         self.committed = true;
@@ -77,26 +90,36 @@ impl Drop for OutFile {
 /// A directory on its way to its place; like [`OutFile`], but the target must not exist yet.
 #[derive(Debug)]
 pub struct OutDir {
+    /// Held until the lock's name is gone: see `drop`.
+    _lock: File,
+    lock_path: PathBuf,
     temp: PathBuf,
     target: PathBuf,
+    mode: u32,
     committed: bool,
 }
 
 impl OutDir {
-    /// Begins a directory that will appear at `target`.
-    pub fn create(target: &Path, inputs: &[&Path]) -> Result<OutDir, Error> {
-        refuse_inputs(target, inputs)?;
-        if target.exists() {
-            let found = if target.is_dir() { "a directory" } else { "a file" };
-            return Err(Error::InTheWay { path: target.into(), found, wanted: "a new directory" });
-        }
-        let temp = temp_beside(target)?;
-        match fs::remove_dir_all(&temp) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::io("remove", &temp)(e)),
+    /// Begins a directory that will appear at `target` with the mode of the directory `source`.
+    pub fn create(target: &Path, source: &Path, inputs: &[&Path]) -> Result<OutDir, Error> {
+        let target = check_place(target)?;
+        refuse_inputs(&target, inputs)?;
+        let mode = fs::metadata(source).map_err(Error::io("read", source))?.mode() & 0o777;
+        let (temp, lock_path) = (beside(&target, "tmp")?, beside(&target, "lock")?);
+        refuse_existing(&target)?;
+        let lock = lock_file(&lock_path, &target)?;
+        let out = OutDir { _lock: lock, lock_path, temp, target, mode, committed: false };
+        // Another run may have ended just before the lock was had.
+        refuse_existing(&out.target)?;
+        // Only the owner of the lock may throw away what a killed run has left.
+        match fs::remove_dir_all(&out.temp) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::io("remove", &out.temp)(e)),
             _ => {}
         }
-        fs::create_dir(&temp).map_err(Error::io("create", &temp))?;
-        Ok(OutDir { temp, target: target.into(), committed: false })
+        fs::create_dir(&out.temp).map_err(Error::io("create", &out.temp))?;
+        let private = fs::set_permissions(&out.temp, Permissions::from_mode(0o700));
+        private.map_err(Error::io("protect", &out.temp))?;
+        Ok(out)
     }
 
     /// Where its files are written meanwhile.
@@ -106,6 +129,8 @@ impl OutDir {
 
     /// Puts the directory in its place. Its files must have been committed.
     pub fn commit(mut self) -> Result<(), Error> {
+        let set = fs::set_permissions(&self.temp, Permissions::from_mode(self.mode));
+        set.map_err(Error::io("protect", &self.temp))?;
         fs::rename(&self.temp, &self.target).map_err(Error::io("create", &self.target))?;
         self.committed = true;
         sync_parent(&self.target)
@@ -117,7 +142,80 @@ impl Drop for OutDir {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.temp);
         }
+        // The lock is still held here; whoever opened the file meanwhile sees that its name is gone.
+        let _ = fs::remove_file(&self.lock_path);
     }
+}
+
+/// Opens or makes the file `path` and locks it for this run; [`Error::Busy`] for `target` if another run has it.
+pub fn lock_file(path: &Path, target: &Path) -> Result<File, Error> {
+    for _ in 0..LOCK_TRIES {
+        let file = open_own(path)?;
+        if lock_named(&file, path, target)? {
+            return Ok(file);
+        }
+    }
+    Err(Error::Busy { path: target.into() })
+}
+
+fn open_own(path: &Path) -> Result<File, Error> {
+    let alien = |found| Error::InTheWay { path: path.into(), found, wanted: "a file of an earlier run" };
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
+    let file = options.open(path).map_err(|e| match e.raw_os_error() {
+        Some(libc::ELOOP) => alien("a symbolic link"),
+        _ => Error::io("create", path)(e),
+    })?;
+    let meta = file.metadata().map_err(Error::io("read", path))?;
+    if meta.is_file() { Ok(file) } else { Err(alien("a device or pipe")) }
+}
+
+/// Locks an open file and says whether it is still the one named `path`. The run that had the lock before may
+/// have renamed or removed it: then the lock is on something finished, and a new file must be made.
+fn lock_named(file: &File, path: &Path, target: &Path) -> Result<bool, Error> {
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Err(Error::Busy { path: target.into() }),
+        Err(TryLockError::Error(e)) => return Err(Error::io("lock", path)(e)),
+    }
+    let ours = file.metadata().map_err(Error::io("read", path))?;
+    match fs::symlink_metadata(path) {
+        Ok(named) => Ok((named.dev(), named.ino()) == (ours.dev(), ours.ino())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io("read", path)(e)),
+    }
+}
+
+/// The name of a file of ours beside `target`: `.NAME.windlass-WHAT`.
+pub fn beside(target: &Path, what: &str) -> Result<PathBuf, Error> {
+    let Some(name) = target.file_name() else {
+        return Err(Error::Usage(format!("{} does not name a file to write", target.display())));
+    };
+    let mut own = OsString::from(".");
+    own.push(name);
+    own.push(".windlass-");
+    own.push(what);
+    Ok(parent(target).join(own))
+}
+
+/// Where `target` is, plainly written. Its folder must exist, so that no work is done in vain.
+fn check_place(target: &Path) -> Result<PathBuf, Error> {
+    let Some(name) = target.file_name() else {
+        return Err(Error::Usage(format!("{} does not name a file to write", target.display())));
+    };
+    let folder = parent(target);
+    let meta = fs::metadata(folder).map_err(Error::io("write to", folder))?;
+    if !meta.is_dir() {
+        return Err(Error::InTheWay { path: folder.into(), found: "a file", wanted: "a directory" });
+    }
+    // Without a folder, none: `out` and not `./out`, as it was given.
+    Ok(target.parent().unwrap_or(Path::new("")).join(name))
+}
+
+fn refuse_existing(target: &Path) -> Result<(), Error> {
+    let Ok(meta) = fs::symlink_metadata(target) else { return Ok(()) };
+    let found = if meta.is_dir() { "a directory" } else { "a file" };
+    Err(Error::InTheWay { path: target.into(), found, wanted: "a new directory" })
 }
 
 /// An error if writing `output` would change one of `inputs`: if it is one of them under any name, or a weight
@@ -150,16 +248,6 @@ fn parent(path: &Path) -> &Path {
         Some(p) if !p.as_os_str().is_empty() => p,
         _ => Path::new("."),
     }
-}
-
-fn temp_beside(target: &Path) -> Result<PathBuf, Error> {
-    let Some(name) = target.file_name() else {
-        return Err(Error::Usage(format!("{} does not name a file to write", target.display())));
-    };
-    let mut temp = std::ffi::OsString::from(".");
-    temp.push(name);
-    temp.push(".windlass-tmp");
-    Ok(parent(target).join(temp))
 }
 
 fn sync_parent(path: &Path) -> Result<(), Error> {
@@ -217,6 +305,77 @@ mod tests {
         assert_eq!(fs::read(&target).unwrap(), b"first");
     }
 
+    /// The second run once removed the directory that the first was writing to.
+    #[test]
+    fn two_runs_for_one_directory_are_kept_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        let first = OutDir::create(&target, dir.path(), &[]).unwrap();
+        fs::write(first.path().join("shard"), "first").unwrap();
+        assert!(matches!(OutDir::create(&target, dir.path(), &[]), Err(Error::Busy { .. })));
+        first.commit().unwrap();
+        assert_eq!(fs::read(target.join("shard")).unwrap(), b"first");
+        assert!(matches!(OutDir::create(&target, dir.path(), &[]), Err(Error::InTheWay { .. })));
+        assert_eq!(names(dir.path()), ["out"]);
+        // What a killed run leaves is taken over, and nothing of it remains.
+        let next = dir.path().join("next");
+        fs::create_dir(dir.path().join(".next.windlass-tmp")).unwrap();
+        fs::write(dir.path().join(".next.windlass-tmp/old"), "").unwrap();
+        fs::write(dir.path().join(".next.windlass-lock"), "").unwrap();
+        OutDir::create(&next, dir.path(), &[]).unwrap().commit().unwrap();
+        assert_eq!((names(&next), names(dir.path())), (vec![], vec!["next".into(), "out".into()]));
+    }
+
+    /// A run that opened the temporary file just before it was renamed once emptied the finished output.
+    #[test]
+    fn a_lock_on_a_file_that_was_renamed_or_removed_meanwhile_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        let temp = beside(&target, "tmp").unwrap();
+        for (end, successor) in [(true, false), (false, false), (true, true)] {
+            let first = OutFile::create(&target, &[]).unwrap();
+            let late = open_own(&temp).unwrap();
+            assert!(matches!(lock_named(&late, &temp, &target), Err(Error::Busy { .. })));
+            if end {
+                first.commit().unwrap();
+            } else {
+                drop(first);
+            }
+            let _next = successor.then(|| OutFile::create(&target, &[]).unwrap());
+            assert!(!lock_named(&late, &temp, &target).unwrap(), "{end} {successor}");
+        }
+        let own = open_own(&temp).unwrap();
+        assert!(lock_named(&own, &temp, &target).unwrap());
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_temporary_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let victim = dir.path().join("victim");
+        fs::write(&victim, "precious").unwrap();
+        std::os::unix::fs::symlink(&victim, dir.path().join(".out.windlass-tmp")).unwrap();
+        let refused = OutFile::create(&dir.path().join("out"), &[]);
+        assert!(matches!(refused, Err(Error::InTheWay { found: "a symbolic link", .. })));
+        assert_eq!(fs::read(&victim).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn places_that_cannot_be_written_are_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        for slash in ["new/", "new/."] {
+            assert!(matches!(OutFile::create(&dir.path().join(slash), &[]), Err(Error::Usage(_))));
+        }
+        let missing = OutFile::create(&dir.path().join("no/out"), &[]);
+        assert!(matches!(missing, Err(Error::Io { path, .. }) if path.ends_with("no")));
+        let missing = OutDir::create(&dir.path().join("no/out"), dir.path(), &[]);
+        assert!(matches!(missing, Err(Error::Io { path, .. }) if path.ends_with("no")));
+        assert_eq!(names(dir.path()), Vec::<String>::new());
+        for slash in ["a/", "b/."] {
+            OutDir::create(&dir.path().join(slash), dir.path(), &[]).unwrap().commit().unwrap();
+        }
+        assert_eq!(names(dir.path()), ["a", "b"]);
+    }
+
     #[test]
     fn inputs_are_recognised_under_other_names() {
         let dir = tempfile::tempdir().unwrap();
@@ -229,7 +388,7 @@ mod tests {
         }
         let shard = dir.path().join("new.safetensors");
         assert!(matches!(OutFile::create(&shard, &[dir.path()]), Err(Error::Overwrite { .. })));
-        assert!(matches!(OutDir::create(&shard, &[dir.path()]), Err(Error::Overwrite { .. })));
+        assert!(matches!(OutDir::create(&shard, dir.path(), &[dir.path()]), Err(Error::Overwrite { .. })));
         assert!(OutFile::create(&dir.path().join("new.delta"), &[dir.path()]).is_ok());
         assert_eq!(fs::read(&input).unwrap(), b"x");
     }

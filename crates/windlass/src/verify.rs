@@ -25,6 +25,7 @@ pub struct Verify {
 impl Verify {
     /// Sums the whole image and prints its digest.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        crate::delta::journal::refuse_unfinished(&self.path)?;
         let image = Checkpoint::open(&self.path)?;
         let manifest = image.manifest();
         let progress = session.progress("summing", manifest.data_bytes());

@@ -212,13 +212,156 @@ fn applying_in_place_twice_changes_nothing_more() {
     assert_eq!(names(dir.path()), ["base.safetensors", "delta", "new.safetensors"]);
 }
 
+/// The head of the journal of an update, given what `delta make` said of the delta.
+fn journal_head(made: &serde_json::Value) -> Vec<u8> {
+    let mut head = b"WLJRNL1\0".to_vec();
+    for key in ["base_digest", "target_digest"] {
+        let hex = made[key].as_str().unwrap();
+        head.extend((0..16).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap()));
+    }
+    head
+}
+
+/// A dense record fits any block: only the digest of the whole shows that it is not the base.
+#[test]
+fn a_wrong_base_of_dense_records_is_refused_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b, c, delta, out] = ["a", "b", "c", "delta", "out"].map(|n| dir.path().join(n));
+    let mut dice = Dice(11);
+    for path in [&a, &b, &c] {
+        save(path, &[Made::random("w", Dtype::F32, &[100_000], &mut dice)]);
+    }
+    let made = run!("delta", "make", &a, &b, "-o", &delta, "--json").ok().json();
+    let digest = run!("verify", &c, "--json").ok().json()["state_digest"].clone();
+    let wrong = fs::read(&c).unwrap();
+    for ran in
+        [run!("delta", "apply", &c, &delta, "--in-place"), run!("delta", "apply", &c, &delta, "-o", &out)]
+    {
+        assert_eq!(ran.code, 4, "{}", ran.stderr);
+        for named in [&digest, &made["base_digest"], &made["target_digest"]] {
+            assert!(ran.stderr.contains(named.as_str().unwrap()), "{}", ran.stderr);
+        }
+    }
+    assert!(fs::read(&c).unwrap() == wrong);
+    assert_eq!(names(dir.path()), ["a", "b", "c", "delta"]);
+    run!("delta", "apply", &a, &delta, "--in-place").ok();
+    assert!(same(&a, &b));
+    let again = run!("delta", "apply", &a, &delta, "--in-place", "--json").ok().json();
+    assert_eq!((&again["applied"], &again["skipped"]), (&0.into(), &again["records"]));
+    run!("delta", "apply", &a, &delta, "-o", &out).ok();
+    assert!(same(&out, &b));
+}
+
+#[test]
+fn a_base_with_an_unfinished_update_is_refused_until_it_is_finished() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b, c, delta, other, out] = ["a", "b", "c", "delta", "other", "out"].map(|n| dir.path().join(n));
+    let mut dice = Dice(12);
+    for path in [&a, &b, &c] {
+        save(path, &[Made::random("w", Dtype::F32, &[100_000], &mut dice)]);
+    }
+    let made = run!("delta", "make", &a, &b, "-o", &delta, "--json").ok().json();
+    run!("delta", "make", &a, &c, "-o", &other).ok();
+    // The first half is new already, and the update's journal is there.
+    let (mut half, target) = (fs::read(&a).unwrap(), fs::read(&b).unwrap());
+    let start = 8 + u64::from_le_bytes(*half.first_chunk().unwrap()) as usize;
+    let block = start + (256 << 10);
+    half[start..block].copy_from_slice(&target[start..block]);
+    fs::write(&a, &half).unwrap();
+    let journal = dir.path().join(".a.windlass-journal");
+    fs::write(&journal, journal_head(&made)).unwrap();
+    for ran in [
+        run!("delta", "apply", &a, &delta, "-o", &out),
+        run!("delta", "apply", &a, &other, "--in-place"),
+        run!("delta", "make", &a, &b, "-o", &out),
+        run!("delta", "make", &b, &a, "-o", &out),
+        run!("diff", &a, &b),
+        run!("verify", &a),
+    ] {
+        assert_eq!(ran.code, 4, "{}", ran.stderr);
+        assert!(ran.stderr.contains("has an unfinished update in place (journal "), "{}", ran.stderr);
+        assert!(ran.stderr.contains("--in-place` again to finish it"), "{}", ran.stderr);
+    }
+    assert!(!out.exists() && fs::read(&a).unwrap() == half);
+    assert!(run!("inspect", &a).ok().stderr.contains("warning: "));
+    assert_eq!(run!("inspect", &a, "--json").ok().json()["unfinished_update"], true);
+    run!("delta", "apply", &a, &delta, "--in-place").ok();
+    assert!(same(&a, &b) && !journal.exists());
+    run!("verify", &a).ok();
+}
+
+#[test]
+fn an_interrupted_update_in_place_says_that_the_base_is_half_new() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 24 << 20, 0.015);
+    let delta = dir.path().join("delta");
+    run!("delta", "make", &base, &new, "-o", &delta, "--mode", "context").ok();
+    let original = fs::read(&base).unwrap();
+    let journal = dir.path().join(".base.safetensors.windlass-journal");
+    let mut interrupted = 0;
+    for _ in 0..20 {
+        fs::write(&base, &original).unwrap();
+        let mut child = command::windlass()
+            .args(["delta", "apply", "--in-place", "--threads", "1"])
+            .args([&base, &delta])
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        while child.try_wait().unwrap().is_none() && fs::metadata(&journal).map_or(0, |m| m.len()) <= 40 {
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
+        let pid = child.id().to_string();
+        let _ = std::process::Command::new("kill").args(["-INT", &pid]).status();
+        let ended = child.wait_with_output().unwrap();
+        if ended.status.code() == Some(130) {
+            let said = String::from_utf8(ended.stderr).unwrap();
+            assert!(said.contains("is part old, part new"), "{said}");
+            assert!(said.contains("run the same command again to finish"), "{said}");
+            assert!(!said.contains("no half-written"), "{said}");
+            assert_eq!(run!("verify", &base).code, 4);
+            interrupted += 1;
+        }
+        run!("delta", "apply", &base, &delta, "--in-place").ok();
+        assert!(same(&base, &new) && !journal.exists());
+        if interrupted == 2 {
+            break;
+        }
+    }
+    assert!(interrupted > 0, "every attempt was over before it could be interrupted");
+}
+
+#[test]
+fn results_have_the_mode_of_the_base() {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = |p: &Path| fs::metadata(p).unwrap().permissions().mode() & 0o777;
+    let set = |p: &Path, mode| fs::set_permissions(p, fs::Permissions::from_mode(mode)).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 1 << 14, 0.01);
+    let [delta, out, shards, outdir] = ["delta", "out", "shards", "outdir"].map(|n| dir.path().join(n));
+    run!("delta", "make", &base, &new, "-o", &delta).ok();
+    fs::create_dir(&shards).unwrap();
+    let shard = shards.join("model.safetensors");
+    fs::copy(&base, &shard).unwrap();
+    for (file, folder) in [(0o600, 0o700), (0o664, 0o775)] {
+        set(&base, file);
+        set(&shard, file);
+        set(&shards, folder);
+        run!("delta", "apply", &base, &delta, "-o", &out).ok();
+        run!("delta", "apply", &shards, &delta, "-o", &outdir).ok();
+        let made = [mode(&out), mode(&outdir.join("model.safetensors")), mode(&outdir)];
+        assert_eq!(made, [file, file, folder]);
+        fs::remove_dir_all(&outdir).unwrap();
+    }
+}
+
 /// A process killed within a write leaves a block that is neither old nor new.
 #[test]
 fn a_torn_block_is_mended_from_the_journal_and_only_from_there() {
     let dir = tempfile::tempdir().unwrap();
     let (base, new) = save_synthetic(dir.path(), 1 << 20, 0.015);
     let delta = dir.path().join("delta");
-    run!("delta", "make", &base, &new, "-o", &delta, "--mode", "context").ok();
+    let made = run!("delta", "make", &base, &new, "-o", &delta, "--mode", "context", "--json").ok().json();
     let (mut torn, target) = (fs::read(&base).unwrap(), fs::read(&new).unwrap());
     // The first block of the first tensor begins where the header ends.
     let start = 8 + u64::from_le_bytes(*torn.first_chunk().unwrap()) as usize;
@@ -228,14 +371,14 @@ fn a_torn_block_is_mended_from_the_journal_and_only_from_there() {
     let ran = run!("delta", "apply", &base, &delta, "--in-place");
     assert_eq!(ran.code, 4, "{}", ran.stderr);
     assert!(fs::read(&base).unwrap() == torn);
-    // What the killed process had noted: block 0, its length, its new bytes.
+    // What the killed process had noted: the update, block 0, its length, its new bytes.
     let journal = dir.path().join(".base.safetensors.windlass-journal");
     let head = (u64::from(0u32) | (128 << 10) << 32).to_le_bytes();
-    let mut slot = [&head[..], &target[block]].concat();
-    slot[20] ^= 1;
+    let mut slot = [&journal_head(&made)[..], &head, &target[block]].concat();
+    slot[60] ^= 1;
     fs::write(&journal, &slot).unwrap();
     assert_eq!(run!("delta", "apply", &base, &delta, "--in-place").code, 4, "a damaged slot mends nothing");
-    slot[20] ^= 1;
+    slot[60] ^= 1;
     fs::write(&journal, &slot).unwrap();
     run!("delta", "apply", &base, &delta, "--in-place").ok();
     assert!(same(&base, &new));

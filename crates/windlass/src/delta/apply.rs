@@ -1,17 +1,20 @@
 //! `windlass delta apply`.
 //!
 //! Every block is read, summed, changed aside, and compared with the sum that the delta gives for it before it is
-//! written; the whole is compared with the delta's target digest before it becomes visible.
+//! written; the whole is compared with the delta's target digest before it becomes visible. A base is right if
+//! its state digest is the delta's base digest, or its target digest: then there is nothing to change. Blocks
+//! alone cannot tell, because a dense record fits any block.
 //!
 //! *To a new place*: one pass into a temporary file (or directory) that is renamed at the end.
 //!
-//! *In place*: first a pass that only reads. It shows that every block with a record is either the record's base
-//! or its target already, and that together with the others they make up the target. Only then are blocks
-//! written, each after its new bytes are in the [`Journal`]. So a wrong base is refused untouched, a finished
-//! one is left alone, and an interrupted run is finished by the next.
+//! *In place*: first a pass that only reads. It shows that the base is right, or that the [`Journal`] is that of
+//! this very update and every block is old, new or in the journal. Only then are blocks written, each after its
+//! new bytes are in the journal. So a wrong base is refused untouched, a finished one is left alone, and an
+//! interrupted run is finished by the next.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -21,7 +24,7 @@ use windlass_core::digest::{BlockSum, StateSum, sum_block};
 use windlass_core::kernel::Kernels;
 use windlass_data::file::{INDEX, Layout, MappedFile};
 
-use super::journal::Journal;
+use super::journal::{Journal, refuse_unfinished};
 use crate::error::Error;
 use crate::outfile::{OutDir, OutFile};
 use crate::session::{Session, bytes, count};
@@ -45,6 +48,9 @@ pub struct Apply {
 struct Tally {
     applied: u64,
     skipped: u64,
+    /// The image as it is.
+    current: StateSum,
+    /// The image as it becomes.
     state: StateSum,
 }
 
@@ -53,6 +59,7 @@ impl Tally {
         states.into_iter().fold(Tally::default(), |a, b| Tally {
             applied: a.applied + b.applied,
             skipped: a.skipped + b.skipped,
+            current: a.current.plus(b.current),
             state: a.state.plus(b.state),
         })
     }
@@ -94,6 +101,17 @@ impl Apply {
     }
 }
 
+/// What an update in place starts from.
+#[derive(Clone, Copy, Debug)]
+enum Found {
+    /// The delta's base.
+    Base,
+    /// The delta's target: nothing is left to do.
+    Target,
+    /// What an interrupted run of this update left.
+    Mix,
+}
+
 struct Job<'a> {
     args: &'a Apply,
     layout: &'a Layout,
@@ -112,15 +130,16 @@ struct Hand {
 
 impl Job<'_> {
     fn to_new_place(&self, output: &Path) -> Result<Tally, Error> {
+        refuse_unfinished(&self.args.base)?;
         let inputs = [self.args.base.as_path(), self.args.delta.as_path()];
+        let sources = self.open_shards(false)?;
         let (dir, files) = if self.layout.is_directory() {
-            let dir = OutDir::create(output, &inputs)?;
-            let files = self.create_shards(dir.path())?;
+            let dir = OutDir::create(output, &self.args.base, &inputs)?;
+            let files = self.create_shards(dir.path(), &sources)?;
             (Some(dir), files)
         } else {
-            (None, vec![OutFile::create(output, &inputs)?])
+            (None, vec![OutFile::create(output, &inputs)?.with_mode_of(&sources[0])?])
         };
-        let sources = self.open_shards(false)?;
         for ((source, out), shard) in sources.iter().zip(&files).zip(self.layout.shards()) {
             let write = |e| Error::io("write", out.target())(e);
             out.file().set_len(shard.bytes).map_err(write)?;
@@ -131,6 +150,7 @@ impl Job<'_> {
         let hands =
             work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
                 let (tile, sum) = self.read(&sources, i as u32, &mut hand.bytes)?;
+                hand.tally.current.add(tile.block.tensor, sum);
                 let record = self.delta.find(tile.number);
                 let new_sum = match &record {
                     None => sum,
@@ -152,6 +172,9 @@ impl Job<'_> {
             })?;
         let tally = Tally::of(hands.into_iter().map(|h| h.tally));
         self.check_target(tally.state)?;
+        if self.whole(tally.current).is_none() {
+            return Err(self.wrong_state(tally.current));
+        }
         for file in files {
             file.commit()?;
         }
@@ -163,17 +186,39 @@ impl Job<'_> {
     }
 
     fn in_place(&self) -> Result<Tally, Error> {
-        let journal = Journal::open(&self.args.base)?;
-        let files = match self.open_shards(true).and_then(|f| self.check_in_place(&f, &journal).map(|()| f)) {
-            Ok(files) => files,
-            Err(e) => {
-                // Nothing was begun by this run; what an earlier one left may still be needed.
-                if journal.is_fresh() {
-                    journal.remove()?;
+        let (base, header) = (&self.args.base, &self.delta.header);
+        let mut journal = Journal::open(base)?;
+        let checked = self.open_shards(true).and_then(|f| Ok((self.check_in_place(&f, &journal)?, f)));
+        let (found, files) = match checked {
+            Ok(checked) => checked,
+            // Nothing was begun by this run; what an earlier one left may still be needed.
+            Err(e) if journal.is_fresh() => return journal.remove().and(Err(e)),
+            Err(Error::WrongBase { .. }) if !journal.is_of(header) => {
+                return Err(Error::Unfinished { base: base.clone(), journal: journal.path().into() });
+            }
+            Err(Error::Cancelled) => return Err(self.partly(Error::Cancelled)),
+            Err(e) => return Err(e),
+        };
+        let tally = match found {
+            Found::Target => Tally { skipped: self.delta.entries().len() as u64, ..Tally::default() },
+            Found::Base | Found::Mix => {
+                journal.begin(header)?;
+                match self.write_records(&files, &journal) {
+                    Ok(tally) => tally,
+                    Err(e) if journal.has_notes() => return Err(self.partly(e)),
+                    Err(e) => return journal.remove().and(Err(e)),
                 }
-                return Err(e);
             }
         };
+        for (file, shard) in files.iter().zip(self.layout.shards()) {
+            file.sync_all().map_err(Error::io("write", &shard.path)).map_err(|e| self.partly(e))?;
+        }
+        journal.remove()?;
+        Ok(tally)
+    }
+
+    /// Writes all blocks that have a record and are not new already.
+    fn write_records(&self, files: &[File], journal: &Journal) -> Result<Tally, Error> {
         let entries = self.delta.entries();
         let tile = |number| Tile::of(self.layout.manifest(), number).map_or(0, |t| t.bytes() as u64);
         let progress = self.session.progress("writing", entries.iter().map(|e| tile(e.block)).sum());
@@ -182,7 +227,7 @@ impl Job<'_> {
             work::each(self.args.threads, entries.len() as u64, self.session.cancel(), hand, |state, i| {
                 let (hand, slot) = state;
                 let record = self.delta.record(&entries[i as usize]);
-                let (tile, sum) = self.read(&files, record.block, &mut hand.bytes)?;
+                let (tile, sum) = self.read(files, record.block, &mut hand.bytes)?;
                 progress.add(hand.bytes.len() as u64);
                 match self.change(hand, &tile, &record, sum)? {
                     Outcome::Skipped => {
@@ -190,7 +235,7 @@ impl Job<'_> {
                         return Ok(());
                     }
                     Outcome::Applied => {}
-                    Outcome::Refetch if self.recall(&journal, &tile, &record, &mut hand.bytes)? => {}
+                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut hand.bytes)? => {}
                     Outcome::Refetch => return Err(self.wrong_block(&tile)),
                 }
                 journal.note(*slot, tile.number, &hand.bytes)?;
@@ -200,21 +245,18 @@ impl Job<'_> {
                 hand.tally.applied += 1;
                 Ok(())
             })?;
-        for (file, shard) in files.iter().zip(self.layout.shards()) {
-            file.sync_all().map_err(Error::io("write", &shard.path))?;
-        }
-        journal.remove()?;
         Ok(Tally::of(hands.into_iter().map(|(h, _)| h.tally)))
     }
 
     /// The pass that only reads: whether writing all records now would give the target.
-    fn check_in_place(&self, files: &[File], journal: &Journal) -> Result<(), Error> {
+    fn check_in_place(&self, files: &[File], journal: &Journal) -> Result<Found, Error> {
         let progress = self.session.progress("checking", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
         let hands =
             work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
                 let (tile, sum) = self.read(files, i as u32, &mut hand.bytes)?;
                 progress.add(hand.bytes.len() as u64);
+                hand.tally.current.add(tile.block.tensor, sum);
                 let Some(record) = self.delta.find(tile.number) else {
                     hand.tally.state.add(tile.block.tensor, sum);
                     return Ok(());
@@ -226,7 +268,23 @@ impl Job<'_> {
                     Outcome::Refetch => Err(self.wrong_block(&tile)),
                 }
             })?;
-        self.check_target(Tally::of(hands.into_iter().map(|h| h.tally)).state)
+        let tally = Tally::of(hands.into_iter().map(|h| h.tally));
+        self.check_target(tally.state)?;
+        match self.whole(tally.current) {
+            Some(found) => Ok(found),
+            None if journal.is_of(&self.delta.header) => Ok(Found::Mix),
+            None => Err(self.wrong_state(tally.current)),
+        }
+    }
+
+    /// Which version of the delta a state is, if it is one.
+    fn whole(&self, current: StateSum) -> Option<Found> {
+        let header = &self.delta.header;
+        let digest = current.digest(header.layout_hash);
+        if digest == header.target_digest {
+            return Some(Found::Target);
+        }
+        (digest == header.base_digest).then_some(Found::Base)
     }
 
     /// Reads a block into `bytes` and sums it.
@@ -283,6 +341,17 @@ impl Job<'_> {
         Err(self.wrong(why))
     }
 
+    fn wrong_state(&self, current: StateSum) -> Error {
+        let header = &self.delta.header;
+        let digest = current.digest(header.layout_hash);
+        let (base, target) = (header.base_digest, header.target_digest);
+        self.wrong(format!("its state digest is {digest}, and the delta leads from {base} to {target}"))
+    }
+
+    fn partly(&self, source: Error) -> Error {
+        Error::PartlyUpdated { base: self.args.base.clone(), source: Box::new(source) }
+    }
+
     fn wrong_block(&self, tile: &Tile) -> Error {
         let tensor = &self.layout.manifest().tensors()[tile.block.tensor as usize];
         let (from, to) = (tile.block.start, tile.block.start + tile.block.units());
@@ -303,25 +372,28 @@ impl Job<'_> {
         self.layout.shards().iter().map(|s| open(&s.path)).collect()
     }
 
-    fn create_shards(&self, dir: &Path) -> Result<Vec<OutFile>, Error> {
-        let create = |path: &Path| match path.file_name() {
-            Some(name) => OutFile::create(&dir.join(name), &[]),
+    fn create_shards(&self, dir: &Path, sources: &[File]) -> Result<Vec<OutFile>, Error> {
+        let create = |path: &Path, source| match path.file_name() {
+            Some(name) => OutFile::create(&dir.join(name), &[])?.with_mode_of(source),
             None => Err(Error::Bug(format!("shard {} has no name", path.display()))),
         };
-        self.layout.shards().iter().map(|s| create(&s.path)).collect()
+        self.layout.shards().iter().zip(sources).map(|(s, source)| create(&s.path, source)).collect()
     }
 
     fn copy_index(&self, dir: &Path) -> Result<(), Error> {
-        let (from, to) = (self.args.base.join(INDEX), dir.join(INDEX));
-        if from.exists() {
-            std::fs::copy(&from, &to).map_err(Error::io("write", &to))?;
-        }
-        Ok(())
+        let from = self.args.base.join(INDEX);
+        let mut source = match File::open(&from) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            opened => opened.map_err(Error::io("open", &from))?,
+        };
+        let out = OutFile::create(&dir.join(INDEX), &[])?.with_mode_of(&source)?;
+        io::copy(&mut source, &mut out.file()).map_err(Error::io("write", out.target()))?;
+        out.commit()
     }
 }
 
 /// Copies the first `len` bytes, a header, through a small buffer.
-fn copy_range(from: &File, to: &File, len: u64) -> std::io::Result<()> {
+fn copy_range(from: &File, to: &File, len: u64) -> io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     let mut at = 0;
     while at < len {

@@ -13,6 +13,7 @@ use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::manifest::Manifest;
 use windlass_data::file::Checkpoint;
 
+use super::journal::refuse_unfinished;
 use super::pass::{self, Pair, Run};
 use super::{bits_per_change, same_layout};
 use crate::cli::Mode;
@@ -69,8 +70,10 @@ impl Names {
 impl Make {
     /// Writes the delta and prints what it is.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        [&self.base, &self.new].into_iter().try_for_each(|p| refuse_unfinished(p))?;
         let (base, new) = (Checkpoint::open(&self.base)?, Checkpoint::open(&self.new)?);
         same_layout((&self.base, base.manifest()), (&self.new, new.manifest()))?;
+        let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
         let manifest = base.manifest();
         let (old, new) = (|t| base.tensor(t), |t| new.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new };
@@ -82,7 +85,6 @@ impl Make {
         };
         let encoder = if context { Encoder::with_context } else { Encoder::plain };
 
-        let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
         let write = |bytes: &[u8]| out.file().write_all(bytes).map_err(Error::io("write", &self.output));
         // The digests are known at the end; the header has the same length whatever they are.
         let unknown = StateDigest([0; 16]);
