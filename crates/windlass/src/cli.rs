@@ -350,18 +350,30 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
     Ok(0)
 }
 
+/// What the parser says, on one line and without the pointer to help, which is the advice.
+fn one_line(text: &str) -> String {
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    let kept = text.lines().filter(|l| !l.starts_with("For more information"));
+    kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
+}
+
 /// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
 fn explain(e: &clap::Error) -> u8 {
     let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
     if e.use_stderr() && json {
-        let text = e.render().to_string();
-        let first =
-            text.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or("the arguments do not parse");
-        return report(&Error::Usage(first.to_owned()), true);
+        return report(&Error::Usage(one_line(&e.render().to_string())), true);
     }
-    // Nobody to tell if even this cannot be printed.
-    let _ = e.print();
-    if e.use_stderr() { windlass_core::Kind::Invalid.row().exit } else { 0 }
+    if e.use_stderr() {
+        // Nobody to tell if even this cannot be printed.
+        let _ = e.print();
+        return windlass_core::Kind::Invalid.row().exit;
+    }
+    match e.print() {
+        Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => {
+            report(&Error::Io { action: "write to", path: "standard output".into(), source }, false)
+        }
+        _ => 0,
+    }
 }
 
 #[cfg(test)]

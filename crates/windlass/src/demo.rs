@@ -77,19 +77,18 @@ impl Demo {
 
 impl Stage<'_> {
     fn play(&self) -> Result<Vec<Step>, Error> {
-        let size = self.manifest.data_bytes();
-        let mut published = vec![0; size as usize];
+        let mut published = image::blank(&self.manifest)?;
         self.train(0, &mut published)?;
-        let first = Receiver { table: self.sum(&published)?, image: published.clone(), version: 0 };
+        let first = Receiver { table: self.sum(&published)?, image: image::copy(&published)?, version: 0 };
         let mut receivers = vec![first];
         while receivers.len() < self.demo.receivers {
             let Receiver { image, table, .. } = &receivers[0];
-            receivers.push(Receiver { image: image.clone(), table: table.clone(), version: 0 });
+            receivers.push(Receiver { image: image::copy(image)?, table: table.clone(), version: 0 });
         }
         let mut steps = Vec::new();
         let mut last: Option<Vec<u8>> = None;
         for version in 1..=self.demo.steps {
-            let mut next = vec![0; size as usize];
+            let mut next = image::blank(&self.manifest)?;
             self.train(version, &mut next)?;
             let start = Instant::now();
             let container = self.encode(version, &published, &next)?;

@@ -54,13 +54,7 @@ impl Session {
             human(&mut text);
             text
         };
-        match io::stdout().lock().write_all(text.as_bytes()) {
-            // A reader such as `head` that has seen enough is not a failure.
-            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-                Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
-            }
-            _ => Ok(()),
-        }
+        print(&text)
     }
 
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
@@ -79,12 +73,25 @@ impl Session {
     /// A line about what is going on, for people only.
     pub fn note(&self, text: &str) {
         if !self.json {
-            eprintln!("{text}");
+            let _ = writeln!(io::stderr().lock(), "{text}");
         }
     }
 }
 
-/// Prints a failure and gives the exit code.
+/// Writes to standard output.
+pub fn print(text: &str) -> Result<(), Error> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // A reader such as `head` that has seen enough is not a failure.
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints a failure and gives the exit code. Where the JSON cannot be written, that is the failure to tell; where
+/// standard error cannot be written to, the exit code still says what happened.
 pub fn report(error: &Error, json: bool) -> u8 {
     let row = error.kind().row();
     if json {
@@ -94,10 +101,12 @@ pub fn report(error: &Error, json: bool) -> u8 {
             "advice": error.advice(),
             "exit": row.exit,
         }});
-        println!("{object}");
+        if let Err(lost) = print(&format!("{object}\n")) {
+            report(error, false);
+            return report(&lost, false);
+        }
     } else {
-        eprintln!("error: {}", error.chain());
-        eprintln!("  {}", error.advice());
+        let _ = write!(io::stderr().lock(), "error: {}\n  {}\n", error.chain(), error.advice());
     }
     row.exit
 }
