@@ -240,7 +240,7 @@ mod tests {
         let mut s = String::new();
         t.write_within(&mut s, 30);
         let lines: Vec<&str> = s.lines().collect();
-        assert_eq!(lines[1], "  model.lay…proj.weight  1000");
+        assert_eq!(lines[1], "  model.laye…proj.weight  1000");
         assert!(lines.iter().all(|l| l.chars().count() <= 30) && lines[2].ends_with("    1"));
         let mut s = String::new();
         t.write_within(&mut s, 5);

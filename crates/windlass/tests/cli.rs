@@ -270,8 +270,29 @@ fn diff_counts_elements_of_packed_and_complex_dtypes() {
     assert_eq!((&json["units"], &json["changed"]), (&13.into(), &7.into()), "{json}");
     let human = run!("diff", &paths[0], &paths[1]).ok().stdout;
     assert!(human.contains("6 of 15 elements changed (40.00 %)"), "{human}");
-    let row = human.lines().find(|l| l.contains("C64")).unwrap();
-    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["c", "C64", "3", "2", "66.67", "%"]);
+    let row = human.lines().find(|l| l.contains("complex64")).unwrap();
+    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["c", "complex64", "3", "2", "66.67", "%"]);
+}
+
+#[test]
+fn applying_to_shards_keeps_the_copy_that_the_index_does_not_name() {
+    use windlass_core::Dtype;
+    let dir = tempfile::tempdir().unwrap();
+    let index = r#"{"weight_map": {"a": "y.safetensors", "b": "x.safetensors"}}"#;
+    let byte = |name: &str, v: u8| Made::new(name, Dtype::U8, &[4], vec![v; 4]);
+    for (version, v) in [("old", 1), ("new", 2)] {
+        let d = dir.path().join(version);
+        fs::create_dir(&d).unwrap();
+        fs::write(d.join("model.safetensors.index.json"), index).unwrap();
+        save(&d.join("x.safetensors"), &[byte("a", 77), byte("b", v)]);
+        save(&d.join("y.safetensors"), &[byte("a", v)]);
+    }
+    let [old, new, delta, out] = ["old", "new", "delta", "out"].map(|n| dir.path().join(n));
+    run!("delta", "make", &old, &new, "-o", &delta).ok();
+    run!("delta", "apply", &old, &delta, "-o", &out).ok();
+    for shard in ["x.safetensors", "y.safetensors"] {
+        assert_eq!(fs::read(out.join(shard)).unwrap(), fs::read(new.join(shard)).unwrap(), "{shard}");
+    }
 }
 
 #[test]
