@@ -10,7 +10,9 @@
 //!   the tensors it says they hold. Other files are ignored.
 //! - Any other directory: all `*.safetensors` in it.
 //!
-//! A tensor that two shards hold is an error. The tensors of all shards make one [`Manifest`], so a
+//! A tensor that two shards hold is an error, unless the index says which of them counts. An alias that stands
+//! for different tensors in two shards is an error. What is neither a file nor a directory is refused before it
+//! is opened, because opening a pipe waits for its other end. The tensors of all shards make one [`Manifest`], so a
 //! checkpoint in one file and the same one in shards have the same layout.
 //!
 //! [`Layout`] reads headers only; [`Checkpoint`] also maps the files, so that what is larger than memory can be
@@ -23,10 +25,12 @@ use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, Mmap};
 use windlass_core::error::Kind;
-use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader};
+use windlass_core::manifest::{HeaderTensor, Manifest, ManifestError, SafetensorsHeader};
 
 /// The name of the file that lists the shards of a directory.
 pub const INDEX: &str = "model.safetensors.index.json";
+/// How a delta begins. A safetensors file never does: it would be a header of exabytes.
+const DELTA_MAGIC: &[u8; 8] = b"WLDELTA1";
 
 /// A checkpoint that cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +60,30 @@ pub enum FileError {
         path: PathBuf,
         /// Why not.
         source: ManifestError,
+    },
+    /// A delta where a checkpoint was expected.
+    #[error("{} is a Windlass delta, not a safetensors file", path.display())]
+    IsDelta {
+        /// The delta.
+        path: PathBuf,
+    },
+    /// An index of shards where a checkpoint was expected.
+    #[error("{} is an index of shards; give the directory it is in", path.display())]
+    IsIndex {
+        /// The index.
+        path: PathBuf,
+    },
+    /// Two shards say that an alias stands for different tensors.
+    #[error("alias {alias:?} stands for {first:?} in one shard and for {second:?} in {}", path.display())]
+    AliasConflict {
+        /// The alias.
+        alias: String,
+        /// What it stands for in an earlier shard.
+        first: String,
+        /// What it stands for in this one.
+        second: String,
+        /// The shard.
+        path: PathBuf,
     },
     /// A directory without weights.
     #[error("{} holds no *.safetensors files", path.display())]
@@ -99,18 +127,33 @@ impl FileError {
     /// The kind of failure (see [`windlass_core::error`]).
     pub fn kind(&self) -> Kind {
         match self {
-            FileError::Io { source, .. } => match source.kind() {
-                io::ErrorKind::NotFound => Kind::NotFound,
-                io::ErrorKind::PermissionDenied => Kind::Denied,
-                io::ErrorKind::UnexpectedEof => Kind::Corrupt,
-                io::ErrorKind::OutOfMemory => Kind::Exhausted,
-                _ => Kind::Invalid,
-            },
+            FileError::Io { source, .. } => io_kind(source),
             FileError::Header { source, .. } | FileError::Union { source, .. } => source.kind(),
             FileError::NoShards { .. } => Kind::NotFound,
-            FileError::Duplicate { .. } | FileError::Index { .. } => Kind::Invalid,
+            FileError::Duplicate { .. }
+            | FileError::Index { .. }
+            | FileError::IsDelta { .. }
+            | FileError::IsIndex { .. }
+            | FileError::AliasConflict { .. } => Kind::Invalid,
             FileError::IndexMismatch { .. } => Kind::Corrupt,
         }
+    }
+}
+
+/// Sorts what the operating system says into kinds. Its list is open, so there is a last resort.
+pub fn io_kind(e: &io::Error) -> Kind {
+    match e.kind() {
+        io::ErrorKind::NotFound => Kind::NotFound,
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Kind::Denied,
+        io::ErrorKind::TimedOut => Kind::Timeout,
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => Kind::Corrupt,
+        io::ErrorKind::Interrupted => Kind::Cancelled,
+        io::ErrorKind::Unsupported => Kind::Unsupported,
+        io::ErrorKind::StorageFull
+        | io::ErrorKind::QuotaExceeded
+        | io::ErrorKind::OutOfMemory
+        | io::ErrorKind::FileTooLarge => Kind::Exhausted,
+        _ => Kind::Invalid,
     }
 }
 
@@ -128,28 +171,49 @@ pub struct Shard {
     pub header: SafetensorsHeader,
     /// How long it is.
     pub bytes: u64,
+    /// Its tensors, by number in the header, that the index finds in another shard. They are not part of the
+    /// checkpoint.
+    pub unused: BTreeSet<usize>,
+}
+
+/// Opens a regular file for reading, and answers its length. The path is looked at first: opening a pipe would
+/// wait for somebody to write to it.
+pub fn open_regular(path: &Path) -> Result<(File, u64), FileError> {
+    let meta = fs::metadata(path).map_err(io_error("open", path))?;
+    if !meta.is_file() {
+        let what = if meta.is_dir() { "it is a directory" } else { "it is not a regular file" };
+        return Err(io_error("read", path)(io::Error::new(io::ErrorKind::InvalidInput, what)));
+    }
+    let file = File::open(path).map_err(io_error("open", path))?;
+    let bytes = file.metadata().map_err(io_error("read", path))?.len();
+    Ok((file, bytes))
 }
 
 impl Shard {
+    /// The tensors that are part of the checkpoint.
+    fn used(&self) -> impl Iterator<Item = &HeaderTensor> {
+        self.header.tensors.iter().enumerate().filter(|(i, _)| !self.unused.contains(i)).map(|(_, t)| t)
+    }
+
     fn read(path: PathBuf) -> Result<Shard, FileError> {
-        let mut file = File::open(&path).map_err(io_error("open", &path))?;
-        let meta = file.metadata().map_err(io_error("read", &path))?;
-        if !meta.is_file() {
-            let not_a_file = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-            return Err(io_error("read", &path)(not_a_file));
-        }
-        let bytes = meta.len();
+        let (mut file, bytes) = open_regular(&path)?;
         let bad = |source| FileError::Header { path: path.clone(), source };
         let mut prefix = Vec::new();
+        if path.file_name().is_some_and(|n| n == INDEX) {
+            return Err(FileError::IsIndex { path });
+        }
         file.by_ref().take(8).read_to_end(&mut prefix).map_err(io_error("read", &path))?;
         if let Some(first) = prefix.first_chunk::<8>() {
+            if first == DELTA_MAGIC {
+                return Err(FileError::IsDelta { path });
+            }
             // The declared length is checked against the format's limit and the file before it is allocated.
             let rest = SafetensorsHeader::prefix_len(*first).map_err(bad)?.min(bytes).saturating_sub(8);
             prefix.reserve_exact(rest as usize);
             file.take(rest).read_to_end(&mut prefix).map_err(io_error("read", &path))?;
         }
         let header = SafetensorsHeader::parse(&prefix, bytes).map_err(bad)?;
-        Ok(Shard { path, header, bytes })
+        Ok(Shard { path, header, bytes, unused: BTreeSet::new() })
     }
 }
 
@@ -181,13 +245,8 @@ impl Layout {
         let mut owner: HashMap<&str, Place> = HashMap::new();
         let mut aliases = BTreeMap::new();
         for (s, shard) in shards.iter().enumerate() {
-            aliases.extend(
-                shard
-                    .header
-                    .aliases()
-                    .map_err(|source| FileError::Header { path: shard.path.clone(), source })?,
-            );
-            for t in &shard.header.tensors {
+            merge_aliases(&mut aliases, shard)?;
+            for t in shard.used() {
                 let place = Place { shard: s, offset: shard.header.data_start + t.begin };
                 if let Some(first) = owner.insert(&t.spec.name, place) {
                     return Err(FileError::Duplicate {
@@ -198,7 +257,7 @@ impl Layout {
                 }
             }
         }
-        let specs = shards.iter().flat_map(|s| s.header.tensors.iter().map(|t| t.spec.clone()));
+        let specs = shards.iter().flat_map(|s| s.used().map(|t| t.spec.clone()));
         let manifest = Manifest::new(specs, aliases).map_err(union)?;
         let places = manifest.tensors().iter().map(|t| owner[t.name.as_str()]).collect();
         Ok(Layout { path: path.to_owned(), shards, manifest, places })
@@ -230,11 +289,30 @@ impl Layout {
     }
 }
 
+fn merge_aliases(aliases: &mut BTreeMap<String, String>, shard: &Shard) -> Result<(), FileError> {
+    let path = &shard.path;
+    let more = shard.header.aliases();
+    for (alias, target) in more.map_err(|source| FileError::Header { path: path.clone(), source })? {
+        match aliases.get(&alias) {
+            Some(first) if *first != target => {
+                let first = first.clone();
+                return Err(FileError::AliasConflict { alias, first, second: target, path: path.clone() });
+            }
+            _ => aliases.insert(alias, target),
+        };
+    }
+    Ok(())
+}
+
 fn read_directory(dir: &Path) -> Result<Vec<Shard>, FileError> {
     let index = dir.join(INDEX);
-    match fs::read(&index) {
-        Ok(json) => read_indexed(dir, &index, &json),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+    match open_regular(&index) {
+        Ok((mut file, _)) => {
+            let mut json = Vec::new();
+            file.read_to_end(&mut json).map_err(io_error("read", &index))?;
+            read_indexed(dir, &index, &json)
+        }
+        Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             let mut names = Vec::new();
             for entry in fs::read_dir(dir).map_err(io_error("list", dir))? {
                 let path = entry.map_err(io_error("list", dir))?.path();
@@ -248,7 +326,7 @@ fn read_directory(dir: &Path) -> Result<Vec<Shard>, FileError> {
             }
             names.into_iter().map(Shard::read).collect()
         }
-        Err(e) => Err(io_error("read", &index)(e)),
+        Err(e) => Err(e),
     }
 }
 
@@ -272,8 +350,8 @@ fn read_indexed(dir: &Path, index: &Path, json: &[u8]) -> Result<Vec<Shard>, Fil
     if names.is_empty() {
         return Err(FileError::NoShards { path: dir.to_owned() });
     }
-    let shards: Vec<Shard> = names.iter().map(|n| Shard::read(dir.join(n))).collect::<Result<_, _>>()?;
-    for (shard, name) in shards.iter().zip(&names) {
+    let mut shards: Vec<Shard> = names.iter().map(|n| Shard::read(dir.join(n))).collect::<Result<_, _>>()?;
+    for (shard, name) in shards.iter_mut().zip(&names) {
         let held: BTreeSet<&str> = shard.header.tensors.iter().map(|t| t.spec.name.as_str()).collect();
         let mismatch = |tensor: &str, found: &str| FileError::IndexMismatch {
             path: index.to_owned(),
@@ -286,6 +364,9 @@ fn read_indexed(dir: &Path, index: &Path, json: &[u8]) -> Result<Vec<Shard>, Fil
                 return Err(mismatch(tensor, "which does not hold it"));
             }
         }
+        let elsewhere = |t: &HeaderTensor| map.get(&t.spec.name).is_some_and(|s| s.as_str() != Some(name));
+        let tensors = shard.header.tensors.iter().enumerate();
+        shard.unused = tensors.filter(|(_, t)| elsewhere(t)).map(|(i, _)| i).collect();
     }
     Ok(shards)
 }
@@ -300,13 +381,8 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps a file, which must not be written to while it is mapped.
     pub fn open(path: &Path) -> Result<MappedFile, FileError> {
-        let file = File::open(path).map_err(io_error("open", path))?;
-        let meta = file.metadata().map_err(io_error("read", path))?;
-        if !meta.is_file() {
-            let not_a_file = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-            return Err(io_error("read", path)(not_a_file));
-        }
-        if meta.len() == 0 {
+        let (file, bytes) = open_regular(path)?;
+        if bytes == 0 {
             return Ok(MappedFile { map: None });
         }
         let map = map_read_only(&file).map_err(io_error("map", path))?;
@@ -455,6 +531,56 @@ mod tests {
         let whole = fs::read(&f).unwrap();
         fs::write(&f, &whole[..whole.len() - 1]).unwrap();
         assert_eq!(Checkpoint::open(&f).unwrap_err().kind(), Kind::Corrupt);
+    }
+
+    #[test]
+    fn an_index_chooses_between_two_copies_of_a_tensor() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        save(&d.join("x.safetensors"), &[("a", 1), ("b", 2)]);
+        save(&d.join("y.safetensors"), &[("a", 9), ("c", 3)]);
+        index(d, r#"{"a": "y.safetensors", "b": "x.safetensors", "c": "y.safetensors"}"#);
+        let open = Checkpoint::open(d).unwrap();
+        assert_eq!(open.manifest().tensors().len(), 3);
+        assert_eq!((open.tensor(0), open.tensor(1)), (&[9; 3][..], &[2; 3][..]));
+        assert_eq!(open.layout().shards()[0].unused, BTreeSet::from([0]));
+        index(d, r#"{"b": "x.safetensors", "c": "y.safetensors"}"#);
+        assert!(matches!(Checkpoint::open(d), Err(FileError::Duplicate { name, .. }) if name == "a"));
+    }
+
+    #[test]
+    fn aliases_that_disagree_between_shards_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let put = |file: &str, tensor: &str, target: &str| {
+            let json = format!(
+                r#"{{"__metadata__":{{"windlass.aliases":"{{\"head\":\"{target}\"}}"}},"{tensor}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#
+            );
+            let bytes = [&(json.len() as u64).to_le_bytes()[..], json.as_bytes(), &[7]].concat();
+            fs::write(dir.path().join(file), bytes).unwrap();
+        };
+        put("1.safetensors", "a", "a");
+        put("2.safetensors", "b", "a");
+        let agreed = Layout::read(dir.path()).unwrap();
+        assert_eq!(agreed.manifest().aliases()["head"], "a");
+        put("2.safetensors", "b", "b");
+        let e = Layout::read(dir.path()).unwrap_err();
+        assert!(
+            matches!(&e, FileError::AliasConflict { alias, first, second, .. }
+                if alias == "head" && first == "a" && second == "b"),
+            "{e:?}"
+        );
+        assert!(e.to_string().contains("2.safetensors"));
+    }
+
+    #[test]
+    fn an_index_or_a_delta_in_place_of_a_checkpoint_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        index(dir.path(), r#"{"a": "x.safetensors"}"#);
+        let e = Layout::read(&dir.path().join(INDEX)).unwrap_err();
+        assert!(matches!(e, FileError::IsIndex { .. }) && e.to_string().contains("directory"));
+        let delta = dir.path().join("d");
+        fs::write(&delta, b"WLDELTA1 and more").unwrap();
+        assert!(matches!(Layout::read(&delta), Err(FileError::IsDelta { .. })));
     }
 
     #[test]

@@ -4,9 +4,10 @@
 //! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
 //! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::{self, BenchConfig};
 use crate::delta::apply::Apply;
@@ -17,11 +18,12 @@ use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::{self, SynthConfig};
 use crate::{demo, diff, inspect, verify};
+use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 
 /// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
 #[derive(Debug, Parser)]
-#[command(name = "windlass", version, arg_required_else_help = true)]
+#[command(name = "windlass", version, arg_required_else_help = true, after_help = exit_codes())]
 struct Parsed {
     /// Print one JSON object as the last line of standard output, also on failure
     #[arg(long, global = true)]
@@ -104,22 +106,20 @@ enum ParsedDelta {
     },
     /// Make the newer version from BASE and DELTA, checking every block
     ///
-    /// The result has the form of BASE: a file, or a directory of the same shards.
+    /// The result has the form of BASE, a file or a directory of the same shards, and keeps BASE's headers with
+    /// their `__metadata__`. A directory gets the shards and their index only: copy the configuration and the
+    /// tokenizer yourself. Give either --output or --in-place.
+    #[command(group(ArgGroup::new("place").required(true).args(["output", "in_place"])))]
     Apply {
         /// The older version
         base: PathBuf,
         /// The delta
         delta: PathBuf,
         /// The newer version to write
-        #[arg(
-            short,
-            long,
-            value_name = "OUT",
-            required_unless_present = "in_place",
-            conflicts_with = "in_place"
-        )]
+        #[arg(short, long, value_name = "OUT")]
         output: Option<PathBuf>,
-        /// Change BASE itself. An interrupted run is finished by running it again
+        /// Change BASE itself, and with it all hard links to its files. An interrupted run is finished by running
+        /// it again
         #[arg(long)]
         in_place: bool,
         #[command(flatten)]
@@ -350,18 +350,39 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
     Ok(0)
 }
 
+/// The exit codes, for the end of the help.
+fn exit_codes() -> String {
+    let mut text = "Exit codes:\n    0  done\n    1  the answer is no".to_owned();
+    for kind in Kind::ALL {
+        let _ = write!(text, "\n  {:>3}  {:<11}  {}", kind.row().exit, kind.as_str(), kind.row().advice);
+    }
+    text
+}
+
+/// What the parser says, on one line and without the pointer to help, which is the advice.
+fn one_line(text: &str) -> String {
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    let kept = text.lines().filter(|l| !l.starts_with("For more information"));
+    kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
+}
+
 /// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
 fn explain(e: &clap::Error) -> u8 {
     let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
     if e.use_stderr() && json {
-        let text = e.render().to_string();
-        let first =
-            text.lines().find_map(|l| l.strip_prefix("error: ")).unwrap_or("the arguments do not parse");
-        return report(&Error::Usage(first.to_owned()), true);
+        return report(&Error::Usage(one_line(&e.render().to_string())), true);
     }
-    // Nobody to tell if even this cannot be printed.
-    let _ = e.print();
-    if e.use_stderr() { windlass_core::Kind::Invalid.row().exit } else { 0 }
+    if e.use_stderr() {
+        // Nobody to tell if even this cannot be printed.
+        let _ = e.print();
+        return Kind::Invalid.row().exit;
+    }
+    match e.print() {
+        Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => {
+            report(&Error::Io { action: "write to", path: "standard output".into(), source }, false)
+        }
+        _ => 0,
+    }
 }
 
 #[cfg(test)]

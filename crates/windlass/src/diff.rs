@@ -8,7 +8,7 @@ use windlass_core::delta::line::Unit;
 use windlass_core::delta::{Encoder, Mode, Tile};
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::kernel::Kernels;
-use windlass_core::manifest::Manifest;
+use windlass_core::manifest::{Manifest, Tensor};
 use windlass_data::file::Checkpoint;
 
 use crate::delta::make::Names;
@@ -34,22 +34,25 @@ pub struct Diff {
 #[derive(Default)]
 struct Seen {
     positions: Vec<u16>,
-    /// Changed units by tensor.
-    changed: Vec<u64>,
+    /// Changed units and changed elements by tensor.
+    changed: Vec<(u64, u64)>,
     /// Changes by the binary logarithm of their distance.
     distances: Vec<u64>,
 }
 
 impl Seen {
-    fn look(&mut self, kernels: &dyn Kernels, tile: &Tile, old: &[u8], new: &[u8]) {
+    fn look(&mut self, kernels: &dyn Kernels, bits: u64, tile: &Tile, old: &[u8], new: &[u8]) {
         self.positions.clear();
         kernels.changed(old, new, tile.unit, &mut self.positions);
         if self.positions.is_empty() {
             return;
         }
         let t = tile.block.tensor as usize;
-        self.changed.resize(self.changed.len().max(t + 1), 0);
-        self.changed[t] += self.positions.len() as u64;
+        self.changed.resize(self.changed.len().max(t + 1), (0, 0));
+        let units = self.positions.len() as u64;
+        let elements = if bits == 8 * tile.unit as u64 { units } else { self.elements(bits, tile, old, new) };
+        self.changed[t].0 += units;
+        self.changed[t].1 += elements;
         self.distances.resize(64, 0);
         match tile.unit {
             1 => self.measure::<u8>(tile, old, new),
@@ -57,6 +60,24 @@ impl Seen {
             4 => self.measure::<u32>(tile, old, new),
             _ => self.measure::<u64>(tile, old, new),
         }
+    }
+
+    /// Changed elements of `bits` bits, which do not coincide with units. An element in two blocks, which only
+    /// those of six bits can be, counts in both.
+    fn elements(&self, bits: u64, tile: &Tile, old: &[u8], new: &[u8]) -> u64 {
+        let (mut last, mut count) = (None, 0);
+        for &p in &self.positions {
+            let range = usize::from(p) * tile.unit..(usize::from(p) + 1) * tile.unit;
+            for i in range {
+                let first = (tile.block.start * tile.unit as u64 + i as u64) * 8;
+                let differ = old[i] ^ new[i];
+                for element in (0..8).filter(|bit| differ >> bit & 1 == 1).map(|bit| (first + bit) / bits) {
+                    count += u64::from(last != Some(element));
+                    last = Some(element);
+                }
+            }
+        }
+        count
     }
 
     fn measure<T: Unit>(&mut self, tile: &Tile, old: &[u8], new: &[u8]) {
@@ -73,7 +94,10 @@ struct Found<'a> {
     manifest: &'a Manifest,
     elements: u64,
     units: u64,
+    /// Changed units by tensor.
     changed: Vec<u64>,
+    /// Changed elements by tensor.
+    changed_elements: Vec<u64>,
     distances: Vec<u64>,
     modes: [(&'static str, LaneTotals, u64); 2],
 }
@@ -90,8 +114,10 @@ impl Diff {
         let run = Run { kernels, threads: self.threads, cancel: session.cancel(), progress: &progress };
         let (old, new) = (|t| a.tensor(t), |t| b.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new };
-        let observe =
-            |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| seen.look(kernels, tile, old, new);
+        let observe = |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| {
+            let bits = manifest.tensors()[tile.block.tensor as usize].dtype.bits();
+            seen.look(kernels, bits, tile, old, new);
+        };
         let encoders: [fn() -> Encoder; 2] = [Encoder::plain, Encoder::with_context];
         let totals = pass::run(run, pair, &encoders, observe, |_, _| Ok(()))?;
         drop(progress);
@@ -123,9 +149,11 @@ impl<'a> Found<'a> {
         digests: (windlass_core::StateDigest, windlass_core::StateDigest),
     ) -> Result<Found<'a>, Error> {
         let mut changed = vec![0; manifest.tensors().len()];
+        let mut changed_elements = changed.clone();
         let mut distances = vec![0; 64];
         for seen in &totals.observed {
-            changed.iter_mut().zip(&seen.changed).for_each(|(all, n)| *all += n);
+            changed.iter_mut().zip(&seen.changed).for_each(|(all, n)| *all += n.0);
+            changed_elements.iter_mut().zip(&seen.changed).for_each(|(all, n)| *all += n.1);
             distances.iter_mut().zip(&seen.distances).for_each(|(all, n)| *all += n);
         }
         let model_id = ModelId::new("model").map_err(|e| Error::Bug(e.to_string()))?;
@@ -135,9 +163,10 @@ impl<'a> Found<'a> {
         let size = |i| lane(i).bytes + header;
         Ok(Found {
             manifest,
-            elements: manifest.tensors().iter().map(|t| t.shape.iter().product::<u64>()).sum(),
+            elements: manifest.tensors().iter().map(elements).sum(),
             units: manifest.tensors().iter().map(windlass_core::manifest::Tensor::units).sum(),
             changed,
+            changed_elements,
             distances,
             modes: [("plain", lane(0), size(0)), ("context", lane(1), size(1))],
         })
@@ -170,14 +199,23 @@ impl<'a> Found<'a> {
             .manifest
             .tensors()
             .iter()
-            .zip(&self.changed)
-            .map(|(t, &n)| {
-                json!({ "name": t.name, "dtype": t.dtype, "units": t.units(), "changed": n, "rate": rate(n, t.units()) })
+            .zip(self.changed.iter().zip(&self.changed_elements))
+            .map(|(t, (&n, e))| {
+                json!({
+                    "name": t.name,
+                    "dtype": t.dtype,
+                    "elements": elements(t),
+                    "changed_elements": e,
+                    "units": t.units(),
+                    "changed": n,
+                    "rate": rate(n, t.units()),
+                })
             })
             .collect();
         let bucket = |&(from, to, n): &(u64, u64, u64)| json!({ "from": from, "to": to, "changed": n });
         json!({
             "elements": self.elements,
+            "changed_elements": self.changed_elements.iter().sum::<u64>(),
             "units": self.units,
             "changed": changed,
             "change_rate": rate(changed, self.units),
@@ -192,13 +230,14 @@ impl<'a> Found<'a> {
 
     fn human(&self, top: usize, out: &mut String) {
         let changed = self.total();
+        let changed_elements = self.changed_elements.iter().sum();
         let touched = self.changed.iter().filter(|&&n| n > 0).count();
         let _ = writeln!(
             out,
             "{} of {} elements changed ({}), in {touched} of {} tensors\n",
-            count(changed),
-            count(self.units),
-            percent(rate(changed, self.units)),
+            count(changed_elements),
+            count(self.elements),
+            percent(rate(changed_elements, self.elements)),
             self.changed.len()
         );
         if changed == 0 {
@@ -224,16 +263,19 @@ impl<'a> Found<'a> {
         let mut t = Table::new(["tensor", "dtype", "elements", "changed", "rate"]);
         for &i in &order[..shown] {
             let tensor = &self.manifest.tensors()[i];
-            let (units, n) = (tensor.units(), self.changed[i]);
-            let cells = [tensor.dtype.name().into(), count(units), count(n), percent(rate(n, units))];
-            let [dtype, units, n, rate] = cells;
-            t.row([tensor.name.clone(), dtype, units, n, rate]);
+            let (all, n) = (elements(tensor), self.changed_elements[i]);
+            let (name, dtype) = (tensor.name.clone(), tensor.dtype.name().into());
+            t.row([name, dtype, count(all), count(n), percent(rate(n, all))]);
         }
         t.write(out);
         if shown < order.len() {
             let _ = writeln!(out, "  … {} more that changed; --top 0 shows all", order.len() - shown);
         }
     }
+}
+
+fn elements(t: &Tensor) -> u64 {
+    t.shape.iter().product()
 }
 
 fn rate(n: u64, of: u64) -> f64 {

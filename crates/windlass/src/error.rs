@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use windlass_core::StateDigest;
 use windlass_core::error::Kind;
-use windlass_data::file::FileError;
+use windlass_data::file::{FileError, io_kind};
 
 use crate::synth::SynthError;
 
@@ -168,6 +168,9 @@ impl Error {
             Error::File(FileError::NoShards { .. }) => {
                 "give a safetensors file, or a directory that holds some".into()
             }
+            Error::File(FileError::IsDelta { .. }) => {
+                "give a safetensors file or a directory of shards; perhaps two arguments are swapped".into()
+            }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Cancelled => {
@@ -227,22 +230,5 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
             format!("free some space where {} is, or write elsewhere with -o", path.display())
         }
         _ => io_kind(source).row().advice.into(),
-    }
-}
-
-/// Sorts what the operating system says into kinds. Its list is open, so there is a last resort.
-fn io_kind(e: &io::Error) -> Kind {
-    match e.kind() {
-        io::ErrorKind::NotFound => Kind::NotFound,
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Kind::Denied,
-        io::ErrorKind::TimedOut => Kind::Timeout,
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => Kind::Corrupt,
-        io::ErrorKind::Interrupted => Kind::Cancelled,
-        io::ErrorKind::Unsupported => Kind::Unsupported,
-        io::ErrorKind::StorageFull
-        | io::ErrorKind::QuotaExceeded
-        | io::ErrorKind::OutOfMemory
-        | io::ErrorKind::FileTooLarge => Kind::Exhausted,
-        _ => Kind::Invalid,
     }
 }

@@ -13,13 +13,35 @@ use windlass_core::manifest::{Manifest, TensorSpec};
 
 use crate::error::Error;
 use crate::session::{Cancel, Progress};
-use crate::synth::Synth;
+use crate::synth::{Synth, SynthError};
 use crate::{sums, work};
 
 /// The layout of a made-up model.
 pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
     let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
     Manifest::new(specs, std::collections::BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))
+}
+
+/// Memory for an image, all zero.
+pub fn blank(manifest: &Manifest) -> Result<Vec<u8>, Error> {
+    let mut image = reserve(manifest.data_bytes())?;
+    image.resize(manifest.data_bytes() as usize, 0);
+    Ok(image)
+}
+
+/// An image like another.
+pub fn copy(image: &[u8]) -> Result<Vec<u8>, Error> {
+    let mut copy = reserve(image.len() as u64)?;
+    copy.extend_from_slice(image);
+    Ok(copy)
+}
+
+fn reserve(bytes: u64) -> Result<Vec<u8>, Error> {
+    let mut image = Vec::new();
+    match usize::try_from(bytes).map(|len| image.try_reserve_exact(len)) {
+        Ok(Ok(())) => Ok(image),
+        _ => Err(SynthError::Memory { bytes }.into()),
+    }
 }
 
 /// The bytes of a tensor of an image.

@@ -3,13 +3,12 @@
 //! The file says itself what it is: a directory, a delta, a manifest in JSON, or else a safetensors file.
 
 use std::fmt::Write as _;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use windlass_core::manifest::Manifest;
-use windlass_data::file::Layout;
+use windlass_data::file::{INDEX, Layout, open_regular};
 
 use crate::error::Error;
 use crate::session::{Session, Table, bytes, count};
@@ -33,14 +32,15 @@ impl Inspect {
         if path.is_dir() {
             return self.checkpoint(session);
         }
-        let mut file = File::open(path).map_err(Error::io("open", path))?;
+        let (mut file, _) = open_regular(path)?;
         let mut first = Vec::new();
         file.by_ref().take(8).read_to_end(&mut first).map_err(Error::io("read", path))?;
         if first.starts_with(b"WLDELTA") {
             return crate::delta::show::show(path, session);
         }
         // A safetensors file begins with a length: an opening brace there would mean an absurd one.
-        if first.first() == Some(&b'{') && first.get(7) != Some(&0) {
+        let json = first.first() == Some(&b'{') && first.get(7) != Some(&0);
+        if json && path.file_name().is_none_or(|n| n != INDEX) {
             let mut json = first;
             file.take(MAX_MANIFEST).read_to_end(&mut json).map_err(Error::io("read", path))?;
             let manifest = Manifest::from_json(&json).map_err(Error::content(path))?;

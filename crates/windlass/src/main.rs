@@ -1,11 +1,16 @@
 //! The `windlass` command.
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     if let Err(missing) = cpu() {
-        eprintln!("error: this build of windlass needs a CPU with {missing}");
-        eprintln!("  build it for this machine: RUSTFLAGS='-C target-cpu=native' cargo build --release");
+        let remedy = "build it for this machine: RUSTFLAGS='-C target-cpu=native' cargo build --release";
+        // Nobody to tell if even this cannot be printed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "error: this build of windlass needs a CPU with {missing}\n  {remedy}"
+        );
         return ExitCode::from(windlass_core::Kind::Unsupported.row().exit);
     }
     windlass::cli::main().into()

@@ -54,13 +54,7 @@ impl Session {
             human(&mut text);
             text
         };
-        match io::stdout().lock().write_all(text.as_bytes()) {
-            // A reader such as `head` that has seen enough is not a failure.
-            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-                Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
-            }
-            _ => Ok(()),
-        }
+        print(&text)
     }
 
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
@@ -79,12 +73,25 @@ impl Session {
     /// A line about what is going on, for people only.
     pub fn note(&self, text: &str) {
         if !self.json {
-            eprintln!("{text}");
+            let _ = writeln!(io::stderr().lock(), "{text}");
         }
     }
 }
 
-/// Prints a failure and gives the exit code.
+/// Writes to standard output.
+pub fn print(text: &str) -> Result<(), Error> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // A reader such as `head` that has seen enough is not a failure.
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints a failure and gives the exit code. Where the JSON cannot be written, that is the failure to tell; where
+/// standard error cannot be written to, the exit code still says what happened.
 pub fn report(error: &Error, json: bool) -> u8 {
     let row = error.kind().row();
     if json {
@@ -94,10 +101,12 @@ pub fn report(error: &Error, json: bool) -> u8 {
             "advice": error.advice(),
             "exit": row.exit,
         }});
-        println!("{object}");
+        if let Err(lost) = print(&format!("{object}\n")) {
+            report(error, false);
+            return report(&lost, false);
+        }
     } else {
-        eprintln!("error: {}", error.chain());
-        eprintln!("  {}", error.advice());
+        let _ = write!(io::stderr().lock(), "error: {}\n  {}\n", error.chain(), error.advice());
     }
     row.exit
 }
@@ -135,6 +144,9 @@ impl Drop for Progress {
     }
 }
 
+/// Names are not made shorter than this, however narrow the terminal.
+const MIN_NAME: usize = 16;
+
 /// A table for people: the first column to the left, the others to the right.
 #[derive(Debug)]
 pub struct Table(Vec<Vec<String>>);
@@ -150,21 +162,45 @@ impl Table {
         self.0.push(cells.to_vec());
     }
 
-    /// Appends the table to `out`, indented by two spaces.
+    /// Appends the table to `out`, indented by two spaces. On a terminal that is too narrow for it, the middle of
+    /// long names in the first column is left out.
     pub fn write(&self, out: &mut String) {
+        let size = terminal_size::terminal_size_of(io::stdout());
+        self.write_within(out, size.map_or(usize::MAX, |(w, _)| w.0.into()));
+    }
+
+    fn write_within(&self, out: &mut String, columns_shown: usize) {
         let columns = self.0.first().map_or(0, Vec::len);
         let width =
             |c: usize| self.0.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut widths: Vec<usize> = (0..columns).map(width).collect();
+        let excess = widths.iter().map(|w| w + 2).sum::<usize>().saturating_sub(columns_shown);
+        if let Some(first) = widths.first_mut() {
+            *first = (*first).min(first.saturating_sub(excess).max(MIN_NAME));
+        }
         for row in &self.0 {
             let mut line = String::new();
             for (c, (cell, &w)) in row.iter().zip(&widths).enumerate() {
-                let _ = if c == 0 { write!(line, "  {cell:<w$}") } else { write!(line, "  {cell:>w$}") };
+                let _ = if c == 0 {
+                    write!(line, "  {:<w$}", shorten(cell, w))
+                } else {
+                    write!(line, "  {cell:>w$}")
+                };
             }
             out.push_str(line.trim_end());
             out.push('\n');
         }
     }
+}
+
+/// A text of at most `width` characters: the middle of a longer one is left out.
+fn shorten(text: &str, width: usize) -> String {
+    let n = text.chars().count();
+    if n <= width {
+        return text.to_owned();
+    }
+    let (head, tail) = (width.saturating_sub(1) / 2, width / 2);
+    text.chars().take(head).chain(['…']).chain(text.chars().skip(n - tail)).collect()
 }
 
 /// Bytes for people: `1.50 GiB`.
@@ -194,6 +230,26 @@ mod tests {
         let mut s = String::new();
         t.write(&mut s);
         assert_eq!(s, "  name          n\n  ä          1000\n  long name     1\n");
+    }
+
+    #[test]
+    fn tables_leave_out_the_middle_of_names_on_narrow_terminals() {
+        let mut t = Table::new(["tensor", "n"]);
+        t.row(["model.layers.0.self_attn.q_proj.weight".into(), "1000".into()]);
+        t.row(["short".into(), "1".into()]);
+        let mut s = String::new();
+        t.write_within(&mut s, 30);
+        let lines: Vec<&str> = s.lines().collect();
+        assert_eq!(lines[1], "  model.laye…proj.weight  1000");
+        assert!(lines.iter().all(|l| l.chars().count() <= 30) && lines[2].ends_with("    1"));
+        let mut s = String::new();
+        t.write_within(&mut s, 5);
+        assert!(
+            s.contains(&format!("{}  1000", shorten("model.layers.0.self_attn.q_proj.weight", MIN_NAME)))
+        );
+        let mut s = String::new();
+        t.write_within(&mut s, usize::MAX);
+        assert!(s.contains("model.layers.0.self_attn.q_proj.weight"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Sums of whole images.
 //!
-//! Owns: the pass over an image that gives its [`SumTable`]. Called by `verify`, `inspect`, `bench` and `demo`.
+//! Owns: the pass over an image that gives its [`SumTable`]. Called by `verify`, `bench` and `demo`.
 
 use windlass_core::digest::{BlockSum, SumTable, sum_block};
 use windlass_core::kernel::Kernels;

@@ -63,6 +63,12 @@ pub enum SynthError {
     /// No such change rate can be reached.
     #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
     Change(f64),
+    /// An image does not fit into memory.
+    #[error("there is no memory for another image of {bytes} bytes; ask for fewer --elements")]
+    Memory {
+        /// Its size.
+        bytes: u64,
+    },
 }
 
 impl SynthError {
@@ -70,6 +76,7 @@ impl SynthError {
     pub fn kind(&self) -> Kind {
         match self {
             SynthError::Elements(_) | SynthError::Change(_) => Kind::Invalid,
+            SynthError::Memory { .. } => Kind::Exhausted,
         }
     }
 }

@@ -44,7 +44,7 @@ impl Verify {
             "blocks": manifest.cuts().blocks(),
             "layout_hash": manifest.layout_hash(),
             "state_digest": digest,
-            "expected": self.expect.is_some(),
+            "expected": self.expect,
         });
         session.finish(object, |out| {
             let _ = writeln!(out, "{digest}  {}", self.path.display());

@@ -47,7 +47,11 @@ fn claim<S: Send>(
         }
     };
     let states = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(run)).collect();
+        // More threads than there is work would only cost memory. Where the system gives no more of them, those
+        // there are do all of it.
+        let wanted = (threads as u64).clamp(1, count.max(1));
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, run).ok();
+        let others: Vec<_> = (1..wanted).map_while(spawn).collect();
         let mut states = vec![run()];
         for other in others {
             match other.join() {

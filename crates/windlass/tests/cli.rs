@@ -5,7 +5,7 @@ mod command;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use command::{Dice, names, save, save_synthetic, zoo};
+use command::{Dice, Made, names, save, save_synthetic, zoo};
 use serde_json::Value;
 
 /// Fails unless every path such as `modes.plain.bits_per_change` is there.
@@ -43,6 +43,7 @@ fn every_command_prints_one_json_object_last() {
     let inspect = run!("inspect", &base, "--json").ok().json();
     has(&inspect, &["kind", "tensors", "elements", "bytes", "blocks", "layout_hash", "dtypes", "shards"]);
     let verify = run!("verify", &new, "--json").ok().json();
+    assert!(verify["expected"].is_null());
     assert_eq!(verify["state_digest"], make.json()["target_digest"]);
     let digest = verify["state_digest"].as_str().unwrap();
     run!("verify", &new, "--expect", digest).ok();
@@ -140,6 +141,10 @@ fn the_demo_keeps_its_receivers_equal() {
     let steps = demo["steps"].as_array().unwrap();
     let equal: Vec<u64> = steps.iter().map(|s| s["receivers_equal"].as_u64().unwrap()).collect();
     assert_eq!(equal, [2, 3, 2, 3]);
+    let composed: Vec<u64> = steps.iter().map(|s| s["receivers_composed"].as_u64().unwrap()).collect();
+    assert_eq!(composed, [0, 1, 0, 1]);
+    let human = run!("demo", "--elements", "64Ki", "--steps", "2", "--receivers", "3").ok().stdout;
+    assert!(human.contains("waits") && human.contains("composed"), "{human}");
     run!("demo", "--elements", "64Ki", "--steps", "2", "--receivers", "1").ok();
 }
 
@@ -162,6 +167,142 @@ fn an_interrupted_command_leaves_nothing_behind() {
     assert!(kill.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert_eq!(names(dir.path()), ["base.safetensors", "new.safetensors"]);
+}
+
+/// Runs a line of shell in which `$W` is the command.
+fn shell(dir: &std::path::Path, line: &str) -> command::Ran {
+    let mut sh = std::process::Command::new("sh");
+    sh.args(["-c", line]).current_dir(dir).env("W", env!("CARGO_BIN_EXE_windlass"));
+    let out = sh.output().unwrap();
+    let text = |b: Vec<u8>| String::from_utf8_lossy(&b).into_owned();
+    command::Ran { code: out.status.code().unwrap_or(-1), stdout: text(out.stdout), stderr: text(out.stderr) }
+}
+
+#[test]
+fn a_full_output_is_a_failure_and_not_a_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let lost = shell(dir.path(), "$W --json verify absent >/dev/full");
+    assert_eq!(lost.code, 8, "{}", lost.stderr);
+    assert!(lost.stderr.contains("absent") && lost.stderr.contains("standard output"), "{}", lost.stderr);
+    assert_eq!(shell(dir.path(), "$W verify absent 2>/dev/full").code, 3);
+    assert_eq!(shell(dir.path(), "$W --help >/dev/full").code, 8);
+}
+
+#[test]
+fn refused_threads_and_memory_do_not_end_in_a_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    save_synthetic(dir.path(), 8 << 20, 0.01);
+    let few = shell(dir.path(), "ulimit -v 300000; $W verify base.safetensors --threads 1024").ok();
+    assert_eq!(few.stdout, shell(dir.path(), "$W verify base.safetensors --threads 1").stdout);
+    for line in ["demo", "bench codec", "bench digest"] {
+        let ran = shell(dir.path(), &format!("ulimit -v 1500000; $W {line} --elements 1Gi --threads 2"));
+        assert_eq!(ran.code, 8, "{}", ran.stderr);
+        assert!(ran.stderr.contains("--elements"), "{}", ran.stderr);
+    }
+}
+
+#[test]
+fn a_pipe_in_place_of_a_file_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    save(&dir.path().join("a.safetensors"), &zoo(&mut Dice(1), false));
+    fs::create_dir(dir.path().join("d")).unwrap();
+    let made = shell(dir.path(), "mkfifo p d/model.safetensors.index.json");
+    assert_eq!(made.code, 0, "{}", made.stderr);
+    for line in
+        ["verify p", "inspect p", "verify d", "diff a.safetensors p", "delta apply a.safetensors p -o out"]
+    {
+        let ran = shell(dir.path(), &format!("timeout 10 $W {line}"));
+        assert_eq!(ran.code, 2, "{line}: {}", ran.stderr);
+        assert!(ran.stderr.contains("not a regular file"), "{line}: {}", ran.stderr);
+    }
+}
+
+#[test]
+fn usage_errors_in_json_say_what_is_missing() {
+    let message = |line: &str| {
+        let ran = shell(std::path::Path::new("."), line);
+        assert_eq!(ran.code, 2);
+        ran.json()["error"]["message"].as_str().unwrap().to_owned()
+    };
+    let verify = message("$W --json verify");
+    assert!(verify.contains("not provided: <PATH>") && !verify.contains('\n'), "{verify}");
+    let apply = message("$W --json delta apply a b");
+    assert!(apply.contains("--output") && apply.contains("--in-place"), "{apply}");
+}
+
+#[test]
+fn swapped_arguments_are_called_swapped() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, new) = save_synthetic(dir.path(), 1 << 16, 0.01);
+    let delta = dir.path().join("delta");
+    run!("delta", "make", &base, &new, "-o", &delta).ok();
+    for ran in [run!("delta", "apply", &delta, &base, "-o", "out"), run!("verify", &delta)] {
+        assert_eq!(ran.code, 2);
+        assert!(
+            ran.stderr.contains("is a Windlass delta") && ran.stderr.contains("swapped"),
+            "{}",
+            ran.stderr
+        );
+    }
+    let index = dir.path().join("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map": {}}"#).unwrap();
+    for ran in [run!("verify", &index), run!("inspect", &index)] {
+        assert!(ran.stderr.contains("give the directory"), "{}", ran.stderr);
+    }
+}
+
+#[test]
+fn diff_counts_elements_of_packed_and_complex_dtypes() {
+    use windlass_core::Dtype;
+    let dir = tempfile::tempdir().unwrap();
+    let paths = [dir.path().join("a"), dir.path().join("b")];
+    // Both halves of one byte and one half of another; both parts of one number and one part of another; the
+    // second of four elements, which lies in two bytes.
+    for (path, v) in paths.iter().zip([0u8, 0x11]) {
+        let packed = Made::new("p", Dtype::F4, &[8], vec![v, v & 0xf0, 0, 0]);
+        let mut parts = vec![0; 24];
+        (parts[0], parts[4], parts[12]) = (v, v, v);
+        let six = Made::new("s", Dtype::F6E2M3, &[4], vec![v & 0x40 | u8::from(v > 0) << 7, v & 1, 0]);
+        save(path, &[packed, Made::new("c", Dtype::C64, &[3], parts), six]);
+    }
+    let json = run!("diff", &paths[0], &paths[1], "--json").ok().json();
+    assert_eq!((&json["elements"], &json["changed_elements"]), (&15.into(), &6.into()), "{json}");
+    assert_eq!((&json["units"], &json["changed"]), (&13.into(), &7.into()), "{json}");
+    let human = run!("diff", &paths[0], &paths[1]).ok().stdout;
+    assert!(human.contains("6 of 15 elements changed (40.00 %)"), "{human}");
+    let row = human.lines().find(|l| l.contains("complex64")).unwrap();
+    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["c", "complex64", "3", "2", "66.67", "%"]);
+}
+
+#[test]
+fn applying_to_shards_keeps_the_copy_that_the_index_does_not_name() {
+    use windlass_core::Dtype;
+    let dir = tempfile::tempdir().unwrap();
+    let index = r#"{"weight_map": {"a": "y.safetensors", "b": "x.safetensors"}}"#;
+    let byte = |name: &str, v: u8| Made::new(name, Dtype::U8, &[4], vec![v; 4]);
+    for (version, v) in [("old", 1), ("new", 2)] {
+        let d = dir.path().join(version);
+        fs::create_dir(&d).unwrap();
+        fs::write(d.join("model.safetensors.index.json"), index).unwrap();
+        save(&d.join("x.safetensors"), &[byte("a", 77), byte("b", v)]);
+        save(&d.join("y.safetensors"), &[byte("a", v)]);
+    }
+    let [old, new, delta, out] = ["old", "new", "delta", "out"].map(|n| dir.path().join(n));
+    run!("delta", "make", &old, &new, "-o", &delta).ok();
+    run!("delta", "apply", &old, &delta, "-o", &out).ok();
+    for shard in ["x.safetensors", "y.safetensors"] {
+        assert_eq!(fs::read(out.join(shard)).unwrap(), fs::read(new.join(shard)).unwrap(), "{shard}");
+    }
+}
+
+#[test]
+fn help_lists_every_exit_code() {
+    let help = run!("--help").ok().stdout;
+    for kind in windlass_core::Kind::ALL {
+        let row = help.lines().find(|l| l.split_whitespace().nth(1) == Some(kind.as_str()));
+        let code = row.and_then(|l| l.split_whitespace().next()).map(str::to_owned);
+        assert_eq!(code, Some(kind.row().exit.to_string()), "{kind}: {help}");
+    }
 }
 
 /// The most anonymous memory a run has, in KiB. Mapped files are not counted: the kernel takes them back.

@@ -6,14 +6,23 @@
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-/// Runs `work` on each thread's share of items that were divided evenly.
+/// Runs `work` on each thread's share of items that were divided evenly. Where the system gives no more threads,
+/// those there are take more than one.
 fn share<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
-    std::thread::scope(|scope| {
-        for item in items {
-            let work = &work;
-            scope.spawn(move || work(item));
+    let (wanted, items) = (items.len(), Mutex::new(items.into_iter()));
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let run = || {
+        while let Some(item) = next() {
+            work(item);
         }
+    };
+    std::thread::scope(|scope| {
+        let spawned = (1..wanted).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, run).ok());
+        // Threads run when they are made; those not joined here are when the scope ends.
+        let _ = spawned.count();
+        run();
     });
 }
 

@@ -33,7 +33,7 @@ pub fn run(config: &BenchConfig, session: &Session) -> Result<(), Error> {
     let bench = Bench { config, kernels: crate::kernels(), images: &images, session };
     let deltas = bench.deltas()?;
     let table = bench.table()?;
-    let mut scratch = images.base.clone();
+    let mut scratch = image::copy(&images.base)?;
     let figures = bench.measure(&deltas, &table, &mut scratch)?;
     figures.finish(session)
 }

@@ -45,7 +45,7 @@ impl Images {
         let synth = Synth::new(config.model)?;
         let manifest = image::manifest_of(&synth)?;
         let len = manifest.data_bytes() as usize;
-        let (mut base, mut next) = (vec![0u8; len], vec![0u8; len]);
+        let (mut base, mut next) = (image::blank(&manifest)?, image::blank(&manifest)?);
         let progress = session.progress("making", 2 * len as u64);
         for (step, image) in [&mut base, &mut next].into_iter().enumerate() {
             let watch = (session.cancel(), &progress);

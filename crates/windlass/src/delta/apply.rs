@@ -143,7 +143,12 @@ impl Job<'_> {
         for ((source, out), shard) in sources.iter().zip(&files).zip(self.layout.shards()) {
             let write = |e| Error::io("write", out.target())(e);
             out.file().set_len(shard.bytes).map_err(write)?;
-            copy_range(source, out.file(), shard.header.data_start).map_err(write)?;
+            copy_range(source, out.file(), 0..shard.header.data_start).map_err(write)?;
+            // Tensors that the index finds in another shard are no part of the checkpoint; they stay as they are.
+            for t in shard.unused.iter().filter_map(|&i| shard.header.tensors.get(i)) {
+                let start = shard.header.data_start;
+                copy_range(source, out.file(), start + t.begin..start + t.end).map_err(write)?;
+            }
         }
         let progress = self.session.progress("applying", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
@@ -392,12 +397,12 @@ impl Job<'_> {
     }
 }
 
-/// Copies the first `len` bytes, a header, through a small buffer.
-fn copy_range(from: &File, to: &File, len: u64) -> io::Result<()> {
+/// Copies a range of bytes through a small buffer.
+fn copy_range(from: &File, to: &File, range: std::ops::Range<u64>) -> io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
-    let mut at = 0;
-    while at < len {
-        let n = (len - at).min(buffer.len() as u64) as usize;
+    let mut at = range.start;
+    while at < range.end {
+        let n = (range.end - at).min(buffer.len() as u64) as usize;
         from.read_exact_at(&mut buffer[..n], at)?;
         to.write_all_at(&buffer[..n], at)?;
         at += n as u64;

@@ -715,9 +715,16 @@ impl World {
             for identity in &served.identities {
                 let key = (life.peer.receiver.clone(), identity.model_id.clone());
                 if self.live.contains_key(&key) {
-                    let held = &life.engine[&identity.model_id];
-                    assert!(held.incarnation == identity.incarnation && held.version >= identity.version);
                     covered.insert(identity.model_id.clone());
+                    let Some(held) = life.engine.get(&identity.model_id) else {
+                        // The load of something newer has failed since, and the word of it is on its way.
+                        assert!(
+                            life.paused.contains(&identity.model_id),
+                            "an engine serves nothing: {life:#?}"
+                        );
+                        continue;
+                    };
+                    assert!(held.incarnation == identity.incarnation && held.version >= identity.version);
                 }
             }
         }
