@@ -130,7 +130,7 @@ mod x86 {
     /// Asks for the line this far ahead of `at`. The hardware does so too, but stops at every page.
     #[inline(always)]
     fn prefetch_ahead(bytes: &[u8], at: usize) {
-        const AHEAD: usize = 2048;
+        const AHEAD: usize = 8192;
         let address = bytes.as_ptr().wrapping_add(at + AHEAD);
         // SAFETY: a prefetch has no effect on memory and faults at no address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };

@@ -10,6 +10,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use crate::error::Error;
 use crate::session::Cancel;
 
+/// The most consecutive blocks that a thread claims at once.
+const HANDFUL: u64 = 16;
+
 /// Calls `work(state, i)` for every `i` below `count`, each thread with a state of its own, and returns the
 /// states.
 pub fn each<S: Send>(
@@ -19,7 +22,14 @@ pub fn each<S: Send>(
     state: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, u64) -> Result<(), Error> + Sync,
 ) -> Result<Vec<S>, Error> {
-    claim(threads, count, state, |s, i| cancel.check().and_then(|()| work(s, i)))
+    // Neighbouring blocks go to one thread: the memory that it asks for ahead of time is its own next block's.
+    let handful = (count / (threads as u64 * 8).max(1)).clamp(1, HANDFUL);
+    claim(threads, count.div_ceil(handful), state, |s, h| {
+        (h * handful..count.min((h + 1) * handful)).try_for_each(|i| {
+            cancel.check()?;
+            work(s, i)
+        })
+    })
 }
 
 /// [`each`] without looking at Ctrl-C: every claimed index reaches `work`.
@@ -86,7 +96,6 @@ pub fn in_order<B: Batch, K: Send>(
     make: impl Fn(&mut B, u64) -> Result<(), Error> + Sync,
     put: impl Fn(&mut K, &mut B) -> Result<(), Error> + Sync,
 ) -> Result<(K, Vec<B>), Error> {
-    const HANDFUL: u64 = 16;
     let handfuls = count.div_ceil(HANDFUL);
     let turn = Mutex::new(Turn { next: 0, failed: false, sink });
     let passed = Condvar::new();
