@@ -311,8 +311,7 @@ fn an_interrupted_update_in_place_says_that_the_base_is_half_new() {
         while child.try_wait().unwrap().is_none() && fs::metadata(&journal).map_or(0, |m| m.len()) <= 40 {
             std::thread::sleep(std::time::Duration::from_micros(100));
         }
-        let pid = child.id().to_string();
-        let _ = std::process::Command::new("kill").args(["-INT", &pid]).status();
+        command::interrupt(&mut child);
         let ended = child.wait_with_output().unwrap();
         if ended.status.code() == Some(130) {
             let said = String::from_utf8(ended.stderr).unwrap();

@@ -80,7 +80,8 @@ pub struct Encoded {
     pub sum: BlockSum,
 }
 
-/// Encodes blocks one by one, reusing its memory: about two blocks' worth at most.
+/// Encodes blocks one by one, reusing its memory: two blocks' worth while at most an eighth of the units changes,
+/// up to four where all of them do.
 #[derive(Debug, Default)]
 pub struct Encoder {
     positions: Vec<u16>,

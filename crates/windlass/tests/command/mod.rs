@@ -143,3 +143,14 @@ pub fn names(dir: &Path) -> Vec<String> {
     names.sort();
     names
 }
+
+/// Interrupts a command as Ctrl-C does, if it is still running: the number of one that has been waited for may
+/// belong to another process by now.
+pub fn interrupt(child: &mut std::process::Child) -> bool {
+    child.try_wait().unwrap().is_none()
+        && std::process::Command::new("kill")
+            .args(["-INT", &child.id().to_string()])
+            .status()
+            .unwrap()
+            .success()
+}
