@@ -6,3 +6,4 @@
 
 pub mod file;
 pub mod simd;
+pub mod stop;
