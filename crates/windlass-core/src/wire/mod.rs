@@ -196,6 +196,7 @@
 mod admission;
 mod bytes;
 mod claims;
+pub mod control;
 mod error;
 mod frame;
 mod handshake;

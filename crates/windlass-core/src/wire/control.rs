@@ -1,0 +1,314 @@
+//! What travels on the control connection: the JSON bodies of the agent's endpoints.
+//!
+//! Agents answer with these, receivers read them; who carries them (HTTP, a unix socket, a call within one
+//! process) is not decided here. Field names are those of the documented endpoints, with ours added. Answers
+//! may gain fields in later minor versions, so unknown ones are ignored when an answer is read; in a request an
+//! unknown field is an error, except where a foreign client registers itself.
+//!
+//! | endpoint | request | answer |
+//! |---|---|---|
+//! | `GET /get_version?newer_than=&incarnation=&timeout_ms=` | – | [`VersionInfo`] |
+//! | `GET /get_buffer_info` | – | [`BufferInfo`] |
+//! | `GET /get_capabilities` | – | [`Capabilities`] |
+//! | `GET /get_manifest` | – | the canonical JSON of the manifest |
+//! | `GET /get_sums?version=` | – | 16 bytes per block, the table of a sealed version |
+//! | `POST /register_receiver`, `/register_sglang_instance` | [`Registration`] | [`Registered`] |
+//! | `POST /request_transfer` | [`TransferRequest`] | [`TransferAnswer`] |
+//! | `POST /transfer_done` | [`TransferDone`] | – |
+
+use serde::{Deserialize, Serialize};
+
+use super::message::Completion;
+use super::ticket::{Ticket, TicketError, TicketFields};
+use crate::error::Kind;
+use crate::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest, Version};
+use crate::manifest::Manifest;
+use crate::ranges::BlockRanges;
+
+/// What a publisher serves now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VersionInfo {
+    /// The newest sealed version; none before the first.
+    pub version: Option<Version>,
+    /// Which policy.
+    pub model_id: ModelId,
+    /// Which life of its publisher.
+    pub incarnation: Incarnation,
+    /// The state digest of that version.
+    pub digest: Option<StateDigest>,
+    /// Its layout.
+    pub layout_hash: LayoutHash,
+    /// Its cut table.
+    pub cuts_hash: CutsHash,
+}
+
+impl VersionInfo {
+    /// The identity of the newest sealed version.
+    pub fn identity(&self) -> Option<Identity> {
+        let VersionInfo { model_id, incarnation, .. } = self;
+        self.version.map(|version| Identity { model_id: model_id.clone(), incarnation: *incarnation, version })
+    }
+
+    /// Whether there is something that a holder of `seen` does not have: any version of a newer incarnation, or
+    /// a newer version of the same.
+    pub fn is_newer_than(&self, seen: Option<(Incarnation, Version)>) -> bool {
+        match (self.version, seen) {
+            (None, _) => false,
+            (Some(_), None) => true,
+            (Some(version), Some(seen)) => (self.incarnation, version) > seen,
+        }
+    }
+}
+
+/// The layout, in the shape that existing clients read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BufferInfo {
+    /// Bytes of the data of one image.
+    pub single_buffer_length: u64,
+    /// Name, then shape and dtype, of each tensor in the order of the image.
+    pub tensors_meta: Vec<(String, (Vec<u64>, String))>,
+    /// Where each name's bytes start, in the same order.
+    pub offsets: Vec<u64>,
+    /// Names the layout.
+    pub layout_hash: LayoutHash,
+}
+
+impl BufferInfo {
+    /// The layout of `manifest`.
+    pub fn of(manifest: &Manifest) -> BufferInfo {
+        let tensors = manifest.tensors();
+        BufferInfo {
+            single_buffer_length: manifest.data_bytes(),
+            tensors_meta: tensors
+                .iter()
+                .map(|t| (t.name.clone(), (t.shape.clone(), t.dtype.to_string())))
+                .collect(),
+            offsets: tensors.iter().map(|t| t.range().start).collect(),
+            layout_hash: manifest.layout_hash(),
+        }
+    }
+}
+
+/// What an agent can do now, and what its newest delta is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Capabilities {
+    /// The modes of `/request_transfer`.
+    pub strategies: Vec<RequestMode>,
+    /// The newest sealed version.
+    pub version: Option<Version>,
+    /// Whether there is a delta to that version.
+    pub delta_ready: bool,
+    /// What the newest delta starts from.
+    pub delta_base_version: Option<Version>,
+    /// What it leads to.
+    pub delta_version: Option<Version>,
+    /// The share of elements that it does not change.
+    pub delta_sparsity: Option<f64>,
+    /// How many elements it changes.
+    pub delta_num_nonzero: Option<u64>,
+    /// Its size.
+    pub delta_size_bytes: Option<u64>,
+    /// The oldest version that a delta can start from.
+    pub delta_oldest_base: Option<Version>,
+    /// The release that answers.
+    pub release: String,
+}
+
+/// A receiver that makes itself known. Fields of other clients are ignored.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    /// What people call it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Where the engine behind it listens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sglang_http_host: Option<String>,
+    /// Where the engine behind it listens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sglang_http_port: Option<u16>,
+}
+
+/// The answer to a registration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registered {
+    /// What to call itself in later requests.
+    pub instance_id: String,
+    /// Which policy.
+    pub model_id: ModelId,
+    /// Which life of its publisher.
+    pub incarnation: Incarnation,
+    /// The rank that supervises the agent.
+    pub trainer_global_rank: u32,
+    /// How many ranks publish.
+    pub trainer_world_size: u32,
+    /// Bytes of one image.
+    pub trainer_buffer_length: u64,
+    /// The advertised host.
+    pub trainer_hostname: String,
+    /// The advertised control port.
+    pub trainer_rpc_port: u16,
+    /// The advertised data port.
+    pub data_port: u16,
+}
+
+/// How a receiver wants to be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RequestMode {
+    /// Image bytes.
+    Full,
+    /// A delta from what it has, or a refusal with the reason.
+    Delta,
+    /// A delta where one serves, image bytes otherwise.
+    Auto,
+}
+
+/// What a receiver has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Have {
+    /// Which life of the publisher.
+    pub incarnation: Incarnation,
+    /// Which version.
+    pub version: Version,
+    /// The state digest of that version.
+    pub digest: StateDigest,
+}
+
+/// A wish for one transfer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TransferRequest {
+    /// Who asks, from [`Registered`].
+    pub instance_id: String,
+    /// How.
+    pub mode: RequestMode,
+    /// What it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub have: Option<Have>,
+    /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<Version>,
+    /// The layout that its block numbers are of; checked if given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout_hash: Option<LayoutHash>,
+    /// The blocks it wants of an image; all if not given. A delta is always of all blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wanted: Option<BlockRanges>,
+    /// How many streams; the agent's default if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub streams: Option<u16>,
+    /// How long the transfer may take; the agent's default, and at most its limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+}
+
+/// The answer to a request: a ticket, or a refusal.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TransferAnswer {
+    /// Go ahead.
+    Granted(Box<Granted>),
+    /// Not like this.
+    Refused(Refused),
+}
+
+/// Permission, with what existing clients look at beside the ticket.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Granted {
+    /// True.
+    pub ok: bool,
+    /// Which version is transferred.
+    pub version: Version,
+    /// `full` or `delta`.
+    pub mode: RequestMode,
+    /// Where the delta starts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_base_version: Option<Version>,
+    /// Its size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_size: Option<u64>,
+    /// The share of elements that it does not change.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sparsity: Option<f64>,
+    /// How many elements it changes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_nonzero: Option<u64>,
+    /// Seconds that making it took.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_time: Option<f64>,
+    /// The permission itself. Carries a key.
+    pub ticket: TicketFields,
+}
+
+impl Granted {
+    /// The ticket, checked as a whole.
+    pub fn ticket(self) -> Result<Ticket, TicketError> {
+        Ticket::new(self.ticket)
+    }
+}
+
+/// No ticket, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// False.
+    pub ok: bool,
+    /// The mode that would serve, if one would.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fallback: Option<RequestMode>,
+    /// Why, for people.
+    pub reason: String,
+    /// Why, for programs.
+    pub kind: Kind,
+}
+
+/// A transfer is complete at the receiver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TransferDone {
+    /// Who says so.
+    pub instance_id: String,
+    /// What was received.
+    pub completion: Completion,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newer_means_a_newer_incarnation_or_a_newer_version_of_the_same() {
+        let info = |incarnation, version| VersionInfo {
+            version,
+            model_id: ModelId::new("m").unwrap(),
+            incarnation: Incarnation(incarnation),
+            digest: None,
+            layout_hash: LayoutHash([0; 16]),
+            cuts_hash: CutsHash([0; 16]),
+        };
+        let seen = Some((Incarnation(5), 105));
+        assert!(info(5, Some(106)).is_newer_than(seen));
+        assert!(!info(5, Some(105)).is_newer_than(seen));
+        assert!(info(6, Some(101)).is_newer_than(seen), "a resumed publisher supersedes its dead self");
+        assert!(!info(4, Some(200)).is_newer_than(seen), "nothing of a dead lineage is new");
+        assert!(!info(6, None).is_newer_than(None));
+        assert!(info(1, Some(0)).is_newer_than(None));
+    }
+
+    #[test]
+    fn an_unknown_field_of_a_transfer_request_is_named() {
+        let json = r#"{"instance_id":"a","mode":"auto","have_version":3}"#;
+        let error = serde_json::from_str::<TransferRequest>(json).unwrap_err().to_string();
+        assert!(error.contains("have_version"), "{error}");
+        let json = r#"{"sglang_http_host":"h","sglang_http_port":1,"session_ids":["x"],"buffer_ptr":7}"#;
+        assert_eq!(serde_json::from_str::<Registration>(json).unwrap().sglang_http_port, Some(1));
+    }
+
+    #[test]
+    fn a_refusal_is_told_from_a_grant() {
+        let json = r#"{"ok":false,"fallback":"full","reason":"too old","kind":"stale"}"#;
+        let answer: TransferAnswer = serde_json::from_str(json).unwrap();
+        let TransferAnswer::Refused(refused) = answer else { panic!("{answer:?}") };
+        assert_eq!((refused.fallback, refused.kind), (Some(RequestMode::Full), Kind::Stale));
+    }
+}
