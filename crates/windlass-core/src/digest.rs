@@ -287,6 +287,16 @@ impl StateSum {
         StateSum(self.0.plus(other.0))
     }
 
+    /// For the wire: what holders of parts tell each other.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_bytes()
+    }
+
+    /// See [`StateSum::to_bytes`].
+    pub fn from_bytes(bytes: [u8; 16]) -> StateSum {
+        StateSum(BlockSum::from_bytes(bytes))
+    }
+
     /// The digest of a state of this layout, if this is the sum of all of it.
     pub fn digest(self, layout: LayoutHash) -> StateDigest {
         let mut h = Xxh3::new();

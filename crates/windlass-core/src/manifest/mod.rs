@@ -501,6 +501,11 @@ impl Manifest {
         self.cuts.hash()
     }
 
+    /// How many bytes these blocks have together. Blocks beyond the cut table have none.
+    pub fn bytes_of(&self, blocks: &crate::ranges::BlockRanges) -> u64 {
+        part::bytes_of(self, blocks)
+    }
+
     /// The bytes of a block's runs, each as a range of the image's data; a contiguous block has one.
     pub fn byte_runs(&self, block: &Block) -> impl Iterator<Item = std::ops::Range<u64>> + use<> {
         let t = &self.tensors[block.tensor as usize];

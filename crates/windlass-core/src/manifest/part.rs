@@ -201,7 +201,7 @@ fn tensor_ranges(manifest: &Manifest, blocks: &BlockRanges, tensor: usize) -> Ve
     ranges
 }
 
-fn bytes_of(manifest: &Manifest, blocks: &BlockRanges) -> u64 {
+pub(super) fn bytes_of(manifest: &Manifest, blocks: &BlockRanges) -> u64 {
     let of_run = |tensor: usize, run: Range<u32>| {
         let t = &manifest.tensors()[tensor];
         if run == manifest.cuts().of_tensor(tensor) {

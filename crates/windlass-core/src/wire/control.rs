@@ -14,14 +14,18 @@
 //! | `GET /get_sums?version=` | – | 16 bytes per block, the table of a sealed version |
 //! | `POST /register_receiver`, `/register_sglang_instance` | [`Registration`] | [`Registered`] |
 //! | `POST /request_transfer` | [`TransferRequest`] | [`TransferAnswer`] |
+//! | `GET /get_part?version=&base=` | – | [`PartInfo`] |
+//! | `POST /share_ticket` | [`SharedTicket`] | – |
 //! | `POST /transfer_done` | [`TransferDone`] | – |
 
 use serde::{Deserialize, Serialize};
 
+use super::Endpoint;
 use super::message::Completion;
-use super::ticket::{Ticket, TicketError, TicketFields};
-use crate::error::Kind;
-use crate::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest, Version};
+use super::ticket::{SourceId, Ticket, TicketError, TicketFields};
+use crate::error::{Kind, excerpt};
+use crate::hex::hex_bytes;
+use crate::identity::{CutsHash, Identity, IdentityError, Incarnation, LayoutHash, ModelId, StateDigest, Version};
 use crate::manifest::Manifest;
 use crate::ranges::BlockRanges;
 
@@ -260,6 +264,44 @@ pub struct Refused {
     pub reason: String,
     /// Why, for programs.
     pub kind: Kind,
+}
+
+hex_bytes!(
+    PartSum,
+    16,
+    IdentityError,
+    |text| IdentityError::Hash(excerpt(text)),
+    "A [`StateSum`](crate::digest::StateSum) as text."
+);
+
+/// What the holder of a part says to the agent that leads: its share of a sealed version.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartInfo {
+    /// Which version.
+    pub identity: Identity,
+    /// The layout that the block numbers are of.
+    pub layout_hash: LayoutHash,
+    /// The cut table that they are of.
+    pub cuts_hash: CutsHash,
+    /// The blocks it holds.
+    pub blocks: BlockRanges,
+    /// The state sum of those blocks; parts add up.
+    pub sum: PartSum,
+    /// Where its data connections go.
+    pub data: Endpoint,
+    /// The size of its delta from the base that was asked about, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_bytes: Option<u64>,
+}
+
+/// A ticket that another agent issued and this one should serve its part of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedTicket {
+    /// Which source of the ticket the addressee is.
+    pub source: SourceId,
+    /// The ticket. Carries its key.
+    pub ticket: TicketFields,
 }
 
 /// A transfer is complete at the receiver.
