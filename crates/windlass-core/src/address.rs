@@ -129,6 +129,11 @@ pub struct HostPort {
 }
 
 impl HostPort {
+    /// A host and a port.
+    pub fn new(host: Host, port: u16) -> HostPort {
+        HostPort { host, port }
+    }
+
     /// Reads the end of `text` from byte `start` on. Messages show the text, as `malformed` puts it.
     fn parse(text: &str, start: usize, malformed: fn(String) -> AddressError) -> Result<Self, AddressError> {
         // Credentials do not belong here; what precedes the @ is kept out of the message.

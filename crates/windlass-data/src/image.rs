@@ -1,0 +1,633 @@
+//! The receiver's image: one version of a model on the engine's host, as a safetensors file that engines read in
+//! place.
+//!
+//! Owns: a [region](crate::region) of one slot, the sum of every block as its bytes are believed to be, and which
+//! version each block is of. [`crate::receiver`] is the only writer; engines take map leases on the region and see
+//! whole versions only. Must not: talk to a publisher, or decide what to fetch.
+//!
+//! # States
+//!
+//! The image is **whole** (one version, its digest was found right, engines may lease it) or **open** (a
+//! [`Refresh`] is under way or was broken off; no engine can lease it). Opening waits for the leases of engines to
+//! end. While it is open every block is of a known version or of none:
+//!
+//! - bytes that [landed](Refresh::landing) and were summed are of the version in their ticket;
+//! - a delta lifts blocks of exactly its base ([`Refresh::apply`]); others are left alone, and a block whose sums
+//!   show that it is not what it was thought to be is of no version from then on;
+//! - [`Refresh::finish`] needs every block to be of one version and the digest of the sums to be that of the
+//!   version. Then `state.json` is put in place, the slot is committed and sealed.
+//!
+//! # After a crash
+//!
+//! `state.json` names the slot's commit, identity and digest; it counts only if it is about the commit that the
+//! region has sealed. On [`Image::open`] all bytes are summed again. If they give the digest, the image is whole. If
+//! not, or if it was open, the sums remain: blocks that equal those of the publisher's version are
+//! [adopted](Refresh::adopt) and only the rest is fetched.
+//!
+//! | | invariant | test |
+//! |---|---|---|
+//! | I-1 | engines lease only whole versions whose digest was right | `an_image_cannot_be_leased_while_it_is_open` |
+//! | I-2 | a refresh with a block of another version, or a wrong digest, does not finish | `a_refresh_with_a_missing_block_does_not_finish` |
+//! | I-3 | an image broken off keeps the blocks that landed | `a_broken_refresh_keeps_what_landed` |
+//! | I-4 | a reopened image is verified before it counts | `a_reopened_image_is_summed_before_it_counts` |
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use windlass_core::delta::{Applier, Delta, DeltaError, Outcome, Tile};
+use windlass_core::digest::{BlockSum, SumTable};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, ModelId, StateDigest, Version};
+use windlass_core::manifest::{Manifest, ManifestError};
+use windlass_core::ranges::BlockRanges;
+use windlass_core::wire::Ticket;
+
+use crate::region::{AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer};
+use crate::seal::{self, SealError};
+use crate::shm::{LoanError, Mapping};
+use crate::stop::{Stop, Stopped};
+use crate::tcp::ImageLanding;
+use crate::work;
+
+/// An image that cannot be opened, changed or read.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The region below it.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// A pass over it was called off.
+    #[error("the image of {model} was not {what}: {source}")]
+    Stopped {
+        /// Whose image.
+        model: ModelId,
+        /// What should have been done.
+        what: &'static str,
+        /// Why it was not.
+        source: Stopped,
+    },
+    /// The sums could not be made.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// A delta that does not fit.
+    #[error("the delta cannot be applied to the image of {model}")]
+    Delta {
+        /// Whose image.
+        model: ModelId,
+        /// Why.
+        source: DeltaError,
+    },
+    /// A block outside the manifest.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// Two threads wanted one block.
+    #[error(transparent)]
+    Loan(#[from] LoanError),
+    /// A refresh that is not complete.
+    #[error(
+        "{left} blocks of the image of {model}, the first of them {first}, are not at version {version}: \
+         fetch them before the version is made visible"
+    )]
+    Incomplete {
+        /// Whose image.
+        model: ModelId,
+        /// The version that was to be finished.
+        version: Version,
+        /// How many blocks are missing.
+        left: u32,
+        /// The first of them.
+        first: u32,
+    },
+    /// The digest is not that of the version.
+    #[error(
+        "the image is at digest {found}, but {identity} is {expected}: it stays hidden; fetch the version again"
+    )]
+    Digest {
+        /// Which version it should be.
+        identity: Box<Identity>,
+        /// The digest of the bytes.
+        found: StateDigest,
+        /// The digest of the version.
+        expected: StateDigest,
+    },
+    /// No whole version is there.
+    #[error("the image of {model} at {} holds no whole version yet: wait for the receiver to finish one", dir.display())]
+    NotWhole {
+        /// Whose image.
+        model: ModelId,
+        /// Where.
+        dir: PathBuf,
+    },
+    /// The state file.
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+impl ImageError {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            ImageError::Region(e) => e.kind(),
+            ImageError::Stopped { source, .. } => source.kind(),
+            ImageError::Seal(e) => e.kind(),
+            ImageError::Delta { source, .. } => source.kind(),
+            ImageError::Manifest(e) => e.kind(),
+            ImageError::Loan(_) | ImageError::Incomplete { .. } => Kind::Bug,
+            ImageError::Digest { .. } => Kind::Corrupt,
+            ImageError::NotWhole { .. } => Kind::NotFound,
+            ImageError::Io { source, .. } => crate::file::io_kind(source),
+        }
+    }
+}
+
+/// What `state.json` says: which version the slot's commit is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct StateFile {
+    /// The region's commit that this is about.
+    commit: u64,
+    identity: Identity,
+    digest: StateDigest,
+}
+
+const STATE: &str = "state.json";
+
+/// A version with the proof of what it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Known {
+    /// Which version.
+    pub identity: Identity,
+    /// Its state digest.
+    pub digest: StateDigest,
+}
+
+/// Where and how an image is kept.
+#[derive(Clone, Debug)]
+pub struct ImageSpec {
+    /// The directory of the image.
+    pub dir: PathBuf,
+    /// Whose image.
+    pub model_id: ModelId,
+    /// Readable by the group.
+    pub group: bool,
+    /// What to do where the filesystem is too small.
+    pub memfd: Memfd,
+    /// Threads for sums and deltas.
+    pub threads: usize,
+}
+
+/// What the receiver believes about the bytes.
+#[derive(Debug)]
+struct Book {
+    sums: SumTable,
+    /// Whether the bytes of the block have its sum. Not so while it is being overwritten.
+    summed: Vec<bool>,
+    versions: Vec<Option<Version>>,
+}
+
+impl Book {
+    fn put(&mut self, block: u32, tensor: u32, sum: BlockSum, version: Version) {
+        self.sums.set(block, tensor, sum);
+        self.summed[block as usize] = true;
+        self.versions[block as usize] = Some(version);
+    }
+
+    fn at(&self, wanted: impl Fn(Option<Version>) -> bool) -> BlockRanges {
+        let matching = |(b, v): (usize, &Option<Version>)| wanted(*v).then_some(b as u32..b as u32 + 1);
+        self.versions.iter().enumerate().filter_map(matching).collect()
+    }
+}
+
+/// A model's image on this host. At most one receiver has it open.
+#[derive(Debug)]
+pub struct Image {
+    spec: ImageSpec,
+    region: Arc<Region>,
+    writer: Writer,
+    seat: AgentSeat,
+    book: Mutex<Book>,
+    current: Option<Known>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Image {
+    /// Makes an empty image.
+    pub fn create(spec: ImageSpec, manifest: Arc<Manifest>) -> Result<Image, ImageError> {
+        let region = Region::create(&RegionSpec {
+            dir: spec.dir.clone(),
+            model_id: spec.model_id.clone(),
+            manifest: Arc::clone(&manifest),
+            slots: Slots::One,
+            ranks: 1,
+            part: None,
+            group: spec.group,
+            memfd: spec.memfd,
+            extra_bytes: 0,
+            incarnation: None,
+        })?;
+        let blocks = manifest.cuts().blocks() as usize;
+        let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
+        Image::with(spec, region, Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] }, None)
+    }
+
+    /// Opens an image that a receiver left, and sums all of it. It is whole if the sums give the digest that
+    /// it was left with.
+    pub fn open(spec: ImageSpec, stop: &Stop) -> Result<Image, ImageError> {
+        let region = Region::open(&spec.dir)?;
+        let manifest = Arc::clone(region.manifest());
+        let left = whole_state(&region)?;
+        let bytes = Mapping::map(region.slot_file(0), region.slot_len(), crate::shm::Access::Read)
+            .map_err(|source| ImageError::Io { action: "map", path: spec.dir.clone(), source })?;
+        let all = BlockRanges::from(0..manifest.cuts().blocks());
+        let data = bytes.bytes(region.data_start()..region.data_start() + manifest.data_bytes());
+        let sums = seal::sums(crate::simd::kernels(), &manifest, &all, data, spec.threads, stop)?;
+        let current = left.filter(|known| sums.digest(&manifest) == known.digest);
+        let version = current.as_ref().map(|k| k.identity.version);
+        let blocks = manifest.cuts().blocks() as usize;
+        let book = Book { sums, summed: vec![true; blocks], versions: vec![version; blocks] };
+        Image::with(spec, region, book, current)
+    }
+
+    fn with(
+        spec: ImageSpec,
+        region: Arc<Region>,
+        book: Book,
+        current: Option<Known>,
+    ) -> Result<Image, ImageError> {
+        let (writer, seat) = (region.writer(0)?, region.agent()?);
+        Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current })
+    }
+
+    /// The layout.
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        self.region.manifest()
+    }
+
+    /// The region, for engines in this process.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// The whole version that is there.
+    pub fn current(&self) -> Option<&Known> {
+        self.current.as_ref()
+    }
+
+    /// The versions that blocks are of, oldest first.
+    pub fn versions(&self) -> BTreeSet<Version> {
+        locked(&self.book).versions.iter().flatten().copied().collect()
+    }
+
+    /// The blocks of no known version.
+    pub fn unknown(&self) -> BlockRanges {
+        locked(&self.book).at(|v| v.is_none())
+    }
+
+    /// Forgets which versions the blocks are of; the sums stay. For a new incarnation, whose versions mean
+    /// something else.
+    pub fn forget(&mut self) {
+        locked(&self.book).versions.fill(None);
+        self.current = None;
+    }
+
+    /// Opens the image for changes: waits for the leases of engines to end, and hides it until
+    /// [`Refresh::finish`].
+    pub fn refresh(&mut self, stop: &Stop) -> Result<Refresh<'_>, ImageError> {
+        // The region numbers commits of its own: versions of the publisher may start over.
+        let number = self.region.state().attempt + 1;
+        let attempt = self.writer.begin(number, stop)?;
+        self.current = None;
+        Ok(Refresh {
+            spec: &self.spec,
+            region: &self.region,
+            attempt,
+            seat: &self.seat,
+            book: &self.book,
+            current: &mut self.current,
+        })
+    }
+}
+
+/// The identity of the whole version in an image's region, if there is one.
+fn whole_state(region: &Region) -> Result<Option<Known>, ImageError> {
+    let Some(slot) = region.state().active.filter(|s| s.sealed.is_some()) else { return Ok(None) };
+    let path = region.dir().join(STATE);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(ImageError::Io { action: "read", path, source }),
+    };
+    // A file of another time, or a damaged one, is as good as none: the bytes are fetched again.
+    let Ok(state) = serde_json::from_slice::<StateFile>(&text) else { return Ok(None) };
+    let same = state.commit == slot.id && Some(state.digest) == slot.sealed;
+    Ok(same.then_some(Known { identity: state.identity, digest: state.digest }))
+}
+
+/// A whole version that an engine reads in place. It cannot be changed while this is alive.
+#[derive(Debug)]
+pub struct ImageView {
+    lease: Lease,
+    known: Known,
+    region: Arc<Region>,
+}
+
+impl ImageView {
+    /// Takes a map lease on the whole version in `region`, for at most `load`. Waits for one until `stop`.
+    pub fn take(region: &Arc<Region>, load: std::time::Duration, stop: &Stop) -> Result<ImageView, ImageError> {
+        loop {
+            let seen = region.bell();
+            if let Some(known) = whole_state(region)?
+                && let Some(slot) = region.state().active
+                && let Ok(lease) = region.lease(slot.id, LeaseKind::Map, load)
+                // The file may have been read before the commit and the slot after it.
+                && whole_state(region)?.as_ref() == Some(&known)
+            {
+                return Ok(ImageView { lease, known, region: Arc::clone(region) });
+            }
+            if stop.is_set() {
+                let (model, dir) = (region.model_id().clone(), region.dir().to_owned());
+                return Err(ImageError::NotWhole { model, dir });
+            }
+            region.wait(seen, stop.nap());
+        }
+    }
+
+    /// Which version.
+    pub fn known(&self) -> &Known {
+        &self.known
+    }
+
+    /// Its layout.
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        self.region.manifest()
+    }
+
+    /// Its bytes, by the manifest.
+    pub fn data(&self) -> &[u8] {
+        self.lease.data()
+    }
+
+    /// The safetensors file, for engines that load from a path. Valid while this is alive.
+    pub fn path(&self) -> PathBuf {
+        self.region.slot_path(self.lease.slot())
+    }
+}
+
+/// What came of a delta.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Blocks that were changed.
+    pub changed: u32,
+    /// Blocks that had the change already.
+    pub skipped: u32,
+    /// Blocks that were not what they were thought to be, and must be fetched.
+    pub refetch: BlockRanges,
+}
+
+/// An image that is open for changes. Dropping it leaves the image hidden, with what was done so far.
+#[derive(Debug)]
+pub struct Refresh<'a> {
+    spec: &'a ImageSpec,
+    region: &'a Arc<Region>,
+    attempt: Attempt<'a>,
+    seat: &'a AgentSeat,
+    book: &'a Mutex<Book>,
+    current: &'a mut Option<Known>,
+}
+
+impl Refresh<'_> {
+    /// Blocks whose sums are those of `version` are of that version. Answers how many there are.
+    pub fn adopt(&self, version: Version, sums: &[BlockSum]) -> u32 {
+        let mut book = locked(self.book);
+        let mut adopted = 0;
+        for (block, sum) in sums.iter().enumerate().take(book.versions.len()) {
+            let same = book.summed[block] && book.sums.get(block as u32) == *sum;
+            if book.versions[block].is_none() && same {
+                book.versions[block] = Some(version);
+                adopted += 1;
+            }
+        }
+        adopted
+    }
+
+    /// The layout.
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        self.region.manifest()
+    }
+
+    /// Whether any of these blocks has a sum that could be compared.
+    pub fn has_sums(&self, blocks: &BlockRanges) -> bool {
+        let book = locked(self.book);
+        blocks.iter().any(|b| book.summed.get(b as usize).copied().unwrap_or(false))
+    }
+
+    /// The blocks of no known version.
+    pub fn unknown(&self) -> BlockRanges {
+        locked(self.book).at(|v| v.is_none())
+    }
+
+    /// The versions that blocks are of, oldest first.
+    pub fn versions(&self) -> BTreeSet<Version> {
+        locked(self.book).versions.iter().flatten().copied().collect()
+    }
+
+    /// Blocks of `version` are of no version any more.
+    pub fn forget(&self, version: Version) {
+        for v in &mut locked(self.book).versions {
+            if *v == Some(version) {
+                *v = None;
+            }
+        }
+    }
+
+    /// Runs `pull` with the place where the wanted blocks of a ticket land. Blocks of which it is told that
+    /// they landed are of the version in the ticket afterwards, whether or not it succeeds; the others of none.
+    pub fn land<T>(&self, ticket: &Ticket, pull: impl FnOnce(&ImageLanding<'_>) -> T) -> T {
+        let manifest = self.region.manifest();
+        {
+            let mut book = locked(self.book);
+            let blocks = book.versions.len() as u32;
+            for block in ticket.wanted.iter().take_while(|b| *b < blocks) {
+                book.summed[block as usize] = false;
+                book.versions[block as usize] = None;
+            }
+        }
+        let landed = |block: u32, sum: BlockSum| {
+            if let (Ok(b), Some(version)) =
+                (manifest.cuts().block(block), ticket.block_versions.version_of(block))
+            {
+                locked(self.book).put(block, b.tensor, sum, version);
+            }
+        };
+        pull(&ImageLanding {
+            manifest,
+            mapping: self.attempt.mapping(),
+            data_start: self.region.data_start(),
+            kernels: crate::simd::kernels(),
+            landed: &landed,
+        })
+    }
+
+    /// Lifts the blocks of version `base` to `target` by a delta that came in `parts`.
+    pub fn apply(
+        &self,
+        (base, target): (Version, Version),
+        parts: &[Delta<'_>],
+        stop: &Stop,
+    ) -> Result<Applied, ImageError> {
+        let mut total = Applied::default();
+        for part in parts {
+            let applied = self.apply_part((base, target), part, stop)?;
+            total.changed += applied.changed;
+            total.skipped += applied.skipped;
+            total.refetch = total.refetch.union(&applied.refetch);
+        }
+        // Blocks without a record did not change.
+        for v in &mut locked(self.book).versions {
+            if *v == Some(base) {
+                *v = Some(target);
+            }
+        }
+        Ok(total)
+    }
+
+    fn apply_part(
+        &self,
+        (base, target): (Version, Version),
+        delta: &Delta<'_>,
+        stop: &Stop,
+    ) -> Result<Applied, ImageError> {
+        let manifest = self.region.manifest();
+        let misfit = |source| ImageError::Delta { model: self.spec.model_id.clone(), source };
+        delta.header.check(manifest).map_err(misfit)?;
+        let entries = delta.entries();
+        let state = || (Applier::new(), Vec::new(), Applied::default());
+        let done = work::each(self.spec.threads, entries.len() as u64, stop, state, |s, i| {
+            let (applier, scratch, applied) = s;
+            let record = delta.record(&entries[i as usize]);
+            let block = record.block as usize;
+            let tile = Tile::of(manifest, record.block)?;
+            let (sum, version) = {
+                let book = locked(self.book);
+                (book.sums.get(record.block), book.versions[block])
+            };
+            if version != Some(base) {
+                return Ok(());
+            }
+            let outcome = self
+                .change_block(applier, scratch, &tile, |a, bytes| {
+                    a.apply(crate::simd::kernels(), &tile, &record, sum, bytes)
+                })?
+                .map_err(misfit)?;
+            // Noted at once: if a later block fails, this one is still known for what it is.
+            let mut book = locked(self.book);
+            match outcome {
+                Outcome::Applied => {
+                    applied.changed += 1;
+                    book.put(record.block, tile.block.tensor, record.sum, target);
+                }
+                Outcome::Skipped => {
+                    applied.skipped += 1;
+                    book.versions[block] = Some(target);
+                }
+                Outcome::Refetch => {
+                    applied.refetch = applied.refetch.union(&(record.block..record.block + 1).into());
+                    (book.summed[block], book.versions[block]) = (false, None);
+                }
+            }
+            Ok::<(), ImageError>(())
+        })?;
+        let mut total = Applied::default();
+        for (.., applied) in done {
+            total.changed += applied.changed;
+            total.skipped += applied.skipped;
+            total.refetch = total.refetch.union(&applied.refetch);
+        }
+        Ok(total)
+    }
+
+    /// Gives the bytes of a block to `change`: in place where they lie together, else gathered and put back.
+    fn change_block<T>(
+        &self,
+        applier: &mut Applier,
+        scratch: &mut Vec<u8>,
+        tile: &Tile,
+        change: impl FnOnce(&mut Applier, &mut [u8]) -> T,
+    ) -> Result<T, ImageError> {
+        let start = self.region.data_start();
+        let mapping = self.attempt.mapping();
+        let mut runs = self.region.manifest().byte_runs(&tile.block);
+        if tile.block.is_contiguous() {
+            let Some(run) = runs.next() else { return Ok(change(applier, &mut [])) };
+            let mut loan = mapping.lend(start + run.start..start + run.end)?;
+            return Ok(change(applier, &mut loan));
+        }
+        scratch.clear();
+        for run in runs {
+            let at = scratch.len();
+            scratch.resize(at + (run.end - run.start) as usize, 0);
+            mapping.copy_out(start + run.start, &mut scratch[at..]);
+        }
+        let result = change(applier, scratch);
+        let mut rest = scratch.as_slice();
+        for run in self.region.manifest().byte_runs(&tile.block) {
+            let (bytes, after) = rest.split_at((run.end - run.start) as usize);
+            mapping.copy_in(start + run.start, bytes);
+            rest = after;
+        }
+        Ok(result)
+    }
+
+    /// Makes the version visible to engines. Every block must be of it, and the digest must be right.
+    pub fn finish(self, known: &Known, stop: &Stop) -> Result<(), ImageError> {
+        let version = known.identity.version;
+        {
+            let book = locked(self.book);
+            let missing = book.at(|v| v != Some(version));
+            if let Some(first) = missing.first() {
+                let model = self.spec.model_id.clone();
+                return Err(ImageError::Incomplete { model, version, left: missing.len(), first });
+            }
+            let found = book.sums.digest(self.region.manifest());
+            if found != known.digest {
+                let identity = Box::new(known.identity.clone());
+                return Err(ImageError::Digest { identity, found, expected: known.digest });
+            }
+        }
+        let state = StateFile {
+            commit: self.attempt.id(),
+            identity: known.identity.clone(),
+            digest: known.digest,
+        };
+        write_state(self.region.dir(), &state)?;
+        self.attempt.done(stop)?;
+        if let Some(seal) = self.seat.seal()? {
+            seal.finish(known.digest);
+        }
+        *self.current = Some(known.clone());
+        Ok(())
+    }
+}
+
+fn write_state(dir: &Path, state: &StateFile) -> Result<(), ImageError> {
+    let (path, temp) = (dir.join(STATE), dir.join(".state.json.new"));
+    let io = |action, path: &Path| {
+        let path = path.to_owned();
+        move |source| ImageError::Io { action, path, source }
+    };
+    let text = serde_json::to_vec(state).map_err(|e| io("write", &temp)(e.into()))?;
+    fs::write(&temp, text).map_err(io("write", &temp))?;
+    fs::rename(&temp, &path).map_err(io("rename", &temp))
+}

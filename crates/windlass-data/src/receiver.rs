@@ -1,0 +1,874 @@
+//! Keeps an [image](crate::image) at the newest version of a publisher.
+//!
+//! Owns: the conversation with one publisher about one model ([`Control`] carries it), what to fetch next, and what
+//! is known about the transfer under way ([`TransferStatus`]). Called by `windlass receive`, by the roles of
+//! [`crate::roles`] and by engines that embed it. Must not: know HTTP, pause an engine or load weights.
+//!
+//! # One sync
+//!
+//! 1. Ask which version is newest. A new incarnation makes every version number meaningless: the blocks' versions
+//!    are forgotten, their sums are not. Another layout needs another image.
+//! 2. An image that is whole asks for a delta from what it has. The delta is fetched into memory of its own while
+//!    engines go on reading the image, then the image is opened, changed and finished.
+//! 3. Otherwise the image is open, and these are repeated until every block is of one version:
+//!    - blocks of an older version than others are lifted to the newest one *held* by a delta; where none serves,
+//!      they are forgotten;
+//!    - blocks of no version, but with sums, are compared with the publisher's table and adopted where they agree;
+//!    - blocks of no version are fetched as they are now. If the publisher laps the pull, what landed stays
+//!      (**fuzzy pull**), so every round ends with more blocks than the one before.
+//! 4. The digest of all sums must be that of the version; then engines may see it.
+//!
+//! The version recorded is the one in the ticket, never one that was announced.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use windlass_core::delta::{Delta, DeltaError};
+use windlass_core::digest::BlockSum;
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::wire::control::{
+    Have, Refused, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_core::wire::{Mode, Ticket, TicketError};
+
+use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
+use crate::region::RegionError;
+use crate::shm::Mapping;
+use crate::stop::{Stop, Stopped};
+use crate::tcp::{self, PayloadLanding, PullConfig, TcpError, Watch};
+
+/// A control connection that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// Nobody answered.
+    #[error("cannot {what} at {peer}: {why}")]
+    Lost {
+        /// Who was asked.
+        peer: String,
+        /// What for.
+        what: &'static str,
+        /// What happened.
+        why: String,
+        /// Whether nobody answered in time, was there at all, and so on.
+        kind: Kind,
+    },
+    /// The publisher refused.
+    #[error("{peer} refused to {what}: {message}")]
+    Refused {
+        /// Who refused.
+        peer: String,
+        /// What.
+        what: &'static str,
+        /// What sort of refusal.
+        kind: Kind,
+        /// Why.
+        message: String,
+    },
+    /// The answer makes no sense.
+    #[error("the answer of {peer} to {what} is malformed: {why}")]
+    Answer {
+        /// Who answered.
+        peer: String,
+        /// What.
+        what: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl ControlError {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            ControlError::Lost { kind, .. } | ControlError::Refused { kind, .. } => *kind,
+            ControlError::Answer { .. } => Kind::Corrupt,
+        }
+    }
+}
+
+/// How a receiver talks to a publisher. See [`windlass_core::wire::control`] for what is said.
+pub trait Control: Send + Sync {
+    /// Who is at the other end, for people.
+    fn peer(&self) -> String;
+    /// What is served now. With `newer_than`, waits until something newer is, or some time has passed.
+    fn version(
+        &self,
+        newer_than: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ControlError>;
+    /// The layout of what is served.
+    fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
+    /// The table of a sealed version.
+    fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
+    /// Makes this receiver known; answers its instance id.
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError>;
+    /// Asks for a transfer.
+    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError>;
+    /// Says that a transfer is complete.
+    fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError>;
+}
+
+/// A sync that failed. The image is whole at its old version, or hidden.
+#[derive(Debug, thiserror::Error)]
+pub enum ReceiverError {
+    /// The control connection.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// The image.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The data connections.
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
+    /// The ticket.
+    #[error("the ticket of {peer} cannot be used")]
+    Ticket {
+        /// Who made it.
+        peer: String,
+        /// What is wrong with it.
+        source: TicketError,
+    },
+    /// A ticket about something else.
+    #[error("the ticket of {peer} is about {what}, which was not asked for: check what listens there")]
+    OtherTicket {
+        /// Who made it.
+        peer: String,
+        /// What it is about.
+        what: String,
+    },
+    /// A delta that was received whole and is not one.
+    #[error("the delta from {peer} is malformed")]
+    Delta {
+        /// Who sent it.
+        peer: String,
+        /// What is wrong with it.
+        source: DeltaError,
+    },
+    /// The publisher will not serve it like this.
+    #[error("{peer} does not serve the {mode} that was asked for: {reason}")]
+    Refused {
+        /// Who refused.
+        peer: String,
+        /// `full` or `delta`.
+        mode: &'static str,
+        /// Why, in its words.
+        reason: String,
+        /// What sort of refusal.
+        kind: Kind,
+    },
+    /// Nothing has been published yet.
+    #[error("{peer} has published no version yet: wait for the first")]
+    NothingYet {
+        /// Who was asked.
+        peer: String,
+    },
+    /// The publisher is of another model.
+    #[error("{peer} publishes {theirs}, this receiver is for {ours}: check the endpoint")]
+    OtherModel {
+        /// Who was asked.
+        peer: String,
+        /// What it publishes.
+        theirs: String,
+        /// What is wanted.
+        ours: String,
+    },
+    /// It was called off between two steps.
+    #[error("the sync with {peer} was given up while {stage}: {source}")]
+    Stopped {
+        /// Whom it was with.
+        peer: String,
+        /// Where it was.
+        stage: Stage,
+        /// Why.
+        source: Stopped,
+    },
+    /// Memory for the delta.
+    #[error("no memory for a delta of {bytes} bytes")]
+    Memory {
+        /// How much.
+        bytes: u64,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+impl ReceiverError {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            ReceiverError::Control(e) => e.kind(),
+            ReceiverError::Image(e) => e.kind(),
+            ReceiverError::Tcp(e) => e.kind(),
+            ReceiverError::Ticket { source, .. } => source.kind(),
+            ReceiverError::OtherTicket { .. } => Kind::Corrupt,
+            ReceiverError::Delta { source, .. } => source.kind(),
+            ReceiverError::Refused { kind, .. } => *kind,
+            ReceiverError::NothingYet { .. } => Kind::NotFound,
+            ReceiverError::OtherModel { .. } => Kind::Invalid,
+            ReceiverError::Stopped { source, .. } => source.kind(),
+            ReceiverError::Memory { .. } => Kind::Exhausted,
+        }
+    }
+}
+
+/// What a receiver is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Nothing.
+    #[default]
+    Idle,
+    /// Talking to the publisher.
+    Asking,
+    /// Bytes flow.
+    Pulling,
+    /// Waiting for engines to leave the image.
+    Opening,
+    /// A delta is being applied.
+    Applying,
+    /// The digest is compared and the version made visible.
+    Finishing,
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Stage::Idle => "idle",
+            Stage::Asking => "asking",
+            Stage::Pulling => "pulling",
+            Stage::Opening => "opening the image",
+            Stage::Applying => "applying",
+            Stage::Finishing => "finishing",
+        })
+    }
+}
+
+/// Where a receiver stands. Can be read at any time, from any thread.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct TransferStatus {
+    /// What it is doing.
+    pub stage: Stage,
+    /// The version that is being fetched.
+    pub target: Option<Identity>,
+    /// The whole version in the image.
+    pub image: Option<Known>,
+    /// `full` or `delta`.
+    pub mode: Option<&'static str>,
+    /// Bytes of the transfer.
+    pub bytes: u64,
+    /// Bytes of it that arrived and were acknowledged.
+    pub bytes_done: u64,
+    /// Syncs that ended with a new version.
+    pub synced: u64,
+    /// The last failure.
+    pub error: Option<String>,
+}
+
+/// Something that happened in a receiver.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// An image was found, made or replaced.
+    Opened {
+        /// The whole version in it.
+        image: Option<Known>,
+    },
+    /// The publisher began a new life.
+    Incarnation {
+        /// Which one.
+        incarnation: Incarnation,
+    },
+    /// A transfer begins.
+    Transfer {
+        /// `full` or `delta`.
+        mode: &'static str,
+        /// Why this mode.
+        why: String,
+        /// The version it leads to.
+        identity: Identity,
+        /// Bytes on the wire.
+        bytes: u64,
+    },
+    /// The publisher reused its memory during a pull; what landed was kept.
+    Lapped {
+        /// The version of the pull.
+        identity: Identity,
+        /// Blocks that are still missing.
+        missing: u32,
+    },
+    /// A whole version is visible.
+    Whole {
+        /// Which one.
+        image: Known,
+    },
+}
+
+/// Who is told about events. Called on the receiver's thread: be quick.
+pub type Listener = Arc<dyn Fn(&Event) + Send + Sync>;
+
+/// How a receiver is run.
+#[derive(Clone)]
+pub struct ReceiverConfig {
+    /// The image.
+    pub image: ImageSpec,
+    /// What people call this receiver.
+    pub name: String,
+    /// How it wants to be served.
+    pub mode: RequestMode,
+    /// Streams of a transfer; the publisher's default if not given.
+    pub streams: Option<u16>,
+    /// How long one transfer may take.
+    pub transfer_timeout: Duration,
+    /// How long to wait for engines to leave the image.
+    pub open_timeout: Duration,
+    /// The data connections.
+    pub pull: PullConfig,
+}
+
+/// How long the parts of a sync took, and what it carried.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Synced {
+    /// The version that is visible now; none if nothing was newer.
+    pub image: Option<Known>,
+    /// `full`, `delta`, `fuzzy` (several transfers) or `none`.
+    pub mode: &'static str,
+    /// Bytes of all transfers.
+    pub wire_bytes: u64,
+    /// Transfers.
+    pub transfers: u32,
+    /// Pulls that the publisher lapped.
+    pub laps: u32,
+    /// Blocks that a delta found to be wrong.
+    pub refetched: u32,
+    /// Asking for versions and tickets.
+    pub ask_ms: f64,
+    /// Bytes flowing.
+    pub wire_ms: f64,
+    /// Waiting for engines.
+    pub open_ms: f64,
+    /// Applying deltas.
+    pub apply_ms: f64,
+    /// Everything.
+    pub total_ms: f64,
+}
+
+/// Shared view of a receiver's status.
+#[derive(Clone, Default)]
+pub struct StatusHandle {
+    status: Arc<Mutex<TransferStatus>>,
+    watch: Arc<Watch>,
+}
+
+impl StatusHandle {
+    /// Where the receiver stands now.
+    pub fn get(&self) -> TransferStatus {
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if status.stage == Stage::Pulling {
+            status.bytes_done = self.watch.bytes_done();
+        }
+        status
+    }
+
+    fn set(&self, change: impl FnOnce(&mut TransferStatus)) {
+        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// One model's receiver on this host.
+pub struct Receiver {
+    config: ReceiverConfig,
+    control: Arc<dyn Control>,
+    image: Option<Image>,
+    instance: Option<String>,
+    incarnation: Option<Incarnation>,
+    /// Digests of versions of this incarnation, from tickets.
+    digests: BTreeMap<Version, StateDigest>,
+    status: StatusHandle,
+    listener: Option<Listener>,
+}
+
+impl fmt::Debug for Receiver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Receiver").field("peer", &self.control.peer()).field("image", &self.image).finish()
+    }
+}
+
+/// A delta that was fetched and not applied.
+struct Staged {
+    ticket: Ticket,
+    base: Version,
+    buffers: Vec<Mapping>,
+}
+
+impl Receiver {
+    /// Opens the image that an earlier receiver left, if there is one, and verifies it.
+    pub fn open(
+        config: ReceiverConfig,
+        control: Arc<dyn Control>,
+        listener: Option<Listener>,
+        stop: &Stop,
+    ) -> Result<Receiver, ReceiverError> {
+        let mut receiver = Receiver {
+            config,
+            control,
+            image: None,
+            instance: None,
+            incarnation: None,
+            digests: BTreeMap::new(),
+            status: StatusHandle::default(),
+            listener,
+        };
+        match Image::open(receiver.config.image.clone(), stop) {
+            Ok(image) => receiver.adopt_image(image),
+            Err(ImageError::Region(RegionError::NotFound { .. })) => {}
+            Err(e) => return Err(e.into()),
+        }
+        Ok(receiver)
+    }
+
+    fn adopt_image(&mut self, image: Image) {
+        let known = image.current().cloned();
+        if let Some(known) = &known {
+            self.incarnation = Some(known.identity.incarnation);
+            self.digests.insert(known.identity.version, known.digest);
+        }
+        self.status.set(|s| s.image.clone_from(&known));
+        self.image = Some(image);
+        self.tell(&Event::Opened { image: known });
+    }
+
+    fn tell(&self, event: &Event) {
+        if let Some(listener) = &self.listener {
+            listener(event);
+        }
+    }
+
+    /// Where it stands; can be kept and read from other threads.
+    pub fn status(&self) -> StatusHandle {
+        self.status.clone()
+    }
+
+    /// The image, once there is one.
+    pub fn image(&self) -> Option<&Image> {
+        self.image.as_ref()
+    }
+
+    /// The whole version in the image.
+    pub fn current(&self) -> Option<&Known> {
+        self.image.as_ref()?.current()
+    }
+
+    /// Waits until the publisher has something newer than the image, or some time has passed.
+    pub fn wait_newer(&self, stop: &Stop) -> Result<VersionInfo, ReceiverError> {
+        let seen = self.current().map(|k| (k.identity.incarnation, k.identity.version));
+        Ok(self.control.version(seen, stop)?)
+    }
+
+    /// Brings the image to the newest version of the publisher.
+    pub fn sync(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
+        let start = Instant::now();
+        let result = self.sync_once(stop);
+        self.status.set(|s| {
+            s.stage = Stage::Idle;
+            s.error = result.as_ref().err().map(ToString::to_string);
+        });
+        let mut synced = result?;
+        synced.total_ms = millis(start);
+        if let Some(image) = &synced.image {
+            self.status.set(|s| {
+                s.image = Some(image.clone());
+                s.synced += 1;
+            });
+            self.tell(&Event::Whole { image: image.clone() });
+        }
+        Ok(synced)
+    }
+
+    fn sync_once(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
+        let mut synced = Synced { mode: "none", ..Synced::default() };
+        let asked = Instant::now();
+        self.status.set(|s| s.stage = Stage::Asking);
+        let info = self.control.version(None, stop)?;
+        let Some(target) = info.identity() else {
+            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
+        };
+        if info.model_id != self.config.image.model_id {
+            return Err(ReceiverError::OtherModel {
+                peer: self.control.peer(),
+                theirs: info.model_id.to_string(),
+                ours: self.config.image.model_id.to_string(),
+            });
+        }
+        self.prepare(&info, stop)?;
+        synced.ask_ms += millis(asked);
+        if self.current().is_some_and(|k| k.identity == target && Some(k.digest) == info.digest) {
+            return Ok(synced);
+        }
+        let mut run = Run { synced, first: None, tried_sums: false };
+        let staged = self.first_ticket(&mut run, stop)?;
+        // Taken out for the time of the refresh, which borrows it, and put back whatever happens.
+        let Some(mut image) = self.image.take() else {
+            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
+        };
+        let result = self.bring(&mut image, staged, &mut run, &info, stop);
+        if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
+            // Something is not what it was thought to be. The sums will tell what.
+            image.forget();
+        }
+        self.image = Some(image);
+        let known = result?;
+        run.synced.image = Some(known);
+        run.synced.mode = match (run.synced.transfers, run.synced.mode) {
+            (0 | 1, mode) => mode,
+            (_, _) => "fuzzy",
+        };
+        Ok(run.synced)
+    }
+
+    /// Makes sure that there is an image of the publisher's layout and incarnation.
+    fn prepare(&mut self, info: &VersionInfo, stop: &Stop) -> Result<(), ReceiverError> {
+        let fits = |i: &Image| {
+            (i.manifest().layout_hash(), i.manifest().cuts_hash()) == (info.layout_hash, info.cuts_hash)
+        };
+        if !self.image.as_ref().is_some_and(fits) {
+            let manifest = Arc::new(self.control.manifest(stop)?);
+            // The old image must be let go of before its place can be taken.
+            self.image = None;
+            self.adopt_image(Image::create(self.config.image.clone(), manifest)?);
+        }
+        if self.incarnation != Some(info.incarnation) {
+            if self.incarnation.is_some() {
+                self.tell(&Event::Incarnation { incarnation: info.incarnation });
+            }
+            self.incarnation = Some(info.incarnation);
+            self.digests.clear();
+            self.instance = None;
+            if let Some(image) = &mut self.image {
+                image.forget();
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for what a whole image needs, and fetches it if it is a delta. A full ticket is kept for later.
+    fn first_ticket(&mut self, run: &mut Run, stop: &Stop) -> Result<Option<Staged>, ReceiverError> {
+        let Some(known) = self.current().cloned() else { return Ok(None) };
+        let ticket = self.ask(self.config.mode, Some(&known.identity), None, None, run, stop)?;
+        match &ticket.mode {
+            Mode::Full => {
+                run.first = Some(ticket);
+                Ok(None)
+            }
+            Mode::Delta { .. } => self.stage(ticket, run, stop).map(Some),
+        }
+    }
+
+    /// Asks for a ticket.
+    fn ask(
+        &mut self,
+        mode: RequestMode,
+        have: Option<&Identity>,
+        to: Option<Version>,
+        wanted: Option<windlass_core::ranges::BlockRanges>,
+        run: &mut Run,
+        stop: &Stop,
+    ) -> Result<Ticket, ReceiverError> {
+        let start = Instant::now();
+        self.status.set(|s| s.stage = Stage::Asking);
+        let digest = have.and_then(|h| self.digests.get(&h.version).copied());
+        let have = have.zip(digest).map(|(h, digest)| Have {
+            incarnation: h.incarnation,
+            version: h.version,
+            digest,
+        });
+        let mut tries = 0;
+        let answer = loop {
+            let instance_id = self.instance(stop)?;
+            let request = TransferRequest {
+                instance_id,
+                mode,
+                have: have.clone(),
+                version: to,
+                layout_hash: self.image.as_ref().map(|i| i.manifest().layout_hash()),
+                wanted: wanted.clone(),
+                streams: self.config.streams,
+                timeout_ms: Some(self.config.transfer_timeout.as_millis() as u64),
+            };
+            match self.control.request(&request, stop) {
+                // An agent that was restarted does not know anybody.
+                Err(ControlError::Refused { kind: Kind::NotFound, .. }) if tries == 0 => {
+                    tries += 1;
+                    self.instance = None;
+                }
+                other => break other?,
+            }
+        };
+        let ticket = match answer {
+            TransferAnswer::Granted(granted) => granted
+                .ticket()
+                .map_err(|source| ReceiverError::Ticket { peer: self.control.peer(), source })?,
+            TransferAnswer::Refused(Refused { reason, kind, .. }) => {
+                let mode = match mode {
+                    RequestMode::Full => "full image",
+                    RequestMode::Delta => "delta",
+                    RequestMode::Auto => "version",
+                };
+                return Err(ReceiverError::Refused { peer: self.control.peer(), mode, reason, kind });
+            }
+        };
+        self.check_ticket(&ticket)?;
+        self.digests.insert(ticket.identity.version, ticket.digest);
+        run.synced.ask_ms += millis(start);
+        Ok(ticket)
+    }
+
+    fn instance(&mut self, stop: &Stop) -> Result<String, ReceiverError> {
+        if let Some(id) = &self.instance {
+            return Ok(id.clone());
+        }
+        let registration = Registration { name: Some(self.config.name.clone()), ..Registration::default() };
+        let id = self.control.register(&registration, stop)?;
+        self.instance = Some(id.clone());
+        Ok(id)
+    }
+
+    /// A ticket must be about this model, incarnation and layout.
+    fn check_ticket(&self, ticket: &Ticket) -> Result<(), ReceiverError> {
+        let manifest = self.image.as_ref().map(Image::manifest);
+        let same_layout = manifest.is_none_or(|m| {
+            (m.layout_hash(), m.cuts_hash()) == (ticket.layout_hash, ticket.cuts_hash)
+        });
+        let same_life = Some(ticket.identity.incarnation) == self.incarnation;
+        if ticket.identity.model_id == self.config.image.model_id && same_life && same_layout {
+            return Ok(());
+        }
+        let what = if same_layout {
+            ticket.identity.to_string()
+        } else {
+            format!("{} of layout {}", ticket.identity, ticket.layout_hash)
+        };
+        Err(ReceiverError::OtherTicket { peer: self.control.peer(), what })
+    }
+
+    fn begin_transfer(&self, ticket: &Ticket, bytes: u64, run: &mut Run) {
+        let mode = ticket.mode.as_str();
+        run.synced.transfers += 1;
+        run.synced.mode = mode;
+        self.status.watch.reset();
+        self.status.set(|s| {
+            s.stage = Stage::Pulling;
+            s.target = Some(ticket.identity.clone());
+            s.mode = Some(mode);
+            s.bytes = bytes;
+            s.bytes_done = 0;
+        });
+        let (why, identity) = (ticket.why.clone(), ticket.identity.clone());
+        self.tell(&Event::Transfer { mode, why, identity, bytes });
+    }
+
+    /// Fetches a delta into memory of its own.
+    fn stage(&self, ticket: Ticket, run: &mut Run, stop: &Stop) -> Result<Staged, ReceiverError> {
+        let peer = || self.control.peer();
+        let Mode::Delta { base, payloads } = &ticket.mode else {
+            return Err(ReceiverError::OtherTicket { peer: peer(), what: "a full image".into() });
+        };
+        let image = self.image.as_ref().map_or(0, |i| i.manifest().data_bytes());
+        let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
+        // The densest delta is the image with its records; anything beyond that is not one of ours.
+        if bytes > image.saturating_add(image / 8).saturating_add(16 << 20) {
+            let what = format!("a delta of {bytes} bytes to an image of {image}");
+            return Err(ReceiverError::OtherTicket { peer: peer(), what });
+        }
+        let memory = |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
+        let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
+        let base = base.identity.version;
+        self.begin_transfer(&ticket, bytes, run);
+        let start = Instant::now();
+        let landing = PayloadLanding { buffers: &buffers };
+        let pulled = tcp::pull(&ticket, &landing, &self.config.pull, stop, &self.status.watch);
+        run.synced.wire_ms += millis(start);
+        run.synced.wire_bytes += self.status.watch.bytes_done();
+        pulled?;
+        self.report_done(&ticket, stop);
+        Ok(Staged { ticket, base, buffers })
+    }
+
+    /// Completion is also said on the control connection. The transfer is over either way.
+    fn report_done(&self, ticket: &Ticket, stop: &Stop) {
+        let done = TransferDone {
+            instance_id: self.instance.clone().unwrap_or_default(),
+            completion: ticket.completion(),
+        };
+        if let Err(error) = self.control.done(&done, stop) {
+            tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
+        }
+    }
+
+    /// Opens the image and repeats until every block is of one version.
+    fn bring(
+        &mut self,
+        image: &mut Image,
+        staged: Option<Staged>,
+        run: &mut Run,
+        info: &VersionInfo,
+        stop: &Stop,
+    ) -> Result<Known, ReceiverError> {
+        self.status.set(|s| s.stage = Stage::Opening);
+        let start = Instant::now();
+        let refresh = image.refresh(&stop.with_timeout(self.config.open_timeout))?;
+        run.synced.open_ms += millis(start);
+        if let Some(staged) = staged {
+            self.apply(&refresh, &staged, run, stop)?;
+        }
+        loop {
+            stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;
+            let (versions, unknown) = (refresh.versions(), refresh.unknown());
+            let (oldest, newest) = (versions.first().copied(), versions.last().copied());
+            match (oldest, newest) {
+                (Some(old), Some(new)) if old < new => self.lift(&refresh, old, new, run, stop)?,
+                _ if !unknown.is_empty() => self.fill(&refresh, unknown, run, info, stop)?,
+                (_, newest) => {
+                    // An image without blocks is of any version.
+                    let version = newest.or(info.version).unwrap_or_default();
+                    let known = self.known(version, info)?;
+                    self.status.set(|s| s.stage = Stage::Finishing);
+                    refresh.finish(&known, stop)?;
+                    return Ok(known);
+                }
+            }
+        }
+    }
+
+    fn known(&self, version: Version, info: &VersionInfo) -> Result<Known, ReceiverError> {
+        let announced = info.digest.filter(|_| info.version == Some(version));
+        let digest = self.digests.get(&version).copied().or(announced);
+        let digest = digest.ok_or_else(|| ReceiverError::NothingYet { peer: self.control.peer() })?;
+        let identity =
+            Identity { model_id: info.model_id.clone(), incarnation: info.incarnation, version };
+        Ok(Known { identity, digest })
+    }
+
+    fn stopped(&self, stage: Stage, source: Stopped) -> ReceiverError {
+        ReceiverError::Stopped { peer: self.control.peer(), stage, source }
+    }
+
+    /// Lifts blocks of `old` to `new` by a delta, or forgets them.
+    fn lift(
+        &mut self,
+        refresh: &Refresh<'_>,
+        old: Version,
+        new: Version,
+        run: &mut Run,
+        stop: &Stop,
+    ) -> Result<(), ReceiverError> {
+        let have = self.incarnation.map(|incarnation| Identity {
+            model_id: self.config.image.model_id.clone(),
+            incarnation,
+            version: old,
+        });
+        match self.ask(RequestMode::Delta, have.as_ref(), Some(new), None, run, stop) {
+            Ok(ticket) => {
+                let staged = self.stage(ticket, run, stop)?;
+                self.apply(refresh, &staged, run, stop)
+            }
+            Err(ReceiverError::Refused { reason, .. }) => {
+                tracing::info!(old, new, reason, "no delta for the blocks behind; they are fetched again");
+                refresh.forget(old);
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    fn apply(
+        &self,
+        refresh: &Refresh<'_>,
+        staged: &Staged,
+        run: &mut Run,
+        stop: &Stop,
+    ) -> Result<(), ReceiverError> {
+        self.status.set(|s| s.stage = Stage::Applying);
+        let start = Instant::now();
+        let parts: Result<Vec<_>, _> =
+            staged.buffers.iter().map(|b| Delta::parse(b.bytes(0..b.len()))).collect();
+        let parts = parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })?;
+        let target = staged.ticket.identity.version;
+        for part in &parts {
+            let identities = (part.header.base_identity().version, part.header.target_identity());
+            if identities != (staged.base, staged.ticket.identity.clone()) {
+                let what = format!("a delta to {}", identities.1);
+                return Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
+            }
+        }
+        let Applied { refetch, .. } = refresh.apply((staged.base, target), &parts, stop)?;
+        run.synced.refetched += refetch.len();
+        run.synced.apply_ms += millis(start);
+        Ok(())
+    }
+
+    /// Fetches blocks of no version, or finds out that they need not be.
+    fn fill(
+        &mut self,
+        refresh: &Refresh<'_>,
+        unknown: windlass_core::ranges::BlockRanges,
+        run: &mut Run,
+        info: &VersionInfo,
+        stop: &Stop,
+    ) -> Result<(), ReceiverError> {
+        if !run.tried_sums && refresh.has_sums(&unknown) {
+            run.tried_sums = true;
+            if let (Some(identity), Some(digest)) = (info.identity(), info.digest)
+                && let Ok(sums) = self.control.sums(&identity, stop)
+            {
+                let adopted = refresh.adopt(identity.version, &sums);
+                self.digests.insert(identity.version, digest);
+                if adopted > 0 {
+                    return Ok(());
+                }
+            }
+        }
+        let ticket = match run.first.take() {
+            Some(ticket) => ticket,
+            None => self.ask(RequestMode::Full, None, None, Some(unknown), run, stop)?,
+        };
+        let manifest = Arc::clone(refresh.manifest());
+        let size = |b: u32| manifest.cuts().block(b).map_or(0, |b| manifest.block_bytes(&b));
+        let bytes = ticket.wanted.iter().map(size).sum();
+        self.begin_transfer(&ticket, bytes, run);
+        let start = Instant::now();
+        let watch = &self.status.watch;
+        let pulled = refresh.land(&ticket, |landing| tcp::pull(&ticket, landing, &self.config.pull, stop, watch));
+        run.synced.wire_ms += millis(start);
+        run.synced.wire_bytes += watch.bytes_done();
+        match pulled {
+            Ok(_) => {
+                self.report_done(&ticket, stop);
+                Ok(())
+            }
+            Err(e) if e.kind() == Kind::Stale => {
+                run.synced.laps += 1;
+                let missing = refresh.unknown().len();
+                self.tell(&Event::Lapped { identity: ticket.identity.clone(), missing });
+                Ok(())
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+/// What one sync keeps.
+struct Run {
+    synced: Synced,
+    /// A full ticket that was granted where a delta was hoped for.
+    first: Option<Ticket>,
+    tried_sums: bool,
+}
+
+fn millis(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}

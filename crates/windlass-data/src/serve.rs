@@ -1,0 +1,1082 @@
+//! Serves the versions of a region: what an agent does, without HTTP.
+//!
+//! Owns: the sealing of committed versions, the history of deltas, the tables of sums, the tickets and the data
+//! connections. `windlass agent` puts endpoints in front of it; programs that publish from Rust may run it in their
+//! own process. Must not: write into a slot, or keep a writer waiting longer than its grace.
+//!
+//! # Threads
+//!
+//! - The **sealer** waits for a commit, makes sums and delta in one pass over both slots, writes the table and the
+//!   delta file, and marks the version sealed. Only then can it be asked for. If the delta cannot be made (no room,
+//!   base gone), the version is sealed without one, and receivers get image bytes.
+//! - The **warden** watches for a writer that wants its slot back, ends the offers on that slot after a grace, and
+//!   thereby gives up their leases (W-4).
+//! - The [link](crate::tcp) has its own.
+//!
+//! # After a crash
+//!
+//! Everything that matters is in the region: slots, `a.sums`/`b.sums`, deltas. A new server takes the agent's seat,
+//! reads what fits the slots as they are, and seals what was committed meanwhile. Tickets and registrations are
+//! gone; receivers ask again.
+//!
+//! # Several nodes
+//!
+//! Where each node's region holds a part, one server leads and has [`Peer`]s. A version can be asked for when all
+//! have sealed it; the state sums of the parts add up to its digest. A ticket lists every holder as a source, and
+//! each is told of it before the receiver is.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use windlass_core::address::{Host, HostPort};
+use windlass_core::digest::{StateSum, SumTable};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, StateDigest, Version};
+use windlass_core::ranges::BlockRanges;
+use windlass_core::wire::control::{
+    Capabilities, Granted, Have, PartInfo, PartSum, Refused, Registered, Registration, RequestMode,
+    SharedTicket, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_core::wire::{
+    Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion, Source,
+    SourceId, Ticket, TicketError, TicketFields, TicketId, TicketKey,
+};
+
+use crate::history::{History, HistoryError, Limits, Segment};
+use crate::receiver::ControlError;
+use crate::region::{AgentSeat, Lease, LeaseKind, Region, RegionError, Seal};
+use crate::seal::{self, SealError, SealJob};
+use crate::stop::Stop;
+use crate::tcp::{Body, Offer, OfferHandle, Sender, SenderConfig, TcpError};
+
+/// How a server is run.
+#[derive(Clone)]
+pub struct ServerConfig {
+    /// What receivers are told to connect to.
+    pub advertise_host: Host,
+    /// The data connections.
+    pub tcp: SenderConfig,
+    /// How many deltas are kept.
+    pub history: Limits,
+    /// Whether deltas are coded by context: smaller, slower, cannot be composed.
+    pub context: bool,
+    /// Threads of the sealer.
+    pub threads: usize,
+    /// Streams of a transfer unless the receiver asks for another number.
+    pub streams: u16,
+    /// Bytes of a stripe.
+    pub stripe_bytes: u32,
+    /// How long a transfer may take unless the receiver asks for another time.
+    pub transfer_timeout: Duration,
+    /// How long open stripes may take to be acknowledged once a writer wants the slot.
+    pub revoke_grace: Duration,
+    /// A delta larger than this share of the image is not worth it.
+    pub dense_share: f64,
+    /// The most receivers that are known at a time; the one longest unheard is forgotten.
+    pub max_instances: usize,
+    /// Holders of the other parts, if this server leads.
+    pub peers: Vec<Arc<dyn Peer>>,
+}
+
+/// The holder of another part of the image.
+pub trait Peer: Send + Sync {
+    /// Its share of `version`, once sealed there. Waits for that until `stop`.
+    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError>;
+    /// Makes a ticket known to it.
+    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError>;
+}
+
+/// A request that was not served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The region.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The history of deltas.
+    #[error(transparent)]
+    History(#[from] HistoryError),
+    /// Sealing.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// The link.
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
+    /// A ticket that cannot be made.
+    #[error("no ticket can be made for this request")]
+    Ticket(#[from] TicketError),
+    /// The holder of another part.
+    #[error("the holder of another part does not take part")]
+    Peer(#[from] ControlError),
+    /// Nothing has been published yet.
+    #[error("no version of {model} has been published yet: wait for the first")]
+    NothingYet {
+        /// Which model.
+        model: String,
+    },
+    /// A version that is not in a slot any more, or not yet.
+    #[error("version {version} is not held here{}: ask for the newest", newest.map_or(String::new(), |n| format!(", the newest is {n}")))]
+    NoVersion {
+        /// What was asked for.
+        version: Version,
+        /// What is there.
+        newest: Option<Version>,
+    },
+    /// An instance id that was never given out, or was forgotten.
+    #[error("instance {instance:?} is not registered here: register again (the agent may have been restarted)")]
+    UnknownInstance {
+        /// What it called itself.
+        instance: String,
+    },
+    /// Random bytes.
+    #[error("the system gives no random bytes")]
+    Random(String),
+    /// A thread.
+    #[error("cannot start the {name} thread")]
+    Thread {
+        /// Which.
+        name: &'static str,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// A number out of bounds.
+    #[error("{what} is {value}, allowed are {allowed}")]
+    Bounds {
+        /// What.
+        what: &'static str,
+        /// The value.
+        value: u64,
+        /// What would be.
+        allowed: String,
+    },
+}
+
+impl ServeError {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            ServeError::Region(e) => e.kind(),
+            ServeError::History(e) => e.kind(),
+            ServeError::Seal(e) => e.kind(),
+            ServeError::Tcp(e) => e.kind(),
+            ServeError::Ticket(e) => e.kind(),
+            ServeError::Peer(e) => e.kind(),
+            ServeError::NothingYet { .. } | ServeError::NoVersion { .. } | ServeError::UnknownInstance { .. } => {
+                Kind::NotFound
+            }
+            ServeError::Random(_) | ServeError::Thread { .. } => Kind::Exhausted,
+            ServeError::Bounds { .. } => Kind::Invalid,
+        }
+    }
+}
+
+/// What is known of a sealed slot.
+#[derive(Clone, Debug)]
+struct SealedSlot {
+    id: u64,
+    version: Version,
+    sums: Arc<SumTable>,
+    /// Of the whole image: with the parts of the peers, where there are any.
+    digest: StateDigest,
+}
+
+/// The newest delta, for `/get_capabilities`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct DeltaStats {
+    /// What it starts from.
+    pub base: Version,
+    /// What it leads to.
+    pub version: Version,
+    /// Its size.
+    pub bytes: u64,
+    /// How many elements it changes.
+    pub changes: u64,
+    /// How long sealing took.
+    pub seconds: f64,
+}
+
+#[derive(Debug)]
+struct Instance {
+    name: Option<String>,
+    heard: Instant,
+    version: Option<Version>,
+}
+
+struct Active {
+    handle: Arc<OfferHandle>,
+    /// The link holds the lease; this only asks it.
+    lease: Option<Weak<Lease>>,
+    instance: String,
+    expires: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    slots: [Option<SealedSlot>; 2],
+    /// Which slot is served: the newest version that all holders have sealed.
+    served: Option<usize>,
+    /// Digests of versions that deltas start from or lead to.
+    digests: BTreeMap<Version, StateDigest>,
+    delta: Option<DeltaStats>,
+    instances: BTreeMap<String, Instance>,
+    offers: Vec<Active>,
+    failure: Option<String>,
+}
+
+/// What a server has done. Only grows.
+#[derive(Debug, Default, Serialize)]
+pub struct Counters {
+    /// Versions sealed.
+    pub sealed: AtomicU64,
+    /// Versions sealed without a delta although there was an older one.
+    pub sealed_without_delta: AtomicU64,
+    /// Versions that could not be sealed.
+    pub seal_failures: AtomicU64,
+    /// Milliseconds spent sealing.
+    pub seal_ms: AtomicU64,
+    /// Full tickets.
+    pub tickets_full: AtomicU64,
+    /// Delta tickets.
+    pub tickets_delta: AtomicU64,
+    /// Requests refused.
+    pub refused: AtomicU64,
+    /// Transfers that receivers reported complete.
+    pub completed: AtomicU64,
+    /// Offers ended because a writer wanted the slot.
+    pub revoked: AtomicU64,
+    /// Bytes sent and acknowledged, of offers that are over.
+    pub bytes_acked: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// What a receiver looks like from here.
+#[derive(Clone, Debug, Serialize)]
+pub struct InstanceInfo {
+    /// Its id.
+    pub instance_id: String,
+    /// What people call it.
+    pub name: Option<String>,
+    /// The version of its last completed transfer.
+    pub version: Option<Version>,
+    /// Seconds since it was heard of.
+    pub heard_seconds: f64,
+    /// Transfers under way.
+    pub transfers: usize,
+}
+
+struct Inner {
+    config: ServerConfig,
+    region: Arc<Region>,
+    history: History,
+    sender: Sender,
+    state: Mutex<State>,
+    changed: Condvar,
+    stop: Stop,
+    counters: Counters,
+}
+
+/// A region being served. Dropping it ends all transfers and leaves the region as it is.
+pub struct Server {
+    inner: Arc<Inner>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("region", &self.inner.region.dir()).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Takes the agent's seat of the region and begins to serve.
+    pub fn start(region: Arc<Region>, config: ServerConfig) -> Result<Server, ServeError> {
+        let seat = region.agent()?;
+        let history = History::open(
+            &region.dir().join("deltas"),
+            region.model_id(),
+            region.incarnation(),
+            Arc::clone(region.manifest()),
+            config.history,
+        )?;
+        let sender = Sender::start(config.tcp.clone())?;
+        let inner = Arc::new(Inner {
+            config,
+            region,
+            history,
+            sender,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            stop: Stop::never(),
+            counters: Counters::default(),
+        });
+        inner.recover()?;
+        let mut server = Server { inner, threads: Vec::new() };
+        server.spawn("sealer", move |inner| inner.seal_loop(&seat))?;
+        server.spawn("warden", |inner| inner.watch_loop())?;
+        Ok(server)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &'static str,
+        body: impl FnOnce(&Inner) + Send + 'static,
+    ) -> Result<(), ServeError> {
+        let inner = Arc::clone(&self.inner);
+        let thread = std::thread::Builder::new().name(format!("windlass-{name}")).spawn(move || body(&inner));
+        self.threads.push(thread.map_err(|source| ServeError::Thread { name, source })?);
+        Ok(())
+    }
+
+    /// Ends all transfers, giving open stripes `grace`, and joins the threads.
+    pub fn shutdown(mut self, grace: Duration) {
+        self.end(grace);
+    }
+
+    fn end(&mut self, grace: Duration) {
+        self.inner.stop.set();
+        self.inner.changed.notify_all();
+        self.inner.region.ring();
+        let offers = std::mem::take(&mut self.inner.state().offers);
+        revoke_all(offers, "the agent is shutting down", grace);
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so already.
+            let _ = thread.join();
+        }
+        self.inner.sender.shutdown(grace);
+    }
+
+    /// The region that is served.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.inner.region
+    }
+
+    /// Where data connections go.
+    pub fn data_endpoint(&self) -> HostPort {
+        HostPort::new(self.inner.config.advertise_host.clone(), self.inner.sender.local_addr().port())
+    }
+
+    /// What is served now.
+    pub fn version(&self) -> VersionInfo {
+        self.inner.version_info(&self.inner.state())
+    }
+
+    /// What is served, once it is newer than `seen` or `stop` ends the wait.
+    pub fn wait_version(
+        &self,
+        seen: Option<(windlass_core::identity::Incarnation, Version)>,
+        stop: &Stop,
+    ) -> VersionInfo {
+        let mut state = self.inner.state();
+        loop {
+            let info = self.inner.version_info(&state);
+            if info.is_newer_than(seen) || stop.is_set() || self.inner.stop.is_set() {
+                return info;
+            }
+            let woken = self.inner.changed.wait_timeout(state, stop.nap());
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// What can be asked for.
+    pub fn capabilities(&self) -> Capabilities {
+        let state = self.inner.state();
+        let version = self.inner.version_info(&state).version;
+        let delta = state.delta.filter(|d| Some(d.version) == version);
+        let units: u64 = self.inner.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        Capabilities {
+            strategies: vec![RequestMode::Full, RequestMode::Delta, RequestMode::Auto],
+            version,
+            delta_ready: delta.is_some(),
+            delta_base_version: delta.map(|d| d.base),
+            delta_version: delta.map(|d| d.version),
+            delta_sparsity: delta.map(|d| sparsity(d.changes, units)),
+            delta_num_nonzero: delta.map(|d| d.changes),
+            delta_size_bytes: delta.map(|d| d.bytes),
+            delta_oldest_base: self.inner.history.oldest_base(),
+            release: env!("CARGO_PKG_VERSION").into(),
+        }
+    }
+
+    /// The table of a sealed version that is still in a slot.
+    pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
+        let state = self.inner.state();
+        let newest = self.inner.version_info(&state).version;
+        let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
+        let slot = state.slots.iter().flatten().find(|s| s.version == wanted);
+        slot.map(|s| Arc::clone(&s.sums)).ok_or(ServeError::NoVersion { version: wanted, newest })
+    }
+
+    /// Makes a receiver known.
+    pub fn register(&self, registration: &Registration, control_port: u16) -> Result<Registered, ServeError> {
+        let id = hex(&random::<8>()?);
+        let inner = &self.inner;
+        let mut state = inner.state();
+        if state.instances.len() >= inner.config.max_instances {
+            let oldest = state.instances.iter().min_by_key(|(_, i)| i.heard).map(|(id, _)| id.clone());
+            oldest.and_then(|id| state.instances.remove(&id));
+        }
+        let name = registration.name.clone().or_else(|| {
+            let (host, port) = (registration.sglang_http_host.as_ref()?, registration.sglang_http_port?);
+            Some(format!("{host}:{port}"))
+        });
+        state.instances.insert(id.clone(), Instance { name, heard: Instant::now(), version: None });
+        Ok(Registered {
+            instance_id: id,
+            model_id: inner.region.model_id().clone(),
+            incarnation: inner.region.incarnation(),
+            trainer_global_rank: 0,
+            trainer_world_size: inner.region.ranks().into(),
+            trainer_buffer_length: inner.region.manifest().data_bytes(),
+            trainer_hostname: inner.config.advertise_host.to_string(),
+            trainer_rpc_port: control_port,
+            data_port: inner.sender.local_addr().port(),
+        })
+    }
+
+    /// The receivers that are known.
+    pub fn instances(&self) -> Vec<InstanceInfo> {
+        let state = self.inner.state();
+        let info = |(id, i): (&String, &Instance)| InstanceInfo {
+            instance_id: id.clone(),
+            name: i.name.clone(),
+            version: i.version,
+            heard_seconds: i.heard.elapsed().as_secs_f64(),
+            transfers: state.offers.iter().filter(|o| o.instance == *id && !o.handle.is_over()).count(),
+        };
+        state.instances.iter().map(info).collect()
+    }
+
+    /// What has been done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.inner.counters
+    }
+
+    /// The newest delta.
+    pub fn delta(&self) -> Option<DeltaStats> {
+        self.inner.state().delta
+    }
+
+    /// Transfers that are not over.
+    pub fn open_transfers(&self) -> usize {
+        self.inner.state().offers.iter().filter(|o| !o.handle.is_over()).count()
+    }
+
+    /// Why the newest committed version could not be sealed, if it could not.
+    pub fn failure(&self) -> Option<String> {
+        self.inner.state().failure.clone()
+    }
+
+    /// Answers a request for a transfer.
+    pub fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ServeError> {
+        let answer = self.inner.request(request, stop);
+        if let Ok(TransferAnswer::Refused(_)) = &answer {
+            count(&self.inner.counters.refused);
+        }
+        answer
+    }
+
+    /// A receiver says that a transfer is complete.
+    pub fn completed(&self, done: &TransferDone) -> Result<(), ServeError> {
+        let mut state = self.inner.state();
+        let instance = state.instances.get_mut(&done.instance_id);
+        let unknown = || ServeError::UnknownInstance { instance: done.instance_id.clone() };
+        let instance = instance.ok_or_else(unknown)?;
+        instance.heard = Instant::now();
+        instance.version = Some(done.completion.identity.version);
+        count(&self.inner.counters.completed);
+        Ok(())
+    }
+
+    /// This server's share of a version, for the one that leads. Waits until it is sealed, or `stop`.
+    pub fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ServeError> {
+        self.wait_slot(version, stop)?;
+        let state = self.inner.state();
+        let newest = self.inner.version_info(&state).version;
+        let slot = state.slots.iter().flatten().find(|s| s.version == version);
+        let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
+        let sum = slot.sums.state();
+        drop(state);
+        let region = &self.inner.region;
+        let segment = base.and_then(|b| self.inner.history.segment(b, version, stop).ok());
+        Ok(PartInfo {
+            identity: self.inner.identity(version),
+            layout_hash: region.manifest().layout_hash(),
+            cuts_hash: region.manifest().cuts_hash(),
+            blocks: region.blocks(),
+            sum: PartSum(sum.to_bytes()),
+            data: self.data_endpoint(),
+            delta_bytes: segment.map(|s| s.bytes),
+        })
+    }
+
+    fn wait_slot(&self, version: Version, stop: &Stop) -> Result<(), ServeError> {
+        let mut state = self.inner.state();
+        loop {
+            let newest = state.slots.iter().flatten().map(|s| s.version).max();
+            if newest >= Some(version) {
+                return Ok(());
+            }
+            if stop.is_set() || self.inner.stop.is_set() {
+                return Err(ServeError::NoVersion { version, newest });
+            }
+            let woken = self.inner.changed.wait_timeout(state, stop.nap());
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Serves this server's part of a ticket that another one issued.
+    pub fn share(&self, shared: SharedTicket, stop: &Stop) -> Result<(), ServeError> {
+        let ticket = Ticket::new(shared.ticket)?;
+        let version = ticket.identity.version;
+        let body = match &ticket.mode {
+            Mode::Full => {
+                let state = self.inner.state();
+                let newest = self.inner.version_info(&state).version;
+                let slot = state.slots.iter().flatten().find(|s| s.version == version).cloned();
+                drop(state);
+                let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
+                self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
+            }
+            Mode::Delta { base, payloads } => {
+                let segment = self.inner.history.segment(base.identity.version, version, stop)?;
+                let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
+                (Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()), None)
+            }
+        };
+        self.inner.offer(ticket, shared.source, body, "a peer".into())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn identity(&self, version: Version) -> Identity {
+        let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
+        Identity { model_id, incarnation, version }
+    }
+
+    fn nothing_yet(&self) -> ServeError {
+        ServeError::NothingYet { model: self.region.model_id().to_string() }
+    }
+
+    fn version_info(&self, state: &State) -> VersionInfo {
+        let slot = state.served.and_then(|s| state.slots[s].as_ref());
+        let manifest = self.region.manifest();
+        VersionInfo {
+            version: slot.map(|s| s.version),
+            model_id: self.region.model_id().clone(),
+            incarnation: self.region.incarnation(),
+            digest: slot.map(|s| s.digest),
+            layout_hash: manifest.layout_hash(),
+            cuts_hash: manifest.cuts_hash(),
+        }
+    }
+
+    fn table_path(&self, slot: usize) -> PathBuf {
+        self.region.dir().join(if slot == 0 { "a.sums" } else { "b.sums" })
+    }
+
+    /// Takes over what an earlier server left: slots that are sealed and whose table is whole.
+    fn recover(&self) -> Result<(), ServeError> {
+        let region = self.region.state();
+        for slot in [region.inactive, region.active].into_iter().flatten() {
+            let Some(digest) = slot.sealed else { continue };
+            let path = self.table_path(slot.slot);
+            let key = seal::TableKey {
+                incarnation: self.region.incarnation(),
+                version: slot.version,
+                commit: slot.id,
+            };
+            match seal::read_table(&path, self.region.manifest(), &key) {
+                Ok(sums) if self.part_digest(sums.state()) == digest => {
+                    self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
+                }
+                Ok(_) | Err(_) => {
+                    // The bytes are there; only the table has to be made again.
+                    let lease = self.region.lease(slot.id, LeaseKind::Seal, Duration::from_secs(3600))?;
+                    let blocks = self.region.blocks();
+                    let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
+                    let sums =
+                        seal::sums(kernels, manifest, &blocks, lease.data(), self.config.threads, &self.stop)?;
+                    if self.part_digest(sums.state()) == digest {
+                        seal::write_table(&path, &key, digest, &sums)?;
+                        self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
+                    } else {
+                        tracing::error!(version = slot.version, "a sealed slot has changed; it is not served");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn part_digest(&self, sum: StateSum) -> StateDigest {
+        sum.digest(self.region.manifest().layout_hash())
+    }
+
+    /// Notes a sealed slot, and serves it once all holders of parts have it.
+    fn sealed(
+        &self,
+        slot: usize,
+        id: u64,
+        version: Version,
+        sums: Arc<SumTable>,
+        delta: Option<DeltaStats>,
+    ) {
+        let own = sums.state();
+        let digest = self.part_digest(own);
+        {
+            let mut state = self.state();
+            state.slots[slot] = Some(SealedSlot { id, version, sums, digest });
+            state.failure = None;
+            if delta.is_some() {
+                state.delta = delta;
+            }
+            if self.config.peers.is_empty() {
+                self.serve(&mut state, slot, digest);
+            }
+        }
+        self.changed.notify_all();
+        if self.config.peers.is_empty() {
+            return;
+        }
+        match self.gather(version, own) {
+            Ok(digest) => {
+                self.serve(&mut self.state(), slot, digest);
+                self.changed.notify_all();
+            }
+            Err(error) => {
+                tracing::warn!(version, %error, "the version is not whole: a part of it is missing");
+                self.state().failure = Some(error.to_string());
+            }
+        }
+    }
+
+    fn serve(&self, state: &mut State, slot: usize, digest: StateDigest) {
+        let Some(sealed) = &mut state.slots[slot] else { return };
+        sealed.digest = digest;
+        state.served = Some(slot);
+        state.digests.insert(sealed.version, digest);
+        if let Some(oldest) = self.history.oldest_base() {
+            let newest = sealed.version;
+            state.digests.retain(|v, _| *v >= oldest || *v == newest);
+        }
+    }
+
+    /// The digest of the whole image: this part and those of the peers.
+    fn gather(&self, version: Version, own: StateSum) -> Result<StateDigest, ServeError> {
+        let stop = self.stop.with_timeout(self.config.transfer_timeout);
+        let mut sum = own;
+        let mut held = self.region.blocks();
+        for peer in &self.config.peers {
+            let part = peer.part(version, None, &stop)?;
+            let manifest = self.region.manifest();
+            let same = part.identity == self.identity(version)
+                && (part.layout_hash, part.cuts_hash) == (manifest.layout_hash(), manifest.cuts_hash())
+                && held.intersection(&part.blocks).is_empty();
+            if !same {
+                let newest = Some(part.identity.version);
+                return Err(ServeError::NoVersion { version, newest });
+            }
+            held = held.union(&part.blocks);
+            sum = sum.plus(StateSum::from_bytes(part.sum.0));
+        }
+        let all = BlockRanges::from(0..self.region.manifest().cuts().blocks());
+        match all.difference(&held).first() {
+            Some(block) => Err(TicketError::Uncovered { block }.into()),
+            None => Ok(self.part_digest(sum)),
+        }
+    }
+
+    fn seal_loop(&self, seat: &AgentSeat) {
+        while !self.stop.is_set() {
+            let seen = self.region.bell();
+            match seat.seal() {
+                Ok(Some(job)) => {
+                    if let Err(error) = self.seal(job) {
+                        if self.stop.is_set() {
+                            return;
+                        }
+                        count(&self.counters.seal_failures);
+                        tracing::error!(%error, "a committed version could not be sealed; it will be tried again");
+                        self.state().failure = Some(error.to_string());
+                        self.region.wait(seen, Duration::from_secs(1));
+                    }
+                }
+                Ok(None) => self.region.wait(seen, Stop::GLANCE),
+                Err(error) => {
+                    tracing::error!(%error, "the region cannot be read");
+                    self.region.wait(seen, Duration::from_secs(1));
+                }
+            }
+        }
+    }
+
+    fn seal(&self, job: Seal) -> Result<(), ServeError> {
+        let start = Instant::now();
+        let (slot, id, version) = (job.new.slot(), job.new.id(), job.version());
+        let base = job.base.as_ref().and_then(|lease| {
+            let known = self.state().slots[lease.slot()].clone().filter(|s| s.id == lease.id());
+            known.filter(|k| k.version < version).map(|k| (lease, k))
+        });
+        let blocks = self.region.blocks();
+        let sealed = self.seal_pass(&job, &blocks, version, base.as_ref())?;
+        let key = seal::TableKey { incarnation: self.region.incarnation(), version, commit: id };
+        seal::write_table(&self.table_path(slot), &key, sealed.digest, &sealed.sums)?;
+        let mut delta = None;
+        if let Some(file) = sealed.delta {
+            let (bytes, changes) = (file.bytes, file.changes);
+            let base = file.header.base.1;
+            match self.history.add(file) {
+                Ok(()) => {
+                    let seconds = start.elapsed().as_secs_f64();
+                    delta = Some(DeltaStats { base, version, bytes, changes, seconds });
+                }
+                Err(error) => tracing::warn!(version, %error, "the delta is not kept"),
+            }
+        }
+        let digest = sealed.digest;
+        count(&self.counters.sealed);
+        if delta.is_none() && base.is_some() {
+            count(&self.counters.sealed_without_delta);
+        }
+        self.counters.seal_ms.fetch_add(start.elapsed().as_millis() as u64, Ordering::Relaxed);
+        drop(base);
+        job.finish(digest);
+        self.sealed(slot, id, version, Arc::new(sealed.sums), delta);
+        Ok(())
+    }
+
+    /// Sums and delta in one pass; without the delta if that fails for its own reasons.
+    fn seal_pass(
+        &self,
+        job: &Seal,
+        blocks: &BlockRanges,
+        version: Version,
+        base: Option<&(&Lease, SealedSlot)>,
+    ) -> Result<seal::Sealed, SealError> {
+        let out = base.map(|(_, known)| self.history.path(known.version, version));
+        let pass = |with_delta: bool| {
+            seal::seal(SealJob {
+                kernels: crate::simd::kernels(),
+                manifest: self.region.manifest(),
+                blocks,
+                model_id: self.region.model_id(),
+                incarnation: self.region.incarnation(),
+                version,
+                new: job.new.data(),
+                base: base.filter(|_| with_delta).map(|(lease, known)| seal::Base {
+                    data: lease.data(),
+                    sums: &known.sums,
+                    version: known.version,
+                }),
+                out: out.as_deref().filter(|_| with_delta),
+                context: self.config.context,
+                threads: self.config.threads,
+                stop: &self.stop,
+                progress: &|_| {},
+            })
+        };
+        match pass(true) {
+            Err(error) if base.is_some() && !self.stop.is_set() => {
+                tracing::warn!(version, %error, "no delta could be made; receivers will get the full image");
+                pass(false)
+            }
+            other => other,
+        }
+    }
+
+    /// Ends offers whose slot a writer wants, and forgets those that are over.
+    fn watch_loop(&self) {
+        while !self.stop.is_set() {
+            let seen = self.region.bell();
+            let now = Instant::now();
+            let lease = |o: &Active| o.lease.as_ref().and_then(Weak::upgrade);
+            let wanted = |o: &Active| lease(o).is_some_and(|l| l.wanted_back());
+            let (mut lapped, mut late) = (Vec::new(), Vec::new());
+            {
+                let mut state = self.state();
+                for offer in std::mem::take(&mut state.offers) {
+                    if offer.handle.is_over() {
+                        let acked = offer.handle.progress().bytes_acked;
+                        self.counters.bytes_acked.fetch_add(acked, Ordering::Relaxed);
+                    } else if wanted(&offer) {
+                        lapped.push(offer);
+                    } else if now >= offer.expires {
+                        late.push(offer);
+                    } else {
+                        state.offers.push(offer);
+                    }
+                }
+            }
+            self.counters.revoked.fetch_add(lapped.len() as u64, Ordering::Relaxed);
+            revoke_all(lapped, "a newer version takes the slot: ask for a new ticket", self.config.revoke_grace);
+            revoke_all(late, "the ticket has expired: ask for a new one", Duration::ZERO);
+            self.region.wait(seen, Stop::GLANCE);
+        }
+    }
+
+    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ServeError> {
+        {
+            let mut state = self.state();
+            let instance = state.instances.get_mut(&request.instance_id);
+            let unknown = || ServeError::UnknownInstance { instance: request.instance_id.clone() };
+            instance.ok_or_else(unknown)?.heard = Instant::now();
+        }
+        let bounds = |what, value: u64, allowed: String| ServeError::Bounds { what, value, allowed };
+        if let Some(streams) = request.streams.filter(|s| !(1..=MAX_STREAMS).contains(s)) {
+            return Err(bounds("streams", streams.into(), format!("1 to {MAX_STREAMS}")));
+        }
+        if let Some(ms) = request.timeout_ms.filter(|ms| !(1..=MAX_TIMEOUT_MS).contains(ms)) {
+            return Err(bounds("timeout_ms", ms, format!("1 to {MAX_TIMEOUT_MS}")));
+        }
+        let (slot, digest) = {
+            let state = self.state();
+            let slot = state.served.and_then(|s| state.slots[s].clone()).ok_or_else(|| self.nothing_yet())?;
+            let digest = slot.digest;
+            (slot, digest)
+        };
+        if request.layout_hash.is_some_and(|h| h != self.region.manifest().layout_hash()) {
+            return Ok(refused(None, Kind::Stale, "the layout is another one: fetch the manifest again".into()));
+        }
+        let delta = match request.mode {
+            RequestMode::Full => Err("a full image was asked for".to_owned()),
+            RequestMode::Delta | RequestMode::Auto => self.delta_for(request, &slot, stop),
+        };
+        match (delta, request.mode) {
+            (Ok(segment), _) => self.grant_delta(request, &segment, stop),
+            (Err(reason), RequestMode::Delta) => Ok(refused(Some(RequestMode::Full), Kind::Stale, reason)),
+            (Err(why), RequestMode::Full | RequestMode::Auto) => {
+                self.grant_full(request, &slot, digest, why, stop)
+            }
+        }
+    }
+
+    /// The delta that serves a request, or why none does.
+    fn delta_for(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        stop: &Stop,
+    ) -> Result<Arc<Segment>, String> {
+        let Have { incarnation, version: base, digest } =
+            request.have.as_ref().ok_or("the receiver has no version to start from")?;
+        let target = request.version.unwrap_or(slot.version);
+        if *incarnation != self.region.incarnation() {
+            return Err(format!(
+                "version {base} is of incarnation {incarnation}, this publisher is {}",
+                self.region.incarnation()
+            ));
+        }
+        if *base >= target {
+            return Err(format!("version {base} is not older than {target}"));
+        }
+        let segment = self.history.segment(*base, target, stop).map_err(|e| e.to_string())?;
+        let known = self.state().digests.get(base).copied().unwrap_or(segment.header.base_digest);
+        if known != *digest {
+            return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
+        }
+        let image = self.region.manifest().bytes_of(&self.region.blocks());
+        let share = segment.bytes as f64 / image.max(1) as f64;
+        if share > self.config.dense_share {
+            return Err(format!(
+                "the delta from {base} to {target} is too dense: {:.0} % of the image",
+                share * 100.0
+            ));
+        }
+        Ok(segment)
+    }
+
+    fn fields(&self, request: &TransferRequest, version: Version, digest: StateDigest) -> Result<TicketFields, ServeError> {
+        let manifest = self.region.manifest();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
+        let timeout = request.timeout_ms.unwrap_or(self.config.transfer_timeout.as_millis() as u64);
+        let blocks = BlockRanges::from(0..manifest.cuts().blocks());
+        let source = Source {
+            id: SourceId(0),
+            endpoint: HostPort::new(self.config.advertise_host.clone(), self.sender.local_addr().port()),
+            blocks: self.region.blocks(),
+        };
+        Ok(TicketFields {
+            protocol: ProtocolVersion::CURRENT.major,
+            id: TicketId(random()?),
+            identity: self.identity(version),
+            layout_hash: manifest.layout_hash(),
+            cuts_hash: manifest.cuts_hash(),
+            digest,
+            mode: Mode::Full,
+            why: String::new(),
+            wanted: blocks.clone(),
+            block_versions: BlockVersions::uniform(&blocks, version),
+            sources: vec![source],
+            streams: request.streams.unwrap_or(self.config.streams),
+            stripe_bytes: self.config.stripe_bytes,
+            checks: Checks::BlockSums,
+            deadline: Deadline::starting(now, timeout),
+            key: TicketKey::new(random()?),
+        })
+    }
+
+    fn grant_full(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        digest: StateDigest,
+        why: String,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        let mut fields = self.fields(request, slot.version, digest)?;
+        fields.why = why;
+        if let Some(wanted) = &request.wanted {
+            fields.wanted = wanted.clone();
+        }
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            let part = peer.part(slot.version, None, stop)?;
+            let id = SourceId(i as u32 + 1);
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+        }
+        let ticket = Ticket::new(fields.clone())?;
+        // The slot may have been taken back since it was looked up: then this says so.
+        let body = self.image_body(slot, Duration::from_millis(ticket.deadline.timeout_ms))?;
+        self.share_with_peers(&fields, stop)?;
+        self.offer(ticket, SourceId(0), body, request.instance_id.clone())?;
+        count(&self.counters.tickets_full);
+        Ok(TransferAnswer::Granted(Box::new(Granted {
+            ok: true,
+            version: slot.version,
+            mode: RequestMode::Full,
+            delta_base_version: None,
+            delta_size: None,
+            sparsity: None,
+            num_nonzero: None,
+            compute_time: None,
+            ticket: fields,
+        })))
+    }
+
+    fn image_body(
+        &self,
+        slot: &SealedSlot,
+        deadline: Duration,
+    ) -> Result<(Body, Option<Weak<Lease>>), ServeError> {
+        let lease = Arc::new(self.region.lease(slot.id, LeaseKind::Stream, deadline)?);
+        let body = Body::Image {
+            manifest: Arc::clone(self.region.manifest()),
+            file: Arc::clone(lease.file()),
+            data_start: self.region.data_start(),
+            sums: Arc::clone(&slot.sums),
+            hold: Arc::clone(&lease) as Arc<dyn std::any::Any + Send + Sync>,
+        };
+        Ok((body, Some(Arc::downgrade(&lease))))
+    }
+
+    fn grant_delta(
+        &self,
+        request: &TransferRequest,
+        segment: &Arc<Segment>,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        let (base, target) = (segment.header.base.1, segment.header.target.1);
+        let known = |v, or| self.state().digests.get(&v).copied().unwrap_or(or);
+        let base_digest = known(base, segment.header.base_digest);
+        let digest = known(target, segment.header.target_digest);
+        let mut fields = self.fields(request, target, digest)?;
+        fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
+        fields.checks = Checks::Xxh3;
+        let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)] }];
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            let part = peer.part(target, Some(base), stop)?;
+            let id = SourceId(i as u32 + 1);
+            let Some(bytes) = part.delta_bytes else {
+                let reason = format!("the holder at {} has no delta from {base} to {target}", part.data);
+                return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
+            };
+            payloads.push(Payload { bytes, sources: vec![id] });
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+        }
+        let parts = payloads.len();
+        let base = Base { identity: self.identity(base), digest: base_digest };
+        fields.mode = Mode::Delta { base: base.clone(), payloads };
+        let ticket = Ticket::new(fields.clone())?;
+        self.share_with_peers(&fields, stop)?;
+        let mut files = vec![None; parts];
+        files[0] = Some(Arc::clone(&segment.file));
+        self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
+        count(&self.counters.tickets_delta);
+        let units: u64 = self.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        let stats = self.state().delta.filter(|d| (d.base, d.version) == (base.identity.version, target));
+        Ok(TransferAnswer::Granted(Box::new(Granted {
+            ok: true,
+            version: target,
+            mode: RequestMode::Delta,
+            delta_base_version: Some(base.identity.version),
+            delta_size: Some(segment.bytes),
+            sparsity: stats.map(|d| sparsity(d.changes, units)),
+            num_nonzero: stats.map(|d| d.changes),
+            compute_time: stats.map(|d| d.seconds),
+            ticket: fields,
+        })))
+    }
+
+    fn share_with_peers(&self, fields: &TicketFields, stop: &Stop) -> Result<(), ServeError> {
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            peer.share(&SharedTicket { source: SourceId(i as u32 + 1), ticket: fields.clone() }, stop)?;
+        }
+        Ok(())
+    }
+
+    fn offer(
+        &self,
+        ticket: Ticket,
+        source: SourceId,
+        (body, lease): (Body, Option<Weak<Lease>>),
+        instance: String,
+    ) -> Result<(), ServeError> {
+        let expires = Instant::now() + Duration::from_millis(ticket.deadline.timeout_ms);
+        let handle = Arc::new(self.sender.offer(Offer { ticket, source, body })?);
+        self.state().offers.push(Active { handle, lease, instance, expires });
+        Ok(())
+    }
+}
+
+fn refused(fallback: Option<RequestMode>, kind: Kind, reason: String) -> TransferAnswer {
+    TransferAnswer::Refused(Refused { ok: false, fallback, reason, kind })
+}
+
+fn sparsity(changes: u64, units: u64) -> f64 {
+    1.0 - changes as f64 / units.max(1) as f64
+}
+
+/// Ends offers in parallel: each may take the whole grace.
+fn revoke_all(offers: Vec<Active>, why: &str, grace: Duration) {
+    std::thread::scope(|scope| {
+        for offer in &offers {
+            scope.spawn(move || offer.handle.revoke(why, grace));
+        }
+    });
+}
+
+fn random<const N: usize>() -> Result<[u8; N], ServeError> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|e| ServeError::Random(e.to_string()))?;
+    Ok(bytes)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}

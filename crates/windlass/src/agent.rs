@@ -1,0 +1,457 @@
+//! `windlass agent`: serves a region to receivers.
+//!
+//! Owns: the HTTP endpoints in front of [`windlass_data::serve::Server`], the process around it (signals, the pipe of
+//! its parent, files that say where it is), and its metrics. Started by the first rank on a node and restarted by it
+//! if it dies; everything it needs to go on is in the region. Must not: touch a slot.
+//!
+//! # Endpoints
+//!
+//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (what is known about
+//! receivers and the newest delta) and `/healthz`. All but `/healthz` want the token.
+//!
+//! # Where it is
+//!
+//! `agent.json` in the region's directory holds the endpoint that others should use, the data port and the path of
+//! the token, for processes on the same host. It is removed at a regular end.
+
+use std::fmt::Write as _;
+use std::io::Read as _;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::sync::watch;
+use windlass_core::address::{Host, Token};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, Version};
+use windlass_core::wire::control::{
+    BufferInfo, Registration, SharedTicket, TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_data::history::Limits as HistoryLimits;
+use windlass_data::local::LocalServer;
+use windlass_data::region::Region;
+use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
+use windlass_data::stop::Stop;
+use windlass_data::tcp::SenderConfig;
+
+use crate::control::HttpControl;
+use crate::error::Error;
+use crate::http::{self, Failure, Limits, MAX_POLL};
+use crate::session::Session;
+use crate::token;
+
+/// The checked arguments of `agent`.
+#[derive(Clone, Debug)]
+pub struct Agent {
+    /// The region to serve.
+    pub region: PathBuf,
+    /// The address to listen on, for control and data.
+    pub bind: IpAddr,
+    /// The first and the last port to try for control, then for data; zeros mean any.
+    pub ports: (u16, u16),
+    /// The host that others are told; that of `bind` if not given.
+    pub advertise_host: Option<Host>,
+    /// The token; read or made in the region's directory if not given.
+    pub token: Option<Token>,
+    /// Where the token is read from or made.
+    pub token_file: Option<PathBuf>,
+    /// How many deltas are kept.
+    pub history: usize,
+    /// How many bytes of deltas are kept.
+    pub history_bytes: u64,
+    /// Threads of the sealer.
+    pub threads: usize,
+    /// Streams of a transfer.
+    pub streams: u16,
+    /// How long a transfer may take.
+    pub timeout: Duration,
+    /// Agents that hold the other parts.
+    pub peers: Vec<String>,
+    /// End when standard input ends: the parent is gone.
+    pub with_parent: bool,
+}
+
+/// What `agent.json` says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Whereabouts {
+    /// Where requests go.
+    pub endpoint: String,
+    /// Where data connections go.
+    pub data_port: u16,
+    /// The file with the token, if there is one.
+    pub token_file: Option<PathBuf>,
+    /// The process.
+    pub pid: u32,
+}
+
+/// The file that says where the agent is.
+pub const WHEREABOUTS: &str = "agent.json";
+
+/// Where the agent of a region on this host is.
+pub fn whereabouts(region: &Path) -> Result<Whereabouts, Error> {
+    let path = region.join(WHEREABOUTS);
+    let text = std::fs::read(&path).map_err(Error::io("read", &path))?;
+    serde_json::from_slice(&text).map_err(|e| Error::Usage(format!("{}: {e}", path.display())))
+}
+
+impl Agent {
+    /// Serves until it is told to end.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let region = Region::open(&self.region)?;
+        let (token, token_file) = self.token(&region)?;
+        let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
+            Ok(Arc::new(HttpControl::new(url, token.clone())?))
+        };
+        let advertise_host = match &self.advertise_host {
+            Some(host) => host.clone(),
+            None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
+        };
+        let config = ServerConfig {
+            advertise_host: advertise_host.clone(),
+            tcp: SenderConfig { bind: self.bind, ports: self.ports, ..SenderConfig::default() },
+            history: HistoryLimits { count: self.history, bytes: self.history_bytes },
+            threads: self.threads,
+            streams: self.streams,
+            transfer_timeout: self.timeout,
+            peers: self.peers.iter().map(peer).collect::<Result<_, _>>()?,
+            ..ServerConfig::new(advertise_host.clone())
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .map_err(|e| Error::Bug(format!("no async runtime: {e}")))?;
+        let listener = runtime
+            .block_on(http::bind(self.bind, self.ports))
+            .map_err(|e| Error::Usage(format!("cannot listen on {}: {e}", self.bind)))?;
+        let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
+        // The region's report of what the system refused belongs to the start, and is said once.
+        for refused in region.report().refused() {
+            tracing::info!(what = %refused, "the system refused; transfers still work");
+        }
+        let server = Arc::new(Server::start(Arc::clone(&region), config)?);
+        let local = match LocalServer::start(Arc::clone(&region)) {
+            Ok(local) => Some(local),
+            Err(error) => {
+                tracing::warn!(%error, "receivers on this host will copy instead of mapping the slots");
+                None
+            }
+        };
+        let here = Whereabouts {
+            endpoint: format!("http://{}", windlass_core::address::HostPort::new(advertise_host, address.port())),
+            data_port: server.data_endpoint().port(),
+            token_file,
+            pid: std::process::id(),
+        };
+        let path = region.dir().join(WHEREABOUTS);
+        write_whole(&path, &serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?)?;
+        session.event(&json!({ "event": "listening", "endpoint": here.endpoint, "data_port": here.data_port,
+            "region": region.dir(), "model_id": region.model_id(), "incarnation": region.incarnation() }));
+        let result = runtime.block_on(self.serve(listener, Arc::clone(&server), address, token, session));
+        let _ = std::fs::remove_file(&path);
+        drop(local);
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        if let Some(server) = Arc::into_inner(server) {
+            server.shutdown(Duration::from_secs(2));
+        }
+        result
+    }
+
+    fn token(&self, region: &Region) -> Result<(Token, Option<PathBuf>), Error> {
+        if let Some(token) = &self.token {
+            return Ok((token.clone(), None));
+        }
+        let path = self.token_file.clone().unwrap_or_else(|| region.dir().join("token"));
+        Ok((token::read_or_make(&path)?, Some(path)))
+    }
+
+    fn advertised(&self) -> Result<String, Error> {
+        if self.bind.is_unspecified() {
+            return Err(Error::Usage(format!(
+                "--bind {} listens on every address: say with --advertise-host which one receivers should use",
+                self.bind
+            )));
+        }
+        Ok(self.bind.to_string())
+    }
+
+    async fn serve(
+        &self,
+        listener: tokio::net::TcpListener,
+        server: Arc<Server>,
+        address: SocketAddr,
+        token: Token,
+        session: &Session,
+    ) -> Result<(), Error> {
+        let (end, ended) = watch::channel(false);
+        let (newest, versions) = watch::channel(server.version());
+        let limits = Limits::default();
+        let shared = Shared { server: Arc::clone(&server), versions, port: address.port() };
+        let router = http::guarded(routes(shared), token, limits);
+        // Long-polls wait on this channel, so that a thousand of them cost no thread.
+        let watching = Arc::clone(&server);
+        let stop = Stop::never();
+        let watch_stop = stop.clone();
+        let watcher = tokio::task::spawn_blocking(move || {
+            let mut seen = None;
+            while !watch_stop.is_set() {
+                let info = watching.wait_version(seen, &watch_stop.with_timeout(Duration::from_secs(1)));
+                seen = info.version.map(|v| (info.incarnation, v));
+                newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
+            }
+        });
+        if self.with_parent {
+            let end = end.clone();
+            std::thread::spawn(move || {
+                // Anything that is said here is ignored; the end is what counts.
+                let _ = std::io::stdin().lock().read_to_end(&mut Vec::new());
+                let _ = end.send(true);
+            });
+        }
+        let cancel = session.cancel().clone();
+        let ending = end.clone();
+        let signals = tokio::spawn(async move {
+            while cancel.check().is_ok() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            let _ = ending.send(true);
+        });
+        http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+        signals.abort();
+        stop.set();
+        let _ = watcher.await;
+        Ok(())
+    }
+}
+
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let temp = path.with_extension("new");
+    std::fs::write(&temp, bytes).map_err(Error::io("write", &temp))?;
+    std::fs::rename(&temp, path).map_err(Error::io("write", path))
+}
+
+#[derive(Clone)]
+struct Shared {
+    server: Arc<Server>,
+    versions: watch::Receiver<VersionInfo>,
+    port: u16,
+}
+
+fn routes(shared: Shared) -> Router {
+    Router::new()
+        .route("/get_version", get(get_version))
+        .route("/get_buffer_info", get(get_buffer_info))
+        .route("/get_capabilities", get(get_capabilities))
+        .route("/get_manifest", get(get_manifest))
+        .route("/get_sums", get(get_sums))
+        .route("/get_part", get(get_part))
+        .route("/share_ticket", post(share_ticket))
+        .route("/register_receiver", post(register))
+        .route("/register_sglang_instance", post(register))
+        .route("/request_transfer", post(request_transfer))
+        .route("/transfer_done", post(transfer_done))
+        .route("/metrics", get(metrics))
+        .route("/status", get(status))
+        .with_state(shared)
+}
+
+fn failure(error: ServeError) -> Failure {
+    // Before the first version the service is there and has nothing to give: 503, as documented.
+    let status = matches!(error, ServeError::NothingYet { .. }).then_some(StatusCode::SERVICE_UNAVAILABLE);
+    let mut message = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(c) = cause {
+        let _ = write!(message, ": {c}");
+        cause = c.source();
+    }
+    Failure { kind: error.kind(), message, status }
+}
+
+/// Runs what may take long on a thread of its own.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ServeError> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(failure),
+        Err(e) => Err(Failure::new(Kind::Bug, e.to_string())),
+    }
+}
+
+fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
+    let status = |r: &JsonRejection| r.status();
+    json.map(|Json(value)| value).map_err(|r| Failure {
+        status: Some(status(&r)),
+        ..Failure::new(Kind::Invalid, r.body_text())
+    })
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct VersionQuery {
+    newer_than: Option<Version>,
+    incarnation: Option<Incarnation>,
+    timeout_ms: Option<u64>,
+}
+
+async fn get_version(
+    State(shared): State<Shared>,
+    query: Result<Query<VersionQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<Json<VersionInfo>, Failure> {
+    let Query(query) = query.map_err(|r| Failure::new(Kind::Invalid, r.body_text()))?;
+    let mut versions = shared.versions.clone();
+    if query.newer_than.is_none() && query.incarnation.is_none() {
+        // The server itself, not the channel: nobody may be told less than was already sealed.
+        return Ok(Json(shared.server.version()));
+    }
+    let own = versions.borrow().incarnation;
+    let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
+    let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
+    // Time out with what there is: the asker compares.
+    let _ = tokio::time::timeout(wait, newer).await;
+    Ok(Json(shared.server.version()))
+}
+
+async fn get_buffer_info(State(shared): State<Shared>) -> Result<Json<BufferInfo>, Failure> {
+    if shared.server.version().version.is_none() {
+        let model = shared.server.region().model_id().to_string();
+        return Err(failure(ServeError::NothingYet { model }));
+    }
+    Ok(Json(BufferInfo::of(shared.server.region().manifest())))
+}
+
+async fn get_capabilities(State(shared): State<Shared>) -> Response {
+    Json(shared.server.capabilities()).into_response()
+}
+
+async fn get_manifest(State(shared): State<Shared>) -> Response {
+    let json = shared.server.region().manifest().to_json();
+    ([(header::CONTENT_TYPE, "application/json")], json).into_response()
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SumsQuery {
+    version: Option<Version>,
+}
+
+async fn get_sums(
+    State(shared): State<Shared>,
+    Query(query): Query<SumsQuery>,
+) -> Result<Response, Failure> {
+    let sums = shared.server.sums(query.version).map_err(failure)?;
+    Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PartQuery {
+    version: Version,
+    base: Option<Version>,
+    timeout_ms: Option<u64>,
+}
+
+async fn get_part(State(shared): State<Shared>, Query(query): Query<PartQuery>) -> Result<Response, Failure> {
+    let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    let server = shared.server;
+    let part = blocking(move || server.part(query.version, query.base, &Stop::after(wait))).await?;
+    Ok(Json(part).into_response())
+}
+
+async fn share_ticket(
+    State(shared): State<Shared>,
+    json: Result<Json<SharedTicket>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let ticket = body(json)?;
+    let stop = Stop::after(Limits::default().request);
+    blocking(move || shared.server.share(ticket, &stop)).await?;
+    Ok(Json(json!({ "ok": true })).into_response())
+}
+
+async fn register(
+    State(shared): State<Shared>,
+    json: Result<Json<Registration>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let registration = body(json)?;
+    let registered = shared.server.register(&registration, shared.port).map_err(failure)?;
+    Ok(Json(registered).into_response())
+}
+
+async fn request_transfer(
+    State(shared): State<Shared>,
+    json: Result<Json<TransferRequest>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let request = body(json)?;
+    let stop = Stop::after(Limits::default().request);
+    let answer = blocking(move || shared.server.request(&request, &stop)).await?;
+    Ok(Json(answer).into_response())
+}
+
+async fn transfer_done(
+    State(shared): State<Shared>,
+    json: Result<Json<TransferDone>, JsonRejection>,
+) -> Result<Response, Failure> {
+    shared.server.completed(&body(json)?).map_err(failure)?;
+    Ok(Json(json!({ "ok": true })).into_response())
+}
+
+async fn status(State(shared): State<Shared>) -> Response {
+    let server = &shared.server;
+    Json(json!({
+        "version": server.version(),
+        "delta": server.delta(),
+        "instances": server.instances(),
+        "open_transfers": server.open_transfers(),
+        "counters": server.counters(),
+        "failure": server.failure(),
+        "region": server.region().report(),
+    }))
+    .into_response()
+}
+
+async fn metrics(State(shared): State<Shared>) -> Response {
+    let text = metrics_text(&shared.server);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+/// The metrics in Prometheus' text form.
+fn metrics_text(server: &Server) -> String {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    let model = server.region().model_id();
+    let mut out = String::new();
+    let mut put = |name: &str, kind: &str, help: &str, value: f64| {
+        let _ = writeln!(out, "# HELP windlass_{name} {help}\n# TYPE windlass_{name} {kind}");
+        let _ = writeln!(out, "windlass_{name}{{model_id=\"{model}\"}} {value}");
+    };
+    let n = |c: &AtomicU64| c.load(Relaxed) as f64;
+    let (info, c) = (server.version(), server.counters());
+    put("version", "gauge", "Newest sealed version; -1 before the first.", info.version.map_or(-1.0, |v| v as f64));
+    put("incarnation", "gauge", "Life of the publisher.", info.incarnation.0 as f64);
+    put("receivers", "gauge", "Receivers that are known.", server.instances().len() as f64);
+    put("transfers_open", "gauge", "Transfers under way.", server.open_transfers() as f64);
+    let delta = server.delta();
+    put("delta_bytes", "gauge", "Size of the newest delta.", delta.map_or(0.0, |d| d.bytes as f64));
+    put("delta_changes", "gauge", "Elements changed by the newest delta.", delta.map_or(0.0, |d| d.changes as f64));
+    put("delta_seconds", "gauge", "Time to make the newest delta.", delta.map_or(0.0, |d| d.seconds));
+    put("image_bytes", "gauge", "Bytes of one image.", server.region().manifest().data_bytes() as f64);
+    put("sealed_total", "counter", "Versions sealed.", n(&c.sealed));
+    put("sealed_without_delta_total", "counter", "Versions sealed without a delta.", n(&c.sealed_without_delta));
+    put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
+    put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
+    put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));
+    put("tickets_delta_total", "counter", "Tickets for deltas.", n(&c.tickets_delta));
+    put("refused_total", "counter", "Requests refused.", n(&c.refused));
+    put("completed_total", "counter", "Transfers completed.", n(&c.completed));
+    put("revoked_total", "counter", "Transfers ended because the slot was needed.", n(&c.revoked));
+    put("sent_bytes_total", "counter", "Bytes sent and acknowledged.", n(&c.bytes_acked));
+    out
+}

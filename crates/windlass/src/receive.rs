@@ -1,0 +1,244 @@
+//! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
+//!
+//! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
+//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a pause that
+//! grows, and said once.
+//!
+//! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
+//! [`windlass_data::receiver::Synced`].
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use windlass_core::address::Token;
+use windlass_core::error::Kind;
+use windlass_core::identity::ModelId;
+use windlass_core::wire::control::RequestMode;
+use windlass_data::image::{ImageSpec, Known};
+use windlass_data::local;
+use windlass_data::receiver::{Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced};
+use windlass_data::region::{LeaseKind, Memfd};
+use windlass_data::stop::Stop;
+use windlass_data::tcp::PullConfig;
+
+use crate::agent::whereabouts;
+use crate::control::HttpControl;
+use crate::error::Error;
+use crate::session::{Session, bytes};
+use crate::{sums, token};
+
+/// The checked arguments of `receive`.
+#[derive(Clone, Debug)]
+pub struct Receive {
+    /// The publishers' endpoints.
+    pub from: Vec<String>,
+    /// Regions on this host whose slots are read in place.
+    pub local: Vec<PathBuf>,
+    /// The token of all of them.
+    pub token: Option<Token>,
+    /// Where images are kept: a directory for each model below it.
+    pub dir: PathBuf,
+    /// What people call this receiver.
+    pub name: String,
+    /// How to be served.
+    pub mode: RequestMode,
+    /// Streams of a transfer.
+    pub streams: Option<u16>,
+    /// Threads for sums and deltas.
+    pub threads: usize,
+    /// How long one transfer may take.
+    pub timeout: Duration,
+    /// End after this many new versions of each model.
+    pub versions: Option<u64>,
+    /// End once this version is there.
+    pub until: Option<u64>,
+    /// The image is readable by the group.
+    pub group: bool,
+}
+
+/// How long to wait for a publisher that is away: at first, and at most.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+impl Receive {
+    /// Receives until it is told to end, or has what it should get.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let stop = session.stop();
+        let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
+            let remote = self.from.iter().map(|url| {
+                let stop = stop.clone();
+                scope.spawn(move || self.remote(url, session, &stop))
+            });
+            let local = self.local.iter().map(|dir| {
+                let stop = stop.clone();
+                scope.spawn(move || self.in_place(dir, session, &stop))
+            });
+            let all: Vec<_> = remote.chain(local).collect();
+            all.into_iter()
+                .map(|t| t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into()))))
+                .collect()
+        });
+        results.into_iter().collect()
+    }
+
+    fn config(&self, model_id: ModelId) -> ReceiverConfig {
+        ReceiverConfig {
+            image: ImageSpec {
+                dir: self.dir.join(model_id.as_str()),
+                model_id,
+                group: self.group,
+                memfd: Memfd::Auto,
+                threads: self.threads,
+            },
+            name: self.name.clone(),
+            mode: self.mode,
+            streams: self.streams,
+            transfer_timeout: self.timeout,
+            open_timeout: self.timeout,
+            pull: PullConfig::default(),
+        }
+    }
+
+    /// Keeps one model's image up to date.
+    fn remote(&self, url: &str, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let token = self.token.clone().ok_or_else(|| {
+            Error::Usage(format!("{url} needs a token: give --token-file or set {}", token::VARIABLE))
+        })?;
+        let control = Arc::new(HttpControl::new(url, token)?);
+        let model_id = self.patiently(session, stop, || Ok(control.version(None, stop)?.model_id))?;
+        let events = session.clone();
+        let listener: Listener = Arc::new(move |event: &Event| {
+            // A whole version is told with its figures, below.
+            if !matches!(event, Event::Whole { .. }) {
+                tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
+            }
+            let _ = &events;
+        });
+        std::fs::create_dir_all(&self.dir).map_err(Error::io("create", &self.dir))?;
+        let config = self.config(model_id.clone());
+        let mut receiver = Receiver::open(config, control, Some(listener), stop)?;
+        if let Some(image) = receiver.current() {
+            session.event(&json!({ "event": "found", "image": image }), || {
+                format!("{}: found version {} in {}", model_id, image.identity.version, self.dir.display())
+            });
+        }
+        let mut got = 0;
+        while !self.enough(got, receiver.current()) {
+            let synced = self.patiently(session, stop, || {
+                receiver.wait_newer(stop)?;
+                receiver.sync(stop)
+            })?;
+            if let Some(image) = &synced.image {
+                got += 1;
+                session.event(&report(&synced), || line(image, &synced));
+            }
+        }
+        Ok(())
+    }
+
+    /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
+    fn in_place(&self, dir: &std::path::Path, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let region = local::attach(dir)?;
+        let (mut seen, mut got) = (0, 0);
+        let mut known = None;
+        while !self.enough(got, known.as_ref()) {
+            stop.check().map_err(|_| Error::Cancelled)?;
+            let bell = region.bell();
+            let fresh = region.state().active.filter(|s| s.id != seen && s.sealed.is_some());
+            let Some(slot) = fresh else {
+                region.wait(bell, stop.nap());
+                continue;
+            };
+            let start = Instant::now();
+            let Ok(lease) = region.lease(slot.id, LeaseKind::Map, self.timeout) else { continue };
+            let found = sums::digest_of(region.manifest(), lease.data(), self.threads, stop)?;
+            let identity = windlass_core::identity::Identity {
+                model_id: region.model_id().clone(),
+                incarnation: region.incarnation(),
+                version: slot.version,
+            };
+            drop(lease);
+            if let Some(expected) = slot.sealed.filter(|d| *d != found) {
+                return Err(Error::Digest { path: dir.to_owned(), found, expected });
+            }
+            (seen, got) = (slot.id, got + 1);
+            let image = Known { identity, digest: found };
+            let ms = start.elapsed().as_secs_f64() * 1e3;
+            session.event(
+                &json!({ "event": "synced", "mode": "mapped", "image": image, "wire_bytes": 0, "total_ms": ms }),
+                || format!("{}: mapped in place, {ms:.1} ms to verify, digest {found}", image.identity),
+            );
+            known = Some(image);
+        }
+        Ok(())
+    }
+
+    fn enough(&self, got: u64, image: Option<&Known>) -> bool {
+        self.versions.is_some_and(|n| got >= n)
+            || self.until.is_some_and(|v| image.is_some_and(|k| k.identity.version >= v))
+    }
+
+    /// Repeats what fails because the publisher is away, until it is back.
+    fn patiently<T>(
+        &self,
+        session: &Session,
+        stop: &Stop,
+        mut attempt: impl FnMut() -> Result<T, ReceiverError>,
+    ) -> Result<T, Error> {
+        let mut pause = PAUSE.0;
+        loop {
+            let error = match attempt() {
+                Ok(value) => return Ok(value),
+                Err(error) => error,
+            };
+            stop.check().map_err(|_| Error::Cancelled)?;
+            match error.kind() {
+                Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::NotFound | Kind::Exhausted | Kind::Corrupt => {}
+                Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => {
+                    return Err(error.into());
+                }
+            }
+            if pause == PAUSE.0 {
+                let text = crate::error::chain(&error);
+                session.event(&json!({ "event": "waiting", "kind": error.kind(), "error": text }), || {
+                    format!("{text}; trying again")
+                });
+            }
+            let until = Instant::now() + pause;
+            while Instant::now() < until {
+                stop.check().map_err(|_| Error::Cancelled)?;
+                std::thread::sleep(Duration::from_millis(20).min(pause));
+            }
+            pause = (pause * 2).min(PAUSE.1);
+        }
+    }
+}
+
+fn report(synced: &Synced) -> Value {
+    let mut value = serde_json::to_value(synced).unwrap_or_default();
+    if let Some(object) = value.as_object_mut() {
+        object.insert("event".into(), "synced".into());
+    }
+    value
+}
+
+fn line(image: &Known, s: &Synced) -> String {
+    format!(
+        "{}: {} {}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
+        image.identity,
+        s.mode,
+        bytes(s.wire_bytes),
+        s.total_ms,
+        s.wire_ms,
+        s.apply_ms,
+        image.digest
+    )
+}
+
+/// The directory of a region's agent on this host gives endpoint and token.
+pub fn from_region(dir: &std::path::Path) -> Result<(String, Option<Token>), Error> {
+    let here = whereabouts(dir)?;
+    let token = here.token_file.as_deref().map(token::read).transpose()?;
+    Ok((here.endpoint, token))
+}

@@ -1,0 +1,92 @@
+//! The secret of the control connection: where it is kept, how it is checked.
+//!
+//! Owns: token files. There is always a token. One that is not given is made and written to a file that only its
+//! owner can read; everybody else who should have it reads that file or is given the token by the publisher's sync
+//! info. Must not: print or log a token.
+
+use std::fs;
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use subtle::ConstantTimeEq as _;
+use windlass_core::address::Token;
+
+use crate::error::Error;
+
+/// The environment variable that holds a token.
+pub const VARIABLE: &str = "WINDLASS_TOKEN";
+
+/// Reads the token in `path`. The file must not be readable by others.
+pub fn read(path: &Path) -> Result<Token, Error> {
+    let mut file = fs::File::open(path).map_err(Error::io("read the token in", path))?;
+    let about = file.metadata().map_err(Error::io("read the token in", path))?;
+    if about.mode() & 0o007 != 0 {
+        return Err(Error::Usage(format!(
+            "the token file {} can be read by everybody (mode {:o}): run chmod 600 on it",
+            path.display(),
+            about.mode() & 0o777
+        )));
+    }
+    let mut text = String::new();
+    let limit = Token::MAX_LEN as u64 + 2;
+    (&mut file).take(limit).read_to_string(&mut text).map_err(Error::io("read the token in", path))?;
+    Token::new(text.trim_end()).map_err(|e| Error::Usage(format!("the token file {}: {e}", path.display())))
+}
+
+/// The token in `path`, which is made if it is not there. Two processes that do this at once get the same one.
+pub fn read_or_make(path: &Path) -> Result<Token, Error> {
+    match read(path) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+        other => return other,
+    }
+    let mut bytes = [0u8; 32];
+    getrandom::fill(&mut bytes).map_err(|e| Error::Bug(format!("no random bytes: {e}")))?;
+    let text: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+    // Written whole under another name first: nobody ever reads half a token.
+    let temp = path.with_extension(format!("{}.new", std::process::id()));
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&temp)
+        .map_err(Error::io("write the token to", &temp))?;
+    file.write_all(text.as_bytes()).map_err(Error::io("write the token to", &temp))?;
+    let linked = fs::hard_link(&temp, path);
+    let _ = fs::remove_file(&temp);
+    match linked {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(source) => return Err(Error::Io { action: "write the token to", path: path.into(), source }),
+    }
+    read(path)
+}
+
+/// Whether a header `Authorization: Bearer …` carries the token. Takes the same time wherever they differ.
+pub fn accepts(token: &Token, header: Option<&str>) -> bool {
+    let given = header.and_then(|h| h.strip_prefix("Bearer ")).unwrap_or_default().trim();
+    bool::from(given.as_bytes().ct_eq(token.expose().as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_made_once_and_kept_from_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let made = read_or_make(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(read_or_make(&path).unwrap().expose(), made.expose());
+        assert_eq!(made.expose().len(), 64);
+        assert!(accepts(&made, Some(&format!("Bearer {}", made.expose()))));
+        for bad in [None, Some(""), Some("Bearer "), Some("Bearer x"), Some(made.expose())] {
+            assert!(!accepts(&made, bad), "{bad:?}");
+        }
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.contains("chmod 600"), "{error}");
+    }
+}
