@@ -5,6 +5,7 @@
 //! what and when.
 
 pub mod file;
+pub mod history;
 pub mod seal;
 pub mod simd;
 pub mod stop;
