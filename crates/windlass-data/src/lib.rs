@@ -5,5 +5,8 @@
 //! what and when.
 
 pub mod file;
+pub mod history;
+pub mod seal;
 pub mod simd;
 pub mod stop;
+pub mod work;

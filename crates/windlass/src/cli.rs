@@ -11,7 +11,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::{self, BenchConfig};
 use crate::delta::apply::Apply;
-use crate::delta::make::{Make, Names};
+use crate::delta::make::Make;
 use crate::delta::show::show;
 use crate::error::Error;
 use crate::outfile::refuse_inputs;
@@ -20,6 +20,7 @@ use crate::synth::{self, SynthConfig};
 use crate::{demo, diff, inspect, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
+use windlass_data::seal::Names;
 
 /// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
 #[derive(Debug, Parser)]

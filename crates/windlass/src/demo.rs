@@ -14,14 +14,14 @@ use windlass_core::delta::{Delta, Encoder, compose};
 use windlass_core::digest::SumTable;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::manifest::Manifest;
+use windlass_data::seal::Names;
+use windlass_data::seal::pass::{self, Pair, Run, Visit};
 
 use crate::delta::bits_per_change;
-use crate::delta::make::Names;
-use crate::delta::pass::{self, Pair, Run};
 use crate::error::Error;
+use crate::image;
 use crate::session::{Session, Table, bytes, count, percent};
 use crate::synth::{Synth, SynthConfig};
-use crate::{image, sums};
 
 /// The checked arguments of `demo`.
 #[derive(Debug)]
@@ -116,9 +116,7 @@ impl Stage<'_> {
     }
 
     fn sum(&self, image: &[u8]) -> Result<SumTable, Error> {
-        let tensor = |t| image::tensor(&self.manifest, image, t);
-        let (threads, cancel) = (self.demo.threads, self.session.cancel());
-        sums::table(crate::kernels(), &self.manifest, tensor, threads, cancel, None)
+        image::sum(crate::kernels(), &self.manifest, image, (self.demo.threads, self.session.cancel()))
     }
 
     /// The publisher's part: what changed, as it would be sent.
@@ -126,19 +124,21 @@ impl Stage<'_> {
         let manifest = &self.manifest;
         let progress = self.session.progress("encoding", manifest.data_bytes());
         let (threads, cancel) = (self.demo.threads, self.session.cancel());
-        let run = Run { kernels: crate::kernels(), threads, cancel, progress: &progress };
+        let watch = |bytes| progress.add(bytes);
+        let run = Run { kernels: crate::kernels(), threads, stop: cancel, progress: &watch };
         let (old, new) = (|t| image::tensor(manifest, old, t), |t| image::tensor(manifest, new, t));
-        let pair = Pair { manifest, old: &old, new: &new };
+        let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
         let mut parts = Vec::new();
         // Plain, because the receiver that lags needs two deltas made one.
         let totals = pass::run(
             run,
             pair,
+            &(0..manifest.cuts().blocks()).into(),
             &[Encoder::plain],
-            |(): &mut (), _, _, _| {},
+            |(): &mut (), _: &Visit<'_>| {},
             |_, bytes| {
                 parts.extend_from_slice(bytes);
-                Ok(())
+                Ok::<(), Error>(())
             },
         )?;
         let model_id = ModelId::new("demo").map_err(|e| Error::Bug(e.to_string()))?;
@@ -210,8 +210,8 @@ impl Stage<'_> {
             return Ok(false);
         }
         for e in delta.entries() {
-            let (block, _) = sums::block_of(&self.manifest, e.block)?;
-            r.table.set(e.block, block.tensor, e.sum);
+            let tile = image::tile(&self.manifest, e.block)?;
+            r.table.set(e.block, tile.block.tensor, e.sum);
         }
         Ok(r.table.digest(&self.manifest) == delta.header.target_digest)
     }

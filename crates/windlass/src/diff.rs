@@ -10,10 +10,10 @@ use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::kernel::Kernels;
 use windlass_core::manifest::{Manifest, Tensor};
 use windlass_data::file::Checkpoint;
+use windlass_data::seal::Names;
+use windlass_data::seal::pass::{self, LaneTotals, Pair, Run, Totals, Visit, mode_slot};
 
-use crate::delta::make::Names;
-use crate::delta::pass::{self, LaneTotals, Pair, Run, Totals};
-use crate::delta::{bits_per_change, mode_slot, same_layout};
+use crate::delta::{bits_per_change, same_layout};
 use crate::error::Error;
 use crate::session::{Session, Table, bytes, count, percent};
 
@@ -111,15 +111,17 @@ impl Diff {
         let manifest = a.manifest();
         let kernels = crate::kernels();
         let progress = session.progress("comparing", manifest.data_bytes());
-        let run = Run { kernels, threads: self.threads, cancel: session.cancel(), progress: &progress };
+        let watch = |bytes| progress.add(bytes);
+        let run = Run { kernels, threads: self.threads, stop: session.cancel(), progress: &watch };
         let (old, new) = (|t| a.tensor(t), |t| b.tensor(t));
-        let pair = Pair { manifest, old: &old, new: &new };
-        let observe = |seen: &mut Seen, tile: &Tile, old: &[u8], new: &[u8]| {
+        let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
+        let observe = |seen: &mut Seen, Visit { tile, old, new, .. }: &Visit<'_>| {
             let bits = manifest.tensors()[tile.block.tensor as usize].dtype.bits();
             seen.look(kernels, bits, tile, old, new);
         };
         let encoders: [fn() -> Encoder; 2] = [Encoder::plain, Encoder::with_context];
-        let totals = pass::run(run, pair, &encoders, observe, |_, _| Ok(()))?;
+        let all = (0..manifest.cuts().blocks()).into();
+        let totals = pass::run(run, pair, &all, &encoders, observe, |_, _| Ok::<(), Error>(()))?;
         drop(progress);
 
         let layout = manifest.layout_hash();

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use windlass_core::StateDigest;
 use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
+use windlass_data::seal::SealError;
+use windlass_data::stop::Stopped;
 
 use crate::synth::SynthError;
 
@@ -115,12 +117,43 @@ pub enum Error {
         /// Why it stopped.
         source: Box<Error>,
     },
+    /// A pass over an image that failed.
+    #[error(transparent)]
+    Seal(SealError),
     /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
+    /// A deadline passed.
+    #[error("the deadline passed before the work was done")]
+    Deadline,
     /// Something that cannot happen did.
     #[error("internal error: {0}")]
     Bug(String),
+}
+
+impl From<Stopped> for Error {
+    fn from(stopped: Stopped) -> Error {
+        match stopped {
+            Stopped::Cancelled => Error::Cancelled,
+            Stopped::Deadline => Error::Deadline,
+        }
+    }
+}
+
+/// A pass that was called off is an interrupted command, whichever pass it was.
+impl From<SealError> for Error {
+    fn from(e: SealError) -> Error {
+        match e {
+            SealError::Stopped(stopped) => stopped.into(),
+            SealError::Io { .. }
+            | SealError::ImageLength { .. }
+            | SealError::ShortTensor { .. }
+            | SealError::BeyondBlocks { .. }
+            | SealError::TableLength { .. }
+            | SealError::NotNewer { .. }
+            | SealError::Manifest(_) => Error::Seal(e),
+        }
+    }
 }
 
 impl Error {
@@ -152,7 +185,9 @@ impl Error {
             Error::Digest { .. } => Kind::Corrupt,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
+            Error::Seal(e) => e.kind(),
             Error::Cancelled => Kind::Cancelled,
+            Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
         }
     }
@@ -199,9 +234,12 @@ impl Error {
             Error::Digest { .. } => {
                 "this is another version, or its bytes were damaged; fetch it again".into()
             }
-            Error::Content { .. } | Error::File(_) | Error::Synth(_) | Error::Bug(_) => {
-                self.kind().row().advice.into()
-            }
+            Error::Content { .. }
+            | Error::File(_)
+            | Error::Synth(_)
+            | Error::Seal(_)
+            | Error::Deadline
+            | Error::Bug(_) => self.kind().row().advice.into(),
         }
     }
 

@@ -10,11 +10,13 @@ use windlass_core::delta::{Applier, Delta, Outcome, Tile};
 use windlass_core::digest::SumTable;
 use windlass_core::kernel::Kernels;
 use windlass_core::manifest::{Manifest, TensorSpec};
+use windlass_data::seal;
+use windlass_data::stop::Stop;
+use windlass_data::work;
 
 use crate::error::Error;
-use crate::session::{Cancel, Progress};
+use crate::session::Progress;
 use crate::synth::{Synth, SynthError};
-use crate::{sums, work};
 
 /// The layout of a made-up model.
 pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
@@ -50,6 +52,22 @@ pub fn tensor<'a>(manifest: &Manifest, image: &'a [u8], tensor: usize) -> &'a [u
     &image[range.start as usize..range.end as usize]
 }
 
+/// A block of a manifest, by its number.
+pub fn tile(manifest: &Manifest, number: u32) -> Result<Tile, Error> {
+    Tile::of(manifest, number).map_err(|e| Error::Bug(e.to_string()))
+}
+
+/// The sums of an image.
+pub fn sum(
+    kernels: &dyn Kernels,
+    manifest: &Manifest,
+    image: &[u8],
+    (threads, cancel): (usize, &Stop),
+) -> Result<SumTable, Error> {
+    let all = (0..manifest.cuts().blocks()).into();
+    Ok(seal::sums(kernels, manifest, &all, image, threads, cancel)?)
+}
+
 /// Writes the state of a model after `step` steps into `image`.
 pub fn fill(
     synth: &Synth,
@@ -57,7 +75,7 @@ pub fn fill(
     step: u32,
     image: &mut [u8],
     threads: usize,
-    (cancel, progress): (&Cancel, &Progress),
+    (cancel, progress): (&Stop, &Progress),
 ) -> Result<(), Error> {
     let mut sources = Vec::with_capacity(manifest.tensors().len());
     for t in manifest.tensors() {
@@ -71,11 +89,11 @@ pub fn fill(
         cancel,
         || (),
         |(), i| {
-            let (block, _) = sums::block_of(manifest, i as u32)?;
+            let block = tile(manifest, i as u32)?.block;
             let mut bytes = lock(&blocks[i as usize])?;
             synth.fill(sources[block.tensor as usize], block.start, step, &mut bytes);
             progress.add(bytes.len() as u64);
-            Ok(())
+            Ok::<(), Error>(())
         },
     )?;
     Ok(())
@@ -99,14 +117,14 @@ pub fn apply(
     delta: &Delta<'_>,
     table: &SumTable,
     image: &mut [u8],
-    (threads, cancel): (usize, &Cancel),
+    (threads, cancel): (usize, &Stop),
 ) -> Result<Outcomes, Error> {
     let blocks = split(manifest, image)?;
     let entries = delta.entries();
     let state = || (Applier::new(), Outcomes::default());
     let states = work::each(threads, entries.len() as u64, cancel, state, |(applier, outcomes), i| {
         let record = delta.record(&entries[i as usize]);
-        let tile = Tile::of(manifest, record.block).map_err(|e| Error::Bug(e.to_string()))?;
+        let tile = tile(manifest, record.block)?;
         let mut bytes = lock(&blocks[record.block as usize])?;
         let outcome = applier.apply(kernels, &tile, &record, table.get(record.block), &mut bytes);
         match outcome.map_err(|e| Error::Bug(format!("a delta made here: {e}")))? {
@@ -114,7 +132,7 @@ pub fn apply(
             Outcome::Skipped => outcomes.skipped += 1,
             Outcome::Refetch => outcomes.refetch += 1,
         }
-        Ok(())
+        Ok::<(), Error>(())
     })?;
     Ok(states.iter().fold(Outcomes::default(), |a, (_, b)| Outcomes {
         applied: a.applied + b.applied,
@@ -128,8 +146,7 @@ fn split<'a>(manifest: &Manifest, image: &'a mut [u8]) -> Result<Vec<Mutex<&'a m
     let mut blocks = Vec::with_capacity(manifest.cuts().blocks() as usize);
     let mut rest = image;
     for i in 0..manifest.cuts().blocks() {
-        let (block, unit) = sums::block_of(manifest, i)?;
-        let (bytes, after) = rest.split_at_mut(block.units() as usize * unit);
+        let (bytes, after) = rest.split_at_mut(tile(manifest, i)?.bytes());
         rest = after;
         blocks.push(Mutex::new(bytes));
     }

@@ -5,9 +5,7 @@
 //! | [`cli`] | arguments, checked before anything happens, and exit codes |
 //! | [`session`] | tables, progress bars, JSON, Ctrl-C |
 //! | [`error`] | what can go wrong, and what to do about it |
-//! | [`work`] | threads over blocks |
 //! | [`outfile`] | outputs that are whole or absent |
-//! | [`sums`] | sums of whole images |
 //! | [`delta`] | `windlass delta make`, `apply`, `show` |
 //! | [`diff`] | `windlass diff` |
 //! | [`inspect`] | `windlass inspect` |
@@ -27,10 +25,8 @@ pub mod image;
 pub mod inspect;
 pub mod outfile;
 pub mod session;
-pub mod sums;
 pub mod synth;
 pub mod verify;
-pub mod work;
 
 use windlass_core::kernel::Kernels;
 

@@ -8,10 +8,11 @@
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
+use windlass_data::stop::Stop;
 
 use crate::error::Error;
 
@@ -19,20 +20,20 @@ use crate::error::Error;
 #[derive(Clone, Debug)]
 pub struct Session {
     json: bool,
-    cancel: Cancel,
+    cancel: Stop,
 }
 
 impl Session {
     /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
     pub fn start(json: bool) -> Result<Session, Error> {
-        let cancel = Cancel::default();
+        let flag = Arc::new(AtomicBool::new(false));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             // The order matters: the first signal finds the flag unset, sets it, and only the next one exits.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&cancel.0))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&cancel.0)))
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
                 .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         }
-        Ok(Session { json, cancel })
+        Ok(Session { json, cancel: Stop::from_flag(flag) })
     }
 
     /// Whether to speak JSON.
@@ -40,8 +41,8 @@ impl Session {
         self.json
     }
 
-    /// The flag that Ctrl-C sets.
-    pub fn cancel(&self) -> &Cancel {
+    /// Set by Ctrl-C; has no deadline.
+    pub fn cancel(&self) -> &Stop {
         &self.cancel
     }
 
@@ -109,22 +110,6 @@ pub fn report(error: &Error, json: bool) -> u8 {
         let _ = write!(io::stderr().lock(), "error: {}\n  {}\n", error.chain(), error.advice());
     }
     row.exit
-}
-
-/// A flag that says stop.
-#[derive(Clone, Debug, Default)]
-pub struct Cancel(Arc<AtomicBool>);
-
-impl Cancel {
-    /// [`Error::Cancelled`] once the flag is set.
-    pub fn check(&self) -> Result<(), Error> {
-        if self.0.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
-    }
-
-    /// Sets the flag.
-    pub fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 /// A progress bar that disappears when dropped.

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use serde_json::json;
 use windlass_core::StateDigest;
 use windlass_data::file::Checkpoint;
+use windlass_data::seal::pass::{self, Run};
 
 use crate::error::Error;
 use crate::session::{Session, bytes, count};
-use crate::sums;
 
 /// The checked arguments of `verify`.
 #[derive(Debug)]
@@ -29,9 +29,15 @@ impl Verify {
         let image = Checkpoint::open(&self.path)?;
         let manifest = image.manifest();
         let progress = session.progress("summing", manifest.data_bytes());
-        let tensor = |t| image.tensor(t);
-        let table =
-            sums::table(crate::kernels(), manifest, tensor, self.threads, session.cancel(), Some(&progress))?;
+        let watch = |bytes| progress.add(bytes);
+        let run = Run {
+            kernels: crate::kernels(),
+            threads: self.threads,
+            stop: session.cancel(),
+            progress: &watch,
+        };
+        let all = (0..manifest.cuts().blocks()).into();
+        let table = pass::sum::<Error>(run, manifest, &all, |t| image.tensor(t))?;
         drop(progress);
         let digest = table.digest(manifest);
         if let Some(expected) = self.expect.filter(|&e| e != digest) {

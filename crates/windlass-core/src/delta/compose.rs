@@ -5,7 +5,6 @@ use super::container::{Delta, DeltaHeader, PartBuilder};
 use super::encode::{Codes, Encoded, Pick, by_unit, put_plain};
 use super::line::Unit;
 use super::{DeltaError, Mode, Record, Tile};
-use crate::digest::BlockSum;
 use crate::manifest::Manifest;
 
 /// Composes records one by one, reusing its memory.
@@ -73,6 +72,28 @@ impl Composer {
             Ok(Some(Encoded { mode, changes: self.positions.len() as u32, sum: second.sum }))
         })
     }
+
+    /// Appends the payload of a record that is taken over as it is, and counts its changes.
+    pub fn keep(
+        &mut self,
+        tile: &Tile,
+        record: &Record<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<Encoded, DeltaError> {
+        let changes = match record.mode {
+            Mode::Context => return Err(DeltaError::ContextNeedsImage { block: record.block }),
+            Mode::Dense if record.payload.len() != tile.bytes() => {
+                return Err(record.bad("it is not as long as its block"));
+            }
+            Mode::Dense => tile.units() as u32,
+            Mode::Sparse | Mode::Bitmap => {
+                self.first.decode(tile, record, |_| ())?;
+                by_unit!(tile.unit, T => self.first.changes::<T>().0.len() as u32)
+            }
+        };
+        out.extend_from_slice(record.payload);
+        Ok(Encoded { mode: record.mode, changes, sum: record.sum })
+    }
 }
 
 /// Merges two lists of changes by position; steps at one position add up or cancel.
@@ -136,7 +157,7 @@ pub fn compose(manifest: &Manifest, first: &Delta<'_>, second: &Delta<'_>) -> Re
         payload.clear();
         let encoded = match (&one, &two) {
             (Some(r), Some(s)) => composer.compose(&tile, r, s, &mut payload)?,
-            (Some(r), None) | (None, Some(r)) => Some(copy(&mut composer.first, &tile, r, &mut payload)?),
+            (Some(r), None) | (None, Some(r)) => Some(composer.keep(&tile, r, &mut payload)?),
             (None, None) => None,
         };
         if let Some(encoded) = encoded {
@@ -145,24 +166,4 @@ pub fn compose(manifest: &Manifest, first: &Delta<'_>, second: &Delta<'_>) -> Re
     }
     parts.finish(&mut out);
     Ok(out)
-}
-
-/// A record taken over as it is, with its changes counted.
-fn copy(
-    applier: &mut Applier,
-    tile: &Tile,
-    record: &Record<'_>,
-    out: &mut Vec<u8>,
-) -> Result<Encoded, DeltaError> {
-    let changes = match record.mode {
-        Mode::Context => return Err(DeltaError::ContextNeedsImage { block: record.block }),
-        Mode::Dense => tile.units() as u32,
-        Mode::Sparse | Mode::Bitmap => {
-            applier.decode(tile, record, |_| ())?;
-            by_unit!(tile.unit, T => applier.changes::<T>().0.len() as u32)
-        }
-    };
-    out.extend_from_slice(record.payload);
-    let sum: BlockSum = record.sum;
-    Ok(Encoded { mode: record.mode, changes, sum })
 }

@@ -11,14 +11,15 @@ use windlass_core::delta::{Delta, Encoder};
 use windlass_core::digest::{SumTable, sum_block};
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::kernel::Kernels;
+use windlass_data::seal::Names;
+use windlass_data::seal::pass::{self, Pair, Run, Scratch, Visit};
+use windlass_data::work;
 
 use super::{Bar, BenchConfig, Images, Probe, Timing, baseline, machine, round};
 use crate::delta::bits_per_change;
-use crate::delta::make::Names;
-use crate::delta::pass::{self, Pair, Run};
 use crate::error::Error;
+use crate::image;
 use crate::session::{Session, Table, bytes, count, percent};
-use crate::{image, sums, work};
 
 type Mode = (&'static str, fn() -> Encoder);
 
@@ -52,19 +53,21 @@ impl Bench<'_> {
         let images = self.images;
         let (old, new) =
             (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
-        let pair = Pair { manifest, old: &old, new: &new };
+        let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
         let progress = self.session.progress("encoding", manifest.data_bytes());
         let (threads, cancel) = (self.config.threads, self.session.cancel());
-        let run = Run { kernels: self.kernels, threads, cancel, progress: &progress };
+        let watch = |bytes| progress.add(bytes);
+        let run = Run { kernels: self.kernels, threads, stop: cancel, progress: &watch };
         let mut parts = [Vec::new(), Vec::new()];
         let totals = pass::run(
             run,
             pair,
+            &(0..manifest.cuts().blocks()).into(),
             &MODES.map(|m| m.1),
-            |(): &mut (), _, _, _| {},
+            |(): &mut (), _: &Visit<'_>| {},
             |i, bytes| {
                 parts[i].extend_from_slice(bytes);
-                Ok(())
+                Ok::<(), Error>(())
             },
         )?;
         let layout = manifest.layout_hash();
@@ -76,9 +79,8 @@ impl Bench<'_> {
     }
 
     fn table(&self) -> Result<SumTable, Error> {
-        let manifest = &self.images.manifest;
-        let tensor = |t| image::tensor(manifest, &self.images.base, t);
-        sums::table(self.kernels, manifest, tensor, self.config.threads, self.session.cancel(), None)
+        let with = (self.config.threads, self.session.cancel());
+        image::sum(self.kernels, &self.images.manifest, &self.images.base, with)
     }
 
     /// Encodes every block into each thread's own memory.
@@ -87,21 +89,27 @@ impl Bench<'_> {
         let images = self.images;
         let (old, new) =
             (|t| image::tensor(manifest, &images.base, t), |t| image::tensor(manifest, &images.next, t));
-        let pair = Pair { manifest, old: &old, new: &new };
-        let state = || (encoder(), Vec::with_capacity(1 << 20));
+        let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
+        let state = || (encoder(), Vec::with_capacity(1 << 20), Scratch::default());
         let (threads, cancel) = (self.config.threads, self.session.cancel());
-        work::each(threads, u64::from(manifest.cuts().blocks()), cancel, state, |(encoder, out), i| {
-            let (tile, old, new) = pair.block(i as u32)?;
-            let sum = match table {
-                Some(table) => table.get(tile.number),
-                None => sum_block(self.kernels, &tile.block, tile.unit, old),
-            };
-            if out.len() > 1 << 19 {
-                out.clear();
-            }
-            std::hint::black_box(encoder.encode(self.kernels, &tile, (old, sum), new, out));
-            Ok(())
-        })?;
+        work::each(
+            threads,
+            u64::from(manifest.cuts().blocks()),
+            cancel,
+            state,
+            |(encoder, out, scratch), i| {
+                let (tile, old, new) = pair.block(i as u32, scratch)?;
+                let sum = match table {
+                    Some(table) => table.get(tile.number),
+                    None => sum_block(self.kernels, &tile.block, tile.unit, old),
+                };
+                if out.len() > 1 << 19 {
+                    out.clear();
+                }
+                std::hint::black_box(encoder.encode(self.kernels, &tile, (old, sum), new, out));
+                Ok::<(), Error>(())
+            },
+        )?;
         Ok(())
     }
 

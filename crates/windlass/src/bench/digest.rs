@@ -7,14 +7,13 @@ use windlass_core::kernel::Kernels;
 
 use super::{Bar, BenchConfig, Images, Probe, Timing, baseline, machine, round};
 use crate::error::Error;
+use crate::image;
 use crate::session::{Session, Table, bytes, count};
-use crate::{image, sums};
 
 /// Runs the bench and prints what came out.
 pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Result<(), Error> {
     let images = Images::make(config, session)?;
     let (image, manifest) = (&images.base, &images.manifest);
-    let tensor = |t| image::tensor(manifest, image, t);
     let mut digest = None;
     let [read, time] = Timing::of(
         config.repeats,
@@ -24,7 +23,8 @@ pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Re
                 Ok(())
             }),
             Probe::new(|| {
-                let table = sums::table(kernels, manifest, tensor, config.threads, session.cancel(), None)?;
+                let with = (config.threads, session.cancel());
+                let table = image::sum(kernels, manifest, image, with)?;
                 digest = Some(table.digest(manifest));
                 Ok(())
             }),

@@ -23,12 +23,12 @@ use windlass_core::delta::{Applier, Delta, Outcome, Record, Tile};
 use windlass_core::digest::{BlockSum, StateSum, sum_block};
 use windlass_core::kernel::Kernels;
 use windlass_data::file::{INDEX, Layout, MappedFile};
+use windlass_data::work;
 
 use super::journal::{Journal, refuse_unfinished};
 use crate::error::Error;
 use crate::outfile::{OutDir, OutFile};
 use crate::session::{Session, bytes, count};
-use crate::work;
 
 /// The checked arguments of `delta apply`.
 #[derive(Debug)]

@@ -8,13 +8,12 @@ use std::time::Instant;
 
 use serde_json::json;
 use windlass_core::StateDigest;
-use windlass_core::delta::{DeltaHeader, Encoder};
-use windlass_core::identity::{Incarnation, ModelId};
-use windlass_core::manifest::Manifest;
+use windlass_core::delta::Encoder;
 use windlass_data::file::Checkpoint;
+use windlass_data::seal::Names;
+use windlass_data::seal::pass::{self, Pair, Run, Visit};
 
 use super::journal::refuse_unfinished;
-use super::pass::{self, Pair, Run};
 use super::{bits_per_change, same_layout};
 use crate::cli::Mode;
 use crate::error::Error;
@@ -38,35 +37,6 @@ pub struct Make {
     pub threads: usize,
 }
 
-/// What the versions of a delta are called.
-#[derive(Clone, Debug)]
-pub struct Names {
-    /// Which policy.
-    pub model_id: ModelId,
-    /// Which life of its publisher.
-    pub incarnation: Incarnation,
-    /// The older version.
-    pub base: u64,
-    /// The newer version.
-    pub target: u64,
-}
-
-impl Names {
-    /// The header of a delta between two states of these names.
-    pub fn header(&self, manifest: &Manifest, base: StateDigest, target: StateDigest) -> DeltaHeader {
-        DeltaHeader {
-            model_id: self.model_id.clone(),
-            base: (self.incarnation, self.base),
-            target: (self.incarnation, self.target),
-            layout_hash: manifest.layout_hash(),
-            cuts_hash: manifest.cuts_hash(),
-            base_digest: base,
-            target_digest: target,
-            blocks: manifest.cuts().blocks(),
-        }
-    }
-}
-
 impl Make {
     /// Writes the delta and prints what it is.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
@@ -76,7 +46,7 @@ impl Make {
         let out = OutFile::create(&self.output, &[&self.base, &self.new])?;
         let manifest = base.manifest();
         let (old, new) = (|t| base.tensor(t), |t| new.tensor(t));
-        let pair = Pair { manifest, old: &old, new: &new };
+        let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
         let kernels = crate::kernels();
         let context = match self.mode {
             Mode::Plain => false,
@@ -92,8 +62,11 @@ impl Make {
         write(&header)?;
         let start = Instant::now();
         let progress = session.progress("encoding", manifest.data_bytes());
-        let run = Run { kernels, threads: self.threads, cancel: session.cancel(), progress: &progress };
-        let totals = pass::run(run, pair, &[encoder], |(): &mut (), _, _, _| {}, |_, bytes| write(bytes))?;
+        let watch = |bytes| progress.add(bytes);
+        let run = Run { kernels, threads: self.threads, stop: session.cancel(), progress: &watch };
+        let all = (0..manifest.cuts().blocks()).into();
+        let totals =
+            pass::run(run, pair, &all, &[encoder], |(): &mut (), _: &Visit<'_>| {}, |_, bytes| write(bytes))?;
         drop(progress);
         let layout = manifest.layout_hash();
         let header = self.names.header(manifest, totals.base.digest(layout), totals.target.digest(layout));

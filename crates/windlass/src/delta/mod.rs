@@ -2,7 +2,6 @@
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | [`pass`] | the pass over two images that gives a delta: diff, encode, sums |
 //! | [`make`] | `delta make` |
 //! | [`apply`] | `delta apply`, to a new place or in place |
 //! | [`journal`] | what lets an interrupted update in place be finished |
@@ -11,12 +10,10 @@
 pub mod apply;
 pub mod journal;
 pub mod make;
-pub mod pass;
 pub mod show;
 
 use std::path::Path;
 
-use windlass_core::delta::Mode;
 use windlass_core::manifest::Manifest;
 
 use crate::error::Error;
@@ -56,14 +53,4 @@ pub fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), E
 /// Bits for each changed unit.
 pub fn bits_per_change(bytes: u64, changes: u64) -> f64 {
     if changes == 0 { 0.0 } else { bytes as f64 * 8.0 / changes as f64 }
-}
-
-/// The name of a mode in JSON and tables, with its place in a table by mode.
-pub fn mode_slot(mode: Mode) -> usize {
-    match mode {
-        Mode::Sparse => 0,
-        Mode::Context => 1,
-        Mode::Bitmap => 2,
-        Mode::Dense => 3,
-    }
 }

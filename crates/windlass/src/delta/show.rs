@@ -6,8 +6,9 @@ use std::path::Path;
 use serde_json::{Map, json};
 use windlass_core::delta::{Delta, Mode};
 use windlass_data::file::MappedFile;
+use windlass_data::seal::pass::mode_slot;
 
-use super::{bits_per_change, mode_slot};
+use super::bits_per_change;
 use crate::error::Error;
 use crate::session::{Session, Table, bytes, count};
 

@@ -1,44 +1,45 @@
 //! Work on many blocks with several threads.
 //!
-//! Owns: the threads of a command. [`each`] is for work without order; [`in_order`] is for output that must
-//! not depend on the number of threads. Both stop early on Ctrl-C and on failure, and report the failure with
-//! the lowest index, so that the same input gives the same error whatever the number of threads.
+//! Owns: the threads of a pass over an image; they end before the call returns. Called by [`crate::seal`], by
+//! whoever applies deltas, and by the commands. [`each`] is for work without order; [`in_order`] is for output
+//! that must not depend on the number of threads. Both look at their [`Stop`] before every block, end early on
+//! failure, and report the failure with the lowest index, so that the same input gives the same error whatever
+//! the number of threads. Errors are the caller's own type, which must be able to say why work was stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::error::Error;
-use crate::session::Cancel;
+use crate::stop::{Stop, Stopped};
 
 /// The most consecutive blocks that a thread claims at once.
 const HANDFUL: u64 = 16;
 
 /// Calls `work(state, i)` for every `i` below `count`, each thread with a state of its own, and returns the
 /// states.
-pub fn each<S: Send>(
+pub fn each<S: Send, E: From<Stopped> + Send>(
     threads: usize,
     count: u64,
-    cancel: &Cancel,
+    stop: &Stop,
     state: impl Fn() -> S + Sync,
-    work: impl Fn(&mut S, u64) -> Result<(), Error> + Sync,
-) -> Result<Vec<S>, Error> {
+    work: impl Fn(&mut S, u64) -> Result<(), E> + Sync,
+) -> Result<Vec<S>, E> {
     // Neighbouring blocks go to one thread: the memory that it asks for ahead of time is its own next block's.
     let handful = (count / (threads as u64 * 8).max(1)).clamp(1, HANDFUL);
     claim(threads, count.div_ceil(handful), state, |s, h| {
         (h * handful..count.min((h + 1) * handful)).try_for_each(|i| {
-            cancel.check()?;
+            stop.check()?;
             work(s, i)
         })
     })
 }
 
-/// [`each`] without looking at Ctrl-C: every claimed index reaches `work`.
-fn claim<S: Send>(
+/// [`each`] without a [`Stop`]: every claimed index reaches `work`.
+fn claim<S: Send, E: Send>(
     threads: usize,
     count: u64,
     state: impl Fn() -> S + Sync,
-    work: impl Fn(&mut S, u64) -> Result<(), Error> + Sync,
-) -> Result<Vec<S>, Error> {
+    work: impl Fn(&mut S, u64) -> Result<(), E> + Sync,
+) -> Result<Vec<S>, E> {
     let next = AtomicU64::new(0);
     let failure = Mutex::new(None);
     let run = || {
@@ -87,23 +88,23 @@ pub trait Batch: Send {
 /// results strictly in order, one thread at a time. Blocks are claimed by the handful so that threads rarely
 /// wait for each other; a batch that is full waits for its turn, so that memory stays bounded. Answers the sink
 /// and the threads' batches.
-pub fn in_order<B: Batch, K: Send>(
+pub fn in_order<B: Batch, K: Send, E: From<Stopped> + Send>(
     threads: usize,
     count: u64,
-    cancel: &Cancel,
+    stop: &Stop,
     sink: K,
     batch: impl Fn() -> B + Sync,
-    make: impl Fn(&mut B, u64) -> Result<(), Error> + Sync,
-    put: impl Fn(&mut K, &mut B) -> Result<(), Error> + Sync,
-) -> Result<(K, Vec<B>), Error> {
+    make: impl Fn(&mut B, u64) -> Result<(), E> + Sync,
+    put: impl Fn(&mut K, &mut B) -> Result<(), E> + Sync,
+) -> Result<(K, Vec<B>), E> {
     let handfuls = count.div_ceil(HANDFUL);
     let turn = Mutex::new(Turn { next: 0, failed: false, sink });
     let passed = Condvar::new();
     let batches = claim(threads, handfuls, batch, |b, h| {
         let alarm = Alarm { turn: &turn, passed: &passed };
         let run = |b: &mut B| {
-            cancel.check()?;
             for i in h * HANDFUL..count.min((h + 1) * HANDFUL) {
+                stop.check()?;
                 make(b, i)?;
                 if b.full() {
                     let mut mine = wait(&turn, &passed, h);
@@ -126,9 +127,8 @@ pub fn in_order<B: Batch, K: Send>(
         result
     })?;
     let turn = turn.into_inner().unwrap_or_else(PoisonError::into_inner);
-    if turn.next < handfuls {
-        return Err(Error::Bug("blocks were lost on the way to the output".into()));
-    }
+    // A turn is skipped only after a failure or a panic, and `claim` has passed both of them on.
+    assert_eq!(turn.next, handfuls, "every handful is put down once");
     Ok((turn.sink, batches))
 }
 
@@ -153,7 +153,8 @@ impl<K> Drop for Alarm<'_, K> {
     }
 }
 
-/// Waits until it is `h`'s turn or something failed.
+/// Waits until it is `h`'s turn or something failed. The others look at their stop and end or pass the turn on,
+/// so that this wait is as long as theirs.
 fn wait<'a, K>(turn: &'a Mutex<Turn<K>>, passed: &Condvar, h: u64) -> MutexGuard<'a, Turn<K>> {
     let mut mine = turn.lock().unwrap_or_else(PoisonError::into_inner);
     while mine.next != h && !mine.failed {
@@ -162,7 +163,7 @@ fn wait<'a, K>(turn: &'a Mutex<Turn<K>>, passed: &Condvar, h: u64) -> MutexGuard
     mine
 }
 
-fn keep_first(failure: &Mutex<Option<(u64, Error)>>, i: u64, e: Error) {
+fn keep_first<E>(failure: &Mutex<Option<(u64, E)>>, i: u64, e: E) {
     let mut first = failure.lock().unwrap_or_else(PoisonError::into_inner);
     if first.as_ref().is_none_or(|(j, _)| i < *j) {
         *first = Some((i, e));
@@ -174,6 +175,18 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    #[derive(Debug, PartialEq)]
+    enum Failed {
+        At(u64),
+        Stopped(Stopped),
+    }
+
+    impl From<Stopped> for Failed {
+        fn from(s: Stopped) -> Failed {
+            Failed::Stopped(s)
+        }
+    }
+
     struct Pile(Vec<u64>, usize);
 
     impl Batch for Pile {
@@ -183,7 +196,7 @@ mod tests {
     }
 
     #[allow(clippy::unnecessary_wraps)]
-    fn drain(sink: &mut Vec<u64>, pile: &mut Pile) -> Result<(), Error> {
+    fn drain(sink: &mut Vec<u64>, pile: &mut Pile) -> Result<(), Failed> {
         sink.append(&mut pile.0);
         Ok(())
     }
@@ -200,69 +213,76 @@ mod tests {
                 Ok(())
             };
             let pile = || Pile(Vec::new(), full);
-            let (out, _) = in_order(threads, count, &Cancel::default(), Vec::new(), pile, make, drain).unwrap();
+            let (out, _) = in_order(threads, count, &Stop::never(), Vec::new(), pile, make, drain).unwrap();
             prop_assert_eq!(out, (0..count).collect::<Vec<_>>());
         }
 
         #[test]
         fn the_lowest_failure_wins_and_nobody_hangs(bad in 0u64..100, threads in 1usize..9) {
             let make = |p: &mut Pile, i: u64| {
-                if i >= bad { Err(Error::Bug(i.to_string())) } else { p.0.push(i); Ok(()) }
+                if i >= bad { Err(Failed::At(i)) } else { p.0.push(i); Ok(()) }
             };
             let pile = || Pile(Vec::new(), 5);
-            let got = in_order(threads, 100, &Cancel::default(), Vec::new(), pile, make, drain);
-            prop_assert!(matches!(got, Err(Error::Bug(i)) if i == bad.to_string()));
+            let got = in_order(threads, 100, &Stop::never(), Vec::new(), pile, make, drain);
+            prop_assert!(matches!(got, Err(Failed::At(i)) if i == bad));
         }
     }
 
     #[test]
     fn every_index_is_visited_once() {
-        let visited = each(4, 1000, &Cancel::default(), Vec::new, |s, i| {
+        let visited = each(4, 1000, &Stop::never(), Vec::new, |s, i| {
             s.push(i);
             Ok(())
         });
-        let mut all: Vec<u64> = visited.unwrap().concat();
+        let mut all: Vec<u64> = visited.map_err(|e: Failed| e).unwrap().concat();
         all.sort_unstable();
         assert_eq!(all, (0..1000).collect::<Vec<_>>());
     }
 
     #[test]
     fn cancelled_work_stops_with_its_own_error() {
-        let cancel = Cancel::default();
+        let stop = Stop::never();
         let done = each(
             3,
             u64::MAX,
-            &cancel,
+            &stop,
             || (),
             |(), i| {
                 if i == 50 {
-                    cancel.set();
+                    stop.set();
                 }
                 Ok(())
             },
         );
-        assert!(matches!(done, Err(Error::Cancelled)));
+        assert!(matches!(done, Err(Failed::Stopped(Stopped::Cancelled))));
     }
 
     #[test]
     fn cancelling_ordered_work_leaves_nobody_waiting() {
-        let cancel = Cancel::default();
+        let stop = Stop::never();
         let make = |p: &mut Pile, i| {
             if i == 500 {
-                cancel.set();
+                stop.set();
             }
             p.0.push(i);
             Ok(())
         };
-        let done = in_order(4, 1 << 40, &cancel, Vec::new(), || Pile(Vec::new(), 3), make, drain);
-        assert!(matches!(done, Err(Error::Cancelled)));
+        let done = in_order(4, 1 << 40, &stop, Vec::new(), || Pile(Vec::new(), 3), make, drain);
+        assert!(matches!(done, Err(Failed::Stopped(Stopped::Cancelled))));
     }
 
     #[test]
     fn a_panic_in_ordered_work_leaves_nobody_waiting() {
         let make = |_: &mut Pile, i| if i == 40 { panic!("on purpose") } else { Ok(()) };
         let pile = || Pile(Vec::new(), 3);
-        let work = || in_order(4, 1000, &Cancel::default(), Vec::new(), pile, make, drain);
+        let work = || in_order(4, 1000, &Stop::never(), Vec::new(), pile, make, drain);
         assert!(std::panic::catch_unwind(work).is_err());
+    }
+
+    #[test]
+    fn work_past_its_deadline_stops_with_that_as_the_reason() {
+        let stop = Stop::after(std::time::Duration::ZERO);
+        let done = each(2, 10, &stop, || (), |(), _| Ok::<(), Failed>(()));
+        assert_eq!(done, Err(Failed::Stopped(Stopped::Deadline)));
     }
 }

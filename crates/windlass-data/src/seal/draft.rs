@@ -1,0 +1,123 @@
+//! Files that are whole or absent.
+//!
+//! Owns: how a sealer's files come into being. Bytes go to `.NAME.tmp` beside the target, which is renamed into
+//! place when it is whole. A failure removes it; a kill leaves it, and the next draft of the same name or
+//! [`crate::history::History::open`] removes it then. Nothing is made durable: these files live and die with the
+//! memory that the images are in.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// A file on its way to its place.
+#[derive(Debug)]
+pub struct Draft {
+    file: File,
+    temp: PathBuf,
+    target: PathBuf,
+    placed: bool,
+}
+
+impl Draft {
+    /// Begins the file that will be at `target`. Whoever may read the directory may read the file.
+    pub fn create(target: &Path) -> io::Result<Draft> {
+        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let mut hidden = OsString::from(".");
+        hidden.push(name);
+        hidden.push(".tmp");
+        let temp = target.with_file_name(hidden);
+        remove_if_there(&temp)?;
+        let mode = parent_mode(target)? & 0o660;
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&temp)?;
+        Ok(Draft { file, temp, target: target.to_owned(), placed: false })
+    }
+
+    /// The file to write to.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Puts it in its place, over what may be there.
+    pub fn place(mut self) -> io::Result<()> {
+        fs::rename(&self.temp, &self.target)?;
+        self.placed = true;
+        Ok(())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.placed {
+            // Nothing better to do: a leftover is removed by the next draft or by the history.
+            let _ = fs::remove_file(&self.temp);
+        }
+    }
+}
+
+/// Whether a file of this name is a draft.
+pub fn is_draft(name: &OsStr) -> bool {
+    name.as_bytes().starts_with(b".") && name.as_bytes().ends_with(b".tmp")
+}
+
+/// Makes a directory that is as open as the one it is in, unless it is there.
+pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(parent_mode(path)? & 0o770).create(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
+}
+
+/// Removes a file; one that is gone already is as good.
+pub(crate) fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+fn parent_mode(path: &Path) -> io::Result<u32> {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok(fs::metadata(parent)?.mode())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_draft_is_in_its_place_when_it_is_whole_and_not_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("f");
+        let names = || fs::read_dir(dir.path()).unwrap().count();
+        drop(Draft::create(&target).unwrap());
+        assert_eq!(names(), 0);
+        // What a killed process left is no hindrance, also where it is a link to somewhere else.
+        let elsewhere = dir.path().join("elsewhere");
+        fs::write(&elsewhere, b"kept").unwrap();
+        std::os::unix::fs::symlink(&elsewhere, dir.path().join(".f.tmp")).unwrap();
+        let draft = Draft::create(&target).unwrap();
+        draft.file().write_all(b"new").unwrap();
+        assert!(!target.exists() && is_draft(OsStr::new(".f.tmp")));
+        draft.place().unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"new");
+        assert_eq!(fs::read(&elsewhere).unwrap(), b"kept");
+        assert_eq!(names(), 2);
+    }
+
+    #[test]
+    fn a_draft_is_as_open_as_its_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        for (of_dir, of_file) in [(0o700, 0o600), (0o750, 0o640)] {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(of_dir)).unwrap();
+            let draft = Draft::create(&dir.path().join("f")).unwrap();
+            let mode = draft.file().metadata().unwrap().mode() & 0o777;
+            // The user's mask may take more away and never adds.
+            assert!(mode & !of_file == 0 && mode & 0o600 == 0o600, "{mode:o} in a directory of {of_dir:o}");
+        }
+    }
+}
