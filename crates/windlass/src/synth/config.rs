@@ -286,14 +286,19 @@ struct Model {
     /// Widths of the queries, and of the keys and of the values.
     q: u64,
     kv: u64,
-    /// Biases of q, k and v; of o; of the MLP.
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
+    bias: Biases,
     tied: bool,
     /// The width of a dense MLP, where the model has one.
     ffn: Option<u64>,
     experts: Option<Experts>,
+}
+
+/// Which projections have a bias.
+#[derive(Clone, Copy, Debug)]
+struct Biases {
+    qkv: bool,
+    o: bool,
+    mlp: bool,
 }
 
 #[derive(Debug)]
@@ -346,9 +351,11 @@ impl Model {
             // Both factors are at most 2²⁴, as are those of every shape but these.
             q: heads * head,
             kv: kv_heads * head,
-            qkv_bias: attention_bias || family == Family::Qwen2,
-            o_bias: attention_bias,
-            mlp_bias: family == Family::Llama && fields.flag("mlp_bias")?,
+            bias: Biases {
+                qkv: attention_bias || family == Family::Qwen2,
+                o: attention_bias,
+                mlp: family == Family::Llama && fields.flag("mlp_bias")?,
+            },
             tied: fields.flag("tie_word_embeddings")?,
             ffn,
             experts,
@@ -427,13 +434,13 @@ impl Plan {
     }
 
     fn attention(&mut self, layer: u64) -> Result<(), ConfigFault> {
-        let Model { family, hidden, head, q, kv, qkv_bias, o_bias, .. } = self.model;
+        let Model { family, hidden, head, q, kv, bias, .. } = self.model;
         let at = format!("model.layers.{layer}");
         self.push(format!("{at}.input_layernorm.weight"), &[hidden])?;
-        self.linear(&format!("{at}.self_attn.q_proj"), [q, hidden], qkv_bias)?;
-        self.linear(&format!("{at}.self_attn.k_proj"), [kv, hidden], qkv_bias)?;
-        self.linear(&format!("{at}.self_attn.v_proj"), [kv, hidden], qkv_bias)?;
-        self.linear(&format!("{at}.self_attn.o_proj"), [hidden, q], o_bias)?;
+        self.linear(&format!("{at}.self_attn.q_proj"), [q, hidden], bias.qkv)?;
+        self.linear(&format!("{at}.self_attn.k_proj"), [kv, hidden], bias.qkv)?;
+        self.linear(&format!("{at}.self_attn.v_proj"), [kv, hidden], bias.qkv)?;
+        self.linear(&format!("{at}.self_attn.o_proj"), [hidden, q], bias.o)?;
         match family {
             Family::Qwen3 | Family::Qwen3Moe => {
                 self.push(format!("{at}.self_attn.q_norm.weight"), &[head])?;
@@ -445,7 +452,7 @@ impl Plan {
     }
 
     fn mlp(&mut self, layer: u64) -> Result<(), ConfigFault> {
-        let Model { family, hidden, mlp_bias, ffn, .. } = self.model;
+        let Model { family, hidden, bias, ffn, .. } = self.model;
         let sparse = self.model.experts.as_ref().filter(|e| e.at(layer)).map(|e| (e.count, e.ffn));
         let Some((count, width)) = sparse else {
             let ffn = ffn.ok_or(ConfigFault::Missing { field: "intermediate_size" })?;
@@ -453,7 +460,7 @@ impl Plan {
                 &format!("model.layers.{layer}.mlp"),
                 ["gate_proj", "up_proj", "down_proj"],
                 ffn,
-                mlp_bias,
+                bias.mlp,
             );
         };
         let (block, parts) = match family {

@@ -73,7 +73,7 @@ impl Role {
     pub(super) fn of(spec: &TensorSpec) -> Role {
         if spec.name == EMBEDDING {
             Role::Embedding
-        } else if spec.name.ends_with(".bias") {
+        } else if spec.name.rsplit('.').next() == Some("bias") {
             Role::Bias
         } else if spec.shape.len() < 2 {
             Role::Norm
