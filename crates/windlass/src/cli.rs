@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::{self, SynthConfig};
-use crate::{demo, diff, inspect, verify};
+use crate::{demo, diff, doctor, inspect, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::seal::Names;
@@ -73,6 +73,12 @@ enum ParsedCommand {
     /// Measure a part of Windlass beside the machine's own limit
     #[command(subcommand)]
     Bench(ParsedBench),
+    /// Say what this machine can do, and give advice on what is not as it should be
+    Doctor {
+        /// The directory that regions would be made in
+        #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
+        region_dir: PathBuf,
+    },
     /// Train a made-up model for some steps and keep several receivers in sync with it
     Demo(ParsedDemo),
 }
@@ -224,6 +230,8 @@ pub enum Command {
     BenchCodec(BenchConfig),
     /// `bench digest`.
     BenchDigest(BenchConfig),
+    /// `doctor`.
+    Doctor(doctor::Doctor),
     /// `demo`.
     Demo(demo::Demo),
 }
@@ -264,6 +272,7 @@ impl ParsedCommand {
             }
             ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
             ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
+            ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
             ParsedCommand::Demo(d) => {
                 let model = check_model(d.elements, d.change, d.seed)?;
                 let (steps, receivers) = (d.steps, usize::from(d.receivers));
@@ -346,6 +355,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Verify(verify) => verify.run(session)?,
         Command::BenchCodec(config) => bench::codec::run(&config, session)?,
         Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
+        Command::Doctor(doctor) => return doctor.run(session),
         Command::Demo(demo) => return demo.run(session),
     }
     Ok(0)

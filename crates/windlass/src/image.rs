@@ -3,6 +3,7 @@
 //! Owns: making one from a [`Synth`] and applying a delta to one, with several threads. Called by `bench` and
 //! `demo`.
 
+use std::collections::HashMap;
 use std::sync::Mutex;
 
 use windlass_core::Dtype;
@@ -21,7 +22,7 @@ use crate::synth::{Synth, SynthError};
 /// The layout of a made-up model.
 pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
     let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
-    Manifest::new(specs, std::collections::BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))
+    Manifest::new(specs, synth.aliases().clone()).map_err(|e| Error::Bug(e.to_string()))
 }
 
 /// Memory for an image, all zero.
@@ -77,9 +78,11 @@ pub fn fill(
     threads: usize,
     (cancel, progress): (&Stop, &Progress),
 ) -> Result<(), Error> {
+    let by_name: HashMap<&str, usize> =
+        synth.tensors().iter().enumerate().map(|(i, t)| (&*t.name, i)).collect();
     let mut sources = Vec::with_capacity(manifest.tensors().len());
     for t in manifest.tensors() {
-        let source = synth.tensors().iter().position(|s| s.name == t.name);
+        let source = by_name.get(&*t.name).copied();
         sources.push(source.ok_or_else(|| Error::Bug(format!("no source for {}", t.name)))?);
     }
     let blocks = split(manifest, image)?;

@@ -13,6 +13,7 @@
 //! | [`synth`] | made-up models that change as trained ones do |
 //! | [`image`] | images of made-up models, in memory |
 //! | [`bench`](mod@bench) | `windlass bench` |
+//! | [`doctor`] | `windlass doctor` |
 //! | [`demo`] | `windlass demo` |
 
 pub mod bench;
@@ -20,6 +21,7 @@ pub mod cli;
 pub mod delta;
 pub mod demo;
 pub mod diff;
+pub mod doctor;
 pub mod error;
 pub mod image;
 pub mod inspect;

@@ -1,7 +1,9 @@
 //! Synthetic images that change from step to step the way trained ones do.
 //!
-//! Owns: the shapes, the weights and the steps of a made-up language model. Called by `bench` and `demo`.
-//! Must not: read or write anything, keep state between calls, or depend on the number of threads.
+//! Owns: the weights and the steps of a made-up language model, and its shapes ([`shapes`]): those of a decoder of
+//! a given size, or those that the `config.json` of a real model says ([`shapes_from_config`]). Called by `bench`
+//! and `demo`. Must not: write anything, read anything but that file, keep state between calls, or depend on the
+//! number of threads.
 //!
 //! # What it is true to
 //!
@@ -28,7 +30,17 @@
 //! Every number is a hash of (seed, tensor, stream, element), so any range of any tensor at any step can be
 //! made alone, in any order, by any thread, and no master weights are stored.
 
+pub mod config;
+pub mod shapes;
+
+use std::collections::BTreeMap;
+
+use windlass_core::Dtype;
 use windlass_core::error::Kind;
+
+pub use config::{ConfigError, shapes_from_config};
+use shapes::Role;
+pub use shapes::Shapes;
 
 /// Correlation of an element's update with its previous one.
 pub const MEMORY: f32 = 0.9;
@@ -55,7 +67,7 @@ const UNTOUCHED: f64 = 0.055;
 const TOKENS_PER_ROW: f64 = 0.1;
 
 /// A model that cannot be made.
-#[derive(Debug, thiserror::Error, PartialEq)]
+#[derive(Debug, thiserror::Error)]
 pub enum SynthError {
     /// Too small or too large.
     #[error("a synthetic model of {0} elements cannot be made; ask for {MIN_ELEMENTS} to {MAX_ELEMENTS}")]
@@ -63,6 +75,27 @@ pub enum SynthError {
     /// No such change rate can be reached.
     #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
     Change(f64),
+    /// The embedding's rows whose token does not occur leave too little that could change.
+    #[error("a change rate of {percent:.2} % cannot be reached: tokens that do not occur leave at most {most:.2} % of this model to change; ask for less", percent = .change * 100.0, most = .most * 100.0)]
+    Unreachable {
+        /// What was asked for.
+        change: f64,
+        /// The most that can be had.
+        most: f64,
+    },
+    /// A tensor of another dtype than the steps are known for.
+    #[error(
+        "tensor {name:?} is {dtype}, but steps are made up for bf16 only; set torch_dtype to \"bfloat16\" in a copy of the config"
+    )]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// The model's config gives no shapes.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// An image does not fit into memory.
     #[error("there is no memory for another image of {bytes} bytes; ask for fewer --elements")]
     Memory {
@@ -75,7 +108,9 @@ impl SynthError {
     /// The kind of failure (see [`windlass_core::error`]).
     pub fn kind(&self) -> Kind {
         match self {
-            SynthError::Elements(_) | SynthError::Change(_) => Kind::Invalid,
+            SynthError::Elements(_) | SynthError::Change(_) | SynthError::Unreachable { .. } => Kind::Invalid,
+            SynthError::Dtype { .. } => Kind::Unsupported,
+            SynthError::Config(e) => e.kind(),
             SynthError::Memory { .. } => Kind::Exhausted,
         }
     }
@@ -98,18 +133,12 @@ impl SynthConfig {
         if !(MIN_ELEMENTS..=MAX_ELEMENTS).contains(&self.elements) {
             return Err(SynthError::Elements(self.elements));
         }
-        if !(self.change > 0.0 && self.change <= MAX_CHANGE) {
-            return Err(SynthError::Change(self.change));
-        }
-        Ok(())
+        check_change(self.change)
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Role {
-    Embedding,
-    Matrix,
-    Norm,
+fn check_change(change: f64) -> Result<(), SynthError> {
+    if change > 0.0 && change <= MAX_CHANGE { Ok(()) } else { Err(SynthError::Change(change)) }
 }
 
 /// One tensor of a synthetic model. Elements are bf16.
@@ -154,7 +183,7 @@ impl SynthTensor {
 
     /// Spread of the factors of rows (each `across` elements long) that gives the wanted clustering.
     fn spread(&self, across: u64) -> f32 {
-        if self.role == Role::Norm || self.rate <= 0.0 {
+        if matches!(self.role, Role::Norm | Role::Bias) || self.rate <= 0.0 {
             return 0.0;
         }
         // A rate follows a learning rate with an exponent of about 0.88, hence the division.
@@ -167,27 +196,48 @@ impl SynthTensor {
 #[derive(Clone, Debug)]
 pub struct Synth {
     tensors: Vec<SynthTensor>,
+    aliases: BTreeMap<String, String>,
 }
 
 impl Synth {
-    /// Lays out the model and solves for the learning rates.
+    /// Lays out a model of the wanted size and solves for the learning rates.
     pub fn new(config: SynthConfig) -> Result<Synth, SynthError> {
         config.check()?;
-        let mut tensors = shapes(config.elements);
-        for (i, t) in tensors.iter_mut().enumerate() {
-            t.key = mix(config.seed ^ mix(i as u64 + 1));
-            if t.role != Role::Norm {
-                t.scale = 0.02 * 2f64.powf(2.0 * uniform(draw(t.key, 0)) - 1.0);
+        Synth::of(Shapes::of_size(config.elements), config.seed, config.change)
+    }
+
+    /// Makes up the model of these shapes, such as those of [`shapes_from_config`]. `seed` and `change` are those
+    /// of [`SynthConfig`].
+    pub fn of(shapes: Shapes, seed: u64, change: f64) -> Result<Synth, SynthError> {
+        check_change(change)?;
+        let mut tensors = Vec::with_capacity(shapes.tensors.len());
+        for (i, spec) in shapes.tensors.into_iter().enumerate() {
+            if spec.dtype != Dtype::BF16 {
+                return Err(SynthError::Dtype { name: spec.name, dtype: spec.dtype });
             }
+            let (role, key) = (Role::of(&spec), mix(seed ^ mix(i as u64 + 1)));
+            let (mean, scale) = match role {
+                Role::Norm => (1.0, 0.1),
+                Role::Embedding | Role::Matrix | Role::Bias => {
+                    (0.0, 0.02 * 2f64.powf(2.0 * uniform(draw(key, 0)) - 1.0))
+                }
+            };
+            let (name, shape) = (spec.name, spec.shape);
+            tensors.push(SynthTensor { name, shape, role, key, mean, scale, rate: 0.0, pace: 0.0 });
         }
         let factors = factors(&tensors);
-        set_rates(&mut tensors, &factors, config.change);
-        Ok(Synth { tensors })
+        set_rates(&mut tensors, &factors, change)?;
+        Ok(Synth { tensors, aliases: shapes.aliases })
     }
 
     /// The tensors, in the order of a checkpoint.
     pub fn tensors(&self) -> &[SynthTensor] {
         &self.tensors
+    }
+
+    /// Further names of tensors, as in [`Shapes::aliases`].
+    pub fn aliases(&self) -> &BTreeMap<String, String> {
+        &self.aliases
     }
 
     /// Elements of all tensors.
@@ -262,48 +312,6 @@ impl SynthTensor {
     }
 }
 
-/// The shapes of a Llama-like decoder with tied embeddings and at most `elements` elements.
-fn shapes(elements: u64) -> Vec<SynthTensor> {
-    // A layer has about 11.5 h² elements and models of this family about h / 72 layers; the embedding takes
-    // what is left of about an eighth.
-    let body = 0.88 * elements as f64;
-    let ideal = (body * 72.0 / 11.5).cbrt();
-    let grain = if ideal < 128.0 { 16 } else { 64 };
-    let h = ((ideal / grain as f64) as u64 * grain).max(16);
-    let (kv, ffn) = (h / 4, 3 * h);
-    let layer = 2 * h * h + 2 * h * kv + 3 * h * ffn + 2 * h;
-    let layers = ((body / layer as f64) as u64).max(1);
-    let vocab = (elements - layers * layer - h) / h;
-
-    let tensor = |name: String, shape: &[u64], role| SynthTensor {
-        name,
-        shape: shape.to_vec(),
-        role,
-        key: 0,
-        mean: if role == Role::Norm { 1.0 } else { 0.0 },
-        scale: if role == Role::Norm { 0.1 } else { 0.02 },
-        rate: 0.0,
-        pace: 0.0,
-    };
-    let mut out = vec![tensor("model.embed_tokens.weight".into(), &[vocab, h], Role::Embedding)];
-    for l in 0..layers {
-        let mut push = |part: &str, shape: &[u64], role| {
-            out.push(tensor(format!("model.layers.{l}.{part}.weight"), shape, role));
-        };
-        push("input_layernorm", &[h], Role::Norm);
-        push("self_attn.q_proj", &[h, h], Role::Matrix);
-        push("self_attn.k_proj", &[kv, h], Role::Matrix);
-        push("self_attn.v_proj", &[kv, h], Role::Matrix);
-        push("self_attn.o_proj", &[h, h], Role::Matrix);
-        push("post_attention_layernorm", &[h], Role::Norm);
-        push("mlp.gate_proj", &[ffn, h], Role::Matrix);
-        push("mlp.up_proj", &[ffn, h], Role::Matrix);
-        push("mlp.down_proj", &[h, ffn], Role::Matrix);
-    }
-    out.push(tensor("model.norm.weight".into(), &[h], Role::Norm));
-    out
-}
-
 /// How fast each tensor changes relative to the whole: matrices spread evenly over [`FACTORS`] in an order
 /// given by their keys, some norms not at all.
 fn factors(tensors: &[SynthTensor]) -> Vec<f64> {
@@ -329,7 +337,7 @@ fn factors(tensors: &[SynthTensor]) -> Vec<f64> {
 }
 
 /// Sets the rate and the pace of every tensor so that `change` of all elements change.
-fn set_rates(tensors: &mut [SynthTensor], factors: &[f64], change: f64) {
+fn set_rates(tensors: &mut [SynthTensor], factors: &[f64], change: f64) -> Result<(), SynthError> {
     let touched: Vec<f64> = tensors
         .iter()
         .map(|t| {
@@ -338,6 +346,11 @@ fn set_rates(tensors: &mut [SynthTensor], factors: &[f64], change: f64) {
         })
         .collect();
     let all: u64 = tensors.iter().map(SynthTensor::elements).sum();
+    let moving: f64 = touched.iter().zip(factors).filter(|(_, f)| **f > 0.0).map(|(n, _)| n).sum();
+    let most = moving / all as f64;
+    if change >= most {
+        return Err(SynthError::Unreachable { change, most });
+    }
     let rate = |heat: f64, i: usize| 1.0 - (-heat * factors[i]).exp();
     let heat = solve(1e-9, 1e3, |heat| {
         touched.iter().enumerate().map(|(i, n)| n * rate(heat, i)).sum::<f64>() < change * all as f64
@@ -350,6 +363,7 @@ fn set_rates(tensors: &mut [SynthTensor], factors: &[f64], change: f64) {
             t.pace = lr * UPDATE_SCALE;
         }
     }
+    Ok(())
 }
 
 /// Where `below` turns false between `lo` and `hi`, to a part in a million.
@@ -592,7 +606,7 @@ mod tests {
                     by_col += excess(&in_col, rows as usize);
                     n += 1.0;
                 }
-                Role::Norm => {}
+                Role::Norm | Role::Bias => {}
             }
         }
         for v in [by_row / n, by_col / n] {
@@ -636,12 +650,12 @@ mod tests {
     #[test]
     fn synthetic_sizes_are_met_and_bad_ones_are_named() {
         for elements in [MIN_ELEMENTS, 20_000, 1 << 20, 100_000_007, 1 << 29, 1 << 33] {
-            let got: u64 = shapes(elements).iter().map(SynthTensor::elements).sum();
+            let got = Shapes::of_size(elements).elements();
             assert!(got <= elements && got * 100 >= elements * 97, "{got} of {elements}");
         }
         let new = |elements, change| Synth::new(SynthConfig { elements, seed: 0, change }).err();
-        assert_eq!(new(3, 0.1), Some(SynthError::Elements(3)));
-        assert_eq!(new(1 << 20, 0.9), Some(SynthError::Change(0.9)));
+        assert!(matches!(new(3, 0.1), Some(SynthError::Elements(3))));
+        assert!(matches!(new(1 << 20, 0.9), Some(SynthError::Change(c)) if c > 0.89));
         assert!(matches!(new(1 << 20, f64::NAN), Some(SynthError::Change(_))));
     }
 }

@@ -1,0 +1,185 @@
+//! How fast the machine moves bytes, measured for a moment.
+//!
+//! The figures are the limits that benches are held against ([`crate::bench::baseline`]), with all cores, in GB
+//! (10⁹ bytes) of one image a second. They are rough: a few rounds, the middle one counts.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::time::{Duration, Instant};
+
+use windlass_core::error::Kind;
+
+use super::Check;
+use crate::bench::baseline;
+use crate::error::Error;
+use crate::session::{Cancel, bytes};
+
+/// Streams of a transfer if nothing else is said.
+pub const STREAMS: usize = 6;
+
+/// Time for each measurement, but for the round that it ends in.
+const BUDGET: Duration = Duration::from_millis(100);
+/// Image measured on, where there is memory for it: larger than the caches of most machines.
+const IMAGE: u64 = 128 << 20;
+/// A stream on this machine that stands still for so long is broken.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Any server of the last ten years copies faster with two cores; so does a link of 40 Gbit/s.
+const SLOW_COPY: f64 = 5.0;
+/// Reading two images gives no more than half of what reading one does.
+const SLOW_READ: f64 = 4.0;
+/// One core moves this much through the kernel's own loopback.
+const SLOW_LOOPBACK: f64 = 1.0;
+
+/// What was measured, or why not.
+#[derive(Debug)]
+pub struct Speed {
+    /// Copying memory.
+    pub copy: Result<f64, String>,
+    /// Reading two streams of memory in step.
+    pub read2: Result<f64, String>,
+    /// `sendfile` to `recv` over [`STREAMS`] connections to this machine itself.
+    pub loopback: Result<f64, String>,
+}
+
+impl Speed {
+    /// Measures, using at most a fifth of the memory that is to `spare`.
+    pub fn measure(spare: Option<u64>, cancel: &Cancel) -> Result<Speed, Error> {
+        let len = spare.map_or(IMAGE, |s| (s / 16).min(IMAGE)) as usize;
+        // What it is filled with makes no difference, but pages that were never written to are all the same one.
+        let (Some(mut a), Some(mut b)) = (filled(len), filled(len)) else {
+            let why = || Err(format!("no memory for two images of {}", bytes(len as u64)));
+            return Ok(Speed { copy: why(), read2: why(), loopback: why() });
+        };
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let rate = |time: Duration, len: usize| len as f64 / time.as_secs_f64().max(1e-9) / 1e9;
+        let copy = middle(BUDGET, cancel, || {
+            let start = Instant::now();
+            baseline::copy(&a, &mut b, threads);
+            Ok(start.elapsed())
+        })?;
+        let read2 = middle(BUDGET, cancel, || {
+            let start = Instant::now();
+            baseline::read2(&a, &b, threads);
+            Ok(start.elapsed())
+        })?;
+        // Half of it, as the file is memory too.
+        let (sent, into) = (&b[..len / 2], &mut a[..len / 2]);
+        let loopback = match in_memory(sent) {
+            Ok(file) => middle(BUDGET, cancel, || baseline::loopback(STREAMS, &file, into, PATIENCE))?,
+            Err(e) => Err(e),
+        };
+        let figure = |time: io::Result<Duration>, len| match time {
+            Ok(time) => Ok(rate(time, len)),
+            Err(e) => Err(e.to_string()),
+        };
+        let (copy, read2) = (figure(copy, len), figure(read2, len));
+        Ok(Speed { copy, read2, loopback: figure(loopback, len / 2) })
+    }
+
+    /// The checks of what was measured.
+    pub fn checks(&self) -> Vec<Check> {
+        let machine = "see whether others use it now, or whether few of its memory channels are filled";
+        let memory = |name, rate: &Result<f64, String>, bar| match rate {
+            Ok(rate) => Check::ok(name, gbps(*rate)).advise(
+                *rate < bar,
+                format!("memory is slow for sealing and applying (below {bar} GB/s); {machine}"),
+            ),
+            Err(why) => Check::ok(name, format!("unknown: {why}")),
+        };
+        let name = "loopback, 6 streams";
+        let loopback = match &self.loopback {
+            Ok(rate) => Check::ok(name, gbps(*rate)).advise(
+                *rate < SLOW_LOOPBACK,
+                "TCP within this machine is slow; a sandbox's network stack or a firewall's rules may cost it",
+            ),
+            Err(why) => Check::ok(name, why.as_str()).problem(
+                true,
+                Kind::Unsupported,
+                "nothing can be sent to 127.0.0.1; bring the interface up (`ip link set lo up`)",
+            ),
+        };
+        vec![
+            memory("memory copy", &self.copy, SLOW_COPY),
+            memory("memory read, 2 streams", &self.read2, SLOW_READ),
+            loopback,
+        ]
+    }
+}
+
+fn gbps(rate: f64) -> String {
+    format!("{rate:.1} GB/s")
+}
+
+fn filled(len: usize) -> Option<Vec<u8>> {
+    let mut memory = Vec::new();
+    memory.try_reserve_exact(len).ok()?;
+    memory.resize(len, 1);
+    Some(memory)
+}
+
+fn in_memory(contents: &[u8]) -> io::Result<File> {
+    let mut file = File::from(rustix::fs::memfd_create("windlass-doctor", rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.write_all(contents)?;
+    Ok(file)
+}
+
+/// The middle of as many rounds as fit into the budget, at least three. The first, which finds caches cold and
+/// threads asleep, is not counted.
+fn middle(
+    budget: Duration,
+    cancel: &Cancel,
+    mut round: impl FnMut() -> io::Result<Duration>,
+) -> Result<io::Result<Duration>, Error> {
+    let mut times = Vec::new();
+    let start = Instant::now();
+    while times.len() < 4 || start.elapsed() < budget {
+        cancel.check()?;
+        match round() {
+            Ok(time) => times.push(time),
+            Err(e) => return Ok(Err(e)),
+        }
+    }
+    let counted = &mut times[1..];
+    counted.sort();
+    Ok(Ok(counted[counted.len() / 2]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict;
+    use super::*;
+
+    #[test]
+    fn the_middle_round_counts_and_the_first_does_not() {
+        let mut rounds = [90, 5, 1, 3].into_iter();
+        let round = || rounds.next().map(Duration::from_millis).ok_or(io::ErrorKind::Other.into());
+        let time = middle(Duration::ZERO, &Cancel::default(), round);
+        assert_eq!(time.unwrap().unwrap(), Duration::from_millis(3));
+        let cancelled = Cancel::default();
+        cancelled.set();
+        assert!(matches!(middle(BUDGET, &cancelled, || Ok(Duration::ZERO)), Err(Error::Cancelled)));
+        assert!(middle(BUDGET, &Cancel::default(), || Err(io::ErrorKind::Other.into())).unwrap().is_err());
+    }
+
+    #[test]
+    fn slow_machines_get_advice_and_broken_loopback_is_a_problem() {
+        let fast = Speed { copy: Ok(9.0), read2: Ok(9.0), loopback: Ok(4.0) };
+        assert!(fast.checks().iter().all(|c| c.verdict == Verdict::Ok));
+        let slow = Speed { copy: Ok(1.0), read2: Ok(1.0), loopback: Ok(0.3) };
+        assert!(slow.checks().iter().all(|c| matches!(c.verdict, Verdict::Advice(_))));
+        let broken =
+            Speed { copy: Err("x".into()), read2: Err("x".into()), loopback: Err("unreachable".into()) };
+        let [copy, read2, loopback] = broken.checks().try_into().unwrap();
+        assert_eq!((copy.verdict, read2.verdict), (Verdict::Ok, Verdict::Ok));
+        assert!(matches!(loopback.verdict, Verdict::Problem(Kind::Unsupported, _)));
+    }
+
+    #[test]
+    fn measuring_keeps_to_the_memory_there_is() {
+        let speed = Speed::measure(Some(16 << 20), &Cancel::default()).unwrap();
+        for rate in [&speed.copy, &speed.read2, &speed.loopback] {
+            assert!(rate.as_ref().unwrap() > &0.0, "{speed:?}");
+        }
+    }
+}
