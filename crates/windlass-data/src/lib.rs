@@ -5,5 +5,7 @@
 //! what and when.
 
 pub mod file;
+pub mod shm;
 pub mod simd;
 pub mod stop;
+pub mod tcp;
