@@ -1,12 +1,36 @@
 //! How Windlass moves bytes.
 //!
-//! Owns: the SIMD kernels behind the codec and the digest ([`simd`]), and safetensors files on disk
-//! ([`file`](mod@file)). Called by the `windlass` crate. Must not: use async, know Python, or decide who moves
-//! what and when.
+//! | module | what it owns |
+//! |---|---|
+//! | [`simd`] | the inner loops of the codec and the digest |
+//! | [`file`](mod@file) | safetensors files on disk |
+//! | [`shm`] | shared memory, and all of the `unsafe` that it takes |
+//! | [`flip`] | who may read and who may write a slot: the protocol in a region's header |
+//! | [`region`] | the directory that publishers and readers share |
+//! | [`work`] | threads over blocks |
+//! | [`seal`] | sums and delta of a committed version, in one pass |
+//! | [`history`] | deltas on disk, and those composed from them |
+//! | [`tcp`] | the link between two hosts |
+//! | [`serve`] | what an agent does, without HTTP |
+//! | [`image`] | the image at a receiver |
+//! | [`receiver`] | how an image is kept at the newest version |
+//! | [`local`] | the way into a region on the same host |
+//! | [`stop`] | when to give up |
+//!
+//! Called by the `windlass` crate, and by programs in Rust that train or serve. Must not: use async, know Python or
+//! HTTP, or decide who moves what and when.
 
 pub mod file;
+pub mod flip;
 pub mod history;
+pub mod image;
+pub mod local;
+pub mod receiver;
+pub mod region;
 pub mod seal;
+pub mod serve;
+pub mod shm;
 pub mod simd;
 pub mod stop;
+pub mod tcp;
 pub mod work;

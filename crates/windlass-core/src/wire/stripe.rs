@@ -147,7 +147,7 @@ impl StripePlan {
     }
 
     /// The blocks of a stripe, ascending; none for bytes of a delta.
-    pub fn blocks(&self, stripe: &Stripe) -> impl Iterator<Item = Range<u32>> + '_ {
+    pub fn blocks<'p>(&'p self, stripe: &Stripe) -> impl Iterator<Item = Range<u32>> + use<'p> {
         let (first, mut left) = match stripe.extent {
             Extent::Blocks { first, count } => (first, count),
             Extent::Bytes { .. } => (0, 0),

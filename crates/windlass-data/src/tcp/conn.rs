@@ -1,0 +1,263 @@
+//! One connection: a socket, the bytes read ahead of it, and waits that end.
+//!
+//! Both ends use it for handshakes and headers. Payload never passes through its buffer but for the few bytes
+//! that a read for a header happened to bring along.
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use windlass_core::wire::{FrameKind, HEADER_LEN, Header, Stage, WireError, decode_header};
+
+use super::TcpError;
+use crate::stop::Stop;
+
+/// Bytes read ahead at most. Holds any frame of a receiver, and what follows a stripe in the common case.
+const READ_AHEAD: usize = 4096;
+
+/// What a poll found.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ready {
+    pub(super) readable: bool,
+    pub(super) writable: bool,
+}
+
+/// Waits until `fd` is ready or `wake` is readable, at most for `timeout`. Errors and hang-ups count as both,
+/// so that the next call finds out.
+pub(super) fn wait(
+    fd: BorrowedFd<'_>,
+    write: bool,
+    wake: Option<BorrowedFd<'_>>,
+    timeout: Duration,
+) -> io::Result<Ready> {
+    let events = if write { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+    let mut fds = [
+        PollFd::from_borrowed_fd(fd, events),
+        PollFd::from_borrowed_fd(wake.unwrap_or(fd), if wake.is_some() { PollFlags::IN } else { events }),
+    ];
+    let fds = if wake.is_some() { &mut fds[..] } else { &mut fds[..1] };
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+    match poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(e) => return Err(e.into()),
+    }
+    let got = fds[0].revents();
+    let broken = got.intersects(PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL);
+    Ok(Ready {
+        readable: broken || got.contains(PollFlags::IN),
+        writable: broken || got.contains(PollFlags::OUT),
+    })
+}
+
+fn is_pause(error: rustix::io::Errno) -> bool {
+    error == rustix::io::Errno::AGAIN || error == rustix::io::Errno::INTR
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Conn {
+    socket: Arc<TcpStream>,
+    name: String,
+    buffer: Box<[u8; READ_AHEAD]>,
+    start: usize,
+    end: usize,
+    /// When the last byte came.
+    pub(super) heard: Instant,
+    /// How far the transfer is, for errors.
+    pub(super) stage: Stage,
+}
+
+impl Conn {
+    /// `name` is how errors call the peer.
+    pub(super) fn new(socket: Arc<TcpStream>, name: String) -> Conn {
+        let buffer = Box::new([0; READ_AHEAD]);
+        let stage = Stage::Handshake;
+        Conn { socket, name, buffer, start: 0, end: 0, heard: Instant::now(), stage }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    pub(super) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    pub(super) fn peer(&self) -> String {
+        self.name.clone()
+    }
+
+    pub(super) fn io(&self, doing: &'static str, source: impl Into<io::Error>) -> TcpError {
+        TcpError::Io { peer: self.peer(), stage: self.stage, doing, source: source.into() }
+    }
+
+    pub(super) fn wire(&self, source: WireError) -> TcpError {
+        TcpError::Wire { peer: self.peer(), stage: self.stage, source }
+    }
+
+    fn closed(&self) -> TcpError {
+        TcpError::Closed { peer: self.peer(), stage: self.stage }
+    }
+
+    /// Bytes that were read ahead.
+    pub(super) fn ahead(&self) -> &[u8] {
+        &self.buffer[self.start..self.end]
+    }
+
+    /// Drops bytes that were read ahead and have been used.
+    pub(super) fn used(&mut self, bytes: usize) {
+        self.start = (self.start + bytes).min(self.end);
+    }
+
+    /// Reads once into the buffer. `None`: nothing came, within the socket's timeout if `block`.
+    pub(super) fn read_ahead(&mut self, block: bool) -> Result<Option<usize>, TcpError> {
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let flags = if block { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
+        match recv(&self.socket, &mut self.buffer[self.end..], flags) {
+            Ok((_, 0)) => Err(self.closed()),
+            Ok((_, bytes)) => {
+                self.end += bytes;
+                self.heard = Instant::now();
+                Ok(Some(bytes))
+            }
+            Err(e) if is_pause(e) => Ok(None),
+            Err(e) => Err(self.io("receive", e)),
+        }
+    }
+
+    /// Reads into `into`, first what was read ahead; says how many bytes. `None`: nothing came within the
+    /// socket's timeout.
+    pub(super) fn read(&mut self, into: &mut [u8]) -> Result<Option<usize>, TcpError> {
+        let ahead = self.ahead();
+        if !ahead.is_empty() {
+            let bytes = ahead.len().min(into.len());
+            into[..bytes].copy_from_slice(&ahead[..bytes]);
+            self.used(bytes);
+            return Ok(Some(bytes));
+        }
+        match recv(&self.socket, &mut *into, RecvFlags::WAITALL) {
+            Ok((_, 0)) => Err(self.closed()),
+            Ok((_, bytes)) => {
+                self.heard = Instant::now();
+                Ok(Some(bytes))
+            }
+            Err(e) if is_pause(e) => Ok(None),
+            Err(e) => Err(self.io("receive", e)),
+        }
+    }
+
+    /// Takes the next header from what was read ahead; `None` if more bytes are needed.
+    pub(super) fn header(&mut self) -> Result<Option<Header>, TcpError> {
+        let header = decode_header(self.ahead()).map_err(|e| self.wire(e))?;
+        if header.is_some() {
+            self.used(HEADER_LEN);
+        }
+        Ok(header)
+    }
+
+    /// Sends without waiting; says how many bytes went. `more` keeps a small packet back for what follows.
+    pub(super) fn send_now(&self, bytes: &[u8], more: bool) -> Result<usize, TcpError> {
+        let more = if more { SendFlags::MORE } else { SendFlags::empty() };
+        match send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT | more) {
+            Ok(sent) => Ok(sent),
+            Err(e) if is_pause(e) => Ok(0),
+            Err(e) => Err(self.io("send", e)),
+        }
+    }
+
+    /// Sends all of `bytes` before `until`, which is `limit` after the beginning of what is being done.
+    pub(super) fn send_by(&self, mut bytes: &[u8], by: &By<'_>) -> Result<(), TcpError> {
+        loop {
+            bytes = &bytes[self.send_now(bytes, false)?..];
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let nap = by.nap(self)?;
+            wait(self.fd(), true, None, nap).map_err(|e| self.io("wait", e))?;
+        }
+    }
+
+    /// Reads a frame of a handshake: any but `Data`. The body is at most as long as its kind allows.
+    pub(super) fn frame_by(&mut self, by: &By<'_>) -> Result<(Header, Vec<u8>), TcpError> {
+        let mut header = None;
+        loop {
+            if header.is_none() {
+                header = self.header()?;
+            }
+            if let Some(header) = header {
+                let len = header.body_len as usize;
+                if header.kind == FrameKind::Data || len > READ_AHEAD {
+                    let error = WireError::Unexpected { frame: header.kind, state: "a handshake" };
+                    return Err(self.wire(error));
+                }
+                if let Some(body) = self.ahead().get(..len) {
+                    let body = body.to_vec();
+                    self.used(len);
+                    return Ok((header, body));
+                }
+            }
+            if self.read_ahead(false)?.is_none() {
+                let nap = by.nap(self)?;
+                wait(self.fd(), false, None, nap).map_err(|e| self.io("wait", e))?;
+            }
+        }
+    }
+
+    /// Says the last word: sends `frame` if it goes out at once, then waits a little for the peer to close, so
+    /// that a reset for bytes still unread here does not overtake it.
+    pub(super) fn farewell(&mut self, frame: &[u8], linger: Duration) {
+        let (stop, until) = (Stop::never(), Instant::now() + linger);
+        let by = By { until, limit: linger, what: "the last frame", stop: &stop };
+        if self.send_by(frame, &by).is_err() || self.socket.shutdown(std::net::Shutdown::Write).is_err() {
+            return;
+        }
+        let mut scrap = 0;
+        while scrap < 1 << 20 && Instant::now() < until {
+            self.used(READ_AHEAD);
+            match self.read_ahead(false) {
+                Ok(Some(bytes)) => scrap += bytes,
+                Ok(None) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    if wait(self.fd(), false, None, left).is_err() {
+                        return;
+                    }
+                }
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// When something must be over.
+#[derive(Debug)]
+pub(super) struct By<'a> {
+    pub(super) until: Instant,
+    /// The time that was given, for the error.
+    pub(super) limit: Duration,
+    pub(super) what: &'static str,
+    pub(super) stop: &'a Stop,
+}
+
+impl By<'_> {
+    /// How long to sleep before looking again.
+    pub(super) fn nap(&self, conn: &Conn) -> Result<Duration, TcpError> {
+        self.stop.check()?;
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(TcpError::TooSlow {
+                peer: conn.peer(),
+                stage: conn.stage,
+                what: self.what,
+                after: self.limit,
+            });
+        }
+        Ok(left.min(Stop::GLANCE))
+    }
+}

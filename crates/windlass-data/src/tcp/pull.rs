@@ -1,0 +1,753 @@
+//! The receiver: streams that claim stripes and land them.
+//!
+//! [`pull`] opens the ticket's streams as threads and returns when the transfer is over. Each stream claims from
+//! the common book, lands what comes, and dials again when its connection is lost. A source is given up when all
+//! its streams are: then, and not before, no thread of it is in the destination memory.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use windlass_core::error::Kind;
+use windlass_core::wire::{
+    ClaimPolicy, Claims, Dial, Endpoint, Fault, Grant, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, Message, Next,
+    Nonce, Outcome, PING_AFTER_MS, Progress, PullEvent, PullStream, Source, SourceId, Stage, StreamId,
+    StripePlan, Ticket, Verdict, WireError,
+};
+
+use super::TcpError;
+use super::conn::{By, Conn, wait};
+use super::landing::{Lander, Landing};
+use super::watch::Watch;
+use crate::stop::{Stop, Stopped};
+
+/// How a receiver pulls.
+#[derive(Clone, Copy)]
+pub struct PullConfig<'a> {
+    /// Which endpoints of a ticket may be contacted. All of them must be, or none is.
+    pub allow: &'a (dyn Fn(&Endpoint) -> bool + Sync),
+    /// How long a connection may take to be made.
+    pub connect_timeout: Duration,
+    /// How long a handshake may take.
+    pub handshake_timeout: Duration,
+    /// How long a stream may be silent before it is pinged.
+    pub ping_after: Duration,
+    /// How long a stream may be silent before it is lost.
+    pub lost_after: Duration,
+    /// How long a stream may take for a stripe before it is reset.
+    pub stripe_timeout: Duration,
+    /// How often the sums of one stripe may be wrong.
+    pub max_bad: u16,
+    /// How often in a row a stream dials again without getting a stripe.
+    pub reconnects: u32,
+    /// How long it waits before the first of them; twice as long before each further one.
+    pub backoff: Duration,
+    /// The longest wait before dialling again.
+    pub max_backoff: Duration,
+    /// Whether bytes are checked. Off for measuring only: stripes are then acknowledged unseen.
+    pub verify: bool,
+}
+
+impl Default for PullConfig<'_> {
+    fn default() -> Self {
+        PullConfig {
+            allow: &|_| true,
+            connect_timeout: Duration::from_secs(5),
+            handshake_timeout: Duration::from_millis(HANDSHAKE_TIMEOUT_MS),
+            ping_after: Duration::from_millis(PING_AFTER_MS),
+            lost_after: Duration::from_millis(LOST_AFTER_MS),
+            stripe_timeout: Duration::from_secs(60),
+            max_bad: 4,
+            reconnects: 6,
+            backoff: Duration::from_millis(50),
+            max_backoff: Duration::from_secs(2),
+            verify: true,
+        }
+    }
+}
+
+impl std::fmt::Debug for PullConfig<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PullConfig").field("verify", &self.verify).finish_non_exhaustive()
+    }
+}
+
+/// What a pull came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pulled {
+    /// Payload bytes.
+    pub bytes: u64,
+    /// Stripes.
+    pub stripes: u32,
+    /// Stripes whose sums were wrong and that were fetched again.
+    pub bad: u32,
+    /// Streams that were lost on the way.
+    pub lost: u32,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+/// How long the other end gets to answer `Done`.
+const GOODBYE: Duration = Duration::from_secs(1);
+/// How often a stream without work looks at its socket.
+const IDLE: Duration = Duration::from_millis(10);
+/// The stack of a stream's thread; its buffers are on the heap.
+const STACK: usize = 256 << 10;
+
+/// Brings everything that the ticket is for into `landing`. Ends with everything in place, or with an error
+/// before the ticket's or `stop`'s deadline; what was acknowledged until then has been kept by the landing.
+///
+/// Host names are resolved by the system's resolver, whose own timeouts apply.
+pub fn pull(
+    ticket: &Ticket,
+    landing: &dyn Landing,
+    config: &PullConfig<'_>,
+    stop: &Stop,
+    watch: &Watch,
+) -> Result<Pulled, TcpError> {
+    let origin = Instant::now();
+    if let Some(source) = ticket.sources.iter().find(|s| !(config.allow)(&s.endpoint)) {
+        return Err(TcpError::Forbidden { endpoint: source.endpoint.to_string() });
+    }
+    landing.check(ticket)?;
+    let plan = StripePlan::new(ticket, |b| landing.block_bytes(b))?;
+    let stop = stop.with_timeout(Duration::from_millis(ticket.deadline.timeout_ms));
+    let deadline = stop.left().unwrap_or(Duration::MAX);
+    let policy = ClaimPolicy { deadline, stripe_timeout: config.stripe_timeout, max_bad: config.max_bad };
+    let mut lanes: BTreeMap<SourceId, usize> = BTreeMap::new();
+    ticket.lanes().for_each(|(_, source)| *lanes.entry(source.id).or_default() += 1);
+    let transfer = Transfer {
+        ticket,
+        landing,
+        config,
+        stop: &stop,
+        watch,
+        origin,
+        claims: Mutex::new(Claims::new(plan.clone(), policy)),
+        plan,
+        changed: Condvar::new(),
+        over: AtomicBool::new(false),
+        lanes: Mutex::new(lanes),
+        condemned: Mutex::default(),
+        cause: Mutex::new(None),
+        accepted: OnceLock::new(),
+    };
+    watch.reach(Stage::Handshake);
+    watch.show(&transfer.book().progress());
+    thread::scope(|scope| {
+        for (index, source) in ticket.lanes() {
+            let transfer = &transfer;
+            let thread = thread::Builder::new()
+                .name(format!("windlass-pull-{index}"))
+                .stack_size(STACK)
+                .spawn_scoped(scope, move || transfer.lane(index, source));
+            if let Err(e) = thread {
+                transfer.note(TcpError::Setup { what: "the thread of a stream", source: e });
+                transfer.retire(source.id);
+            }
+        }
+    });
+    transfer.result()
+}
+
+/// Why a stream ends.
+enum End {
+    /// Nothing more to do: the transfer is over, one way or the other.
+    Over,
+    /// The connection is lost; another may work.
+    Lost(TcpError),
+    /// This source will not serve this ticket.
+    Gone(TcpError),
+    /// The transfer cannot go on.
+    Fatal(TcpError, Fault),
+}
+
+/// What the streams of one pull share.
+struct Transfer<'a> {
+    ticket: &'a Ticket,
+    landing: &'a dyn Landing,
+    config: &'a PullConfig<'a>,
+    stop: &'a Stop,
+    watch: &'a Watch,
+    origin: Instant,
+    plan: StripePlan,
+    claims: Mutex<Claims>,
+    /// The book has changed in a way that a waiting stream may care about.
+    changed: Condvar,
+    /// The transfer has failed: streams leave.
+    over: AtomicBool,
+    /// Streams of each source that have not retired.
+    lanes: Mutex<BTreeMap<SourceId, usize>>,
+    /// Sources whose streams shall leave.
+    condemned: Mutex<Vec<SourceId>>,
+    cause: Mutex<Option<TcpError>>,
+    accepted: OnceLock<Result<(), Fault>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Transfer<'_> {
+    fn book(&self) -> MutexGuard<'_, Claims> {
+        lock(&self.claims)
+    }
+
+    fn now(&self) -> Duration {
+        self.origin.elapsed()
+    }
+
+    /// Changes the book and tells everybody.
+    fn update<T>(&self, change: impl FnOnce(&mut Claims, Duration) -> T) -> T {
+        let now = self.now();
+        let mut claims = self.book();
+        let result = change(&mut claims, now);
+        self.watch.show(&claims.progress());
+        match claims.outcome(now) {
+            Outcome::Failed(_) => self.over.store(true, Ordering::Relaxed),
+            Outcome::Running | Outcome::Finished => {}
+        }
+        drop(claims);
+        self.changed.notify_all();
+        result
+    }
+
+    fn note(&self, error: TcpError) {
+        tracing::debug!(ticket = %self.ticket.id, %error, "a stream ended");
+        lock(&self.cause).replace(error);
+    }
+
+    /// A stream will not come back. With the last one of its source goes the source.
+    fn retire(&self, source: SourceId) {
+        let mut lanes = lock(&self.lanes);
+        let left = lanes.entry(source).or_default();
+        *left = left.saturating_sub(1);
+        if *left == 0 {
+            // What it means for the transfer is in the book.
+            let _ = self.update(|claims, _| claims.abandon(source));
+        }
+    }
+
+    fn end(&self, fault: Fault) {
+        self.update(|claims, _| claims.end(fault));
+    }
+
+    /// The life of one stream, over all its connections.
+    fn lane(&self, index: u16, source: &Source) {
+        let (mut failures, mut denials) = (0u32, 0u32);
+        for epoch in 0..=u16::MAX {
+            let stream = StreamId { index, epoch };
+            let mut progress = false;
+            let end = self.connection(stream, source, &mut progress);
+            // The connection is closed and the thread has left the memory: others may have its stripes.
+            self.update(|claims, _| claims.lost(stream));
+            match end {
+                End::Over => return,
+                End::Fatal(error, fault) => {
+                    self.note(error);
+                    return self.end(fault);
+                }
+                End::Gone(error) => {
+                    self.note(error);
+                    denials += 1;
+                    // Once may be a damaged frame; twice is an answer.
+                    if denials > 1 {
+                        lock(&self.condemned).push(source.id);
+                        return self.retire(source.id);
+                    }
+                }
+                End::Lost(error) => {
+                    self.note(error);
+                    denials = 0;
+                }
+            }
+            failures = if progress { 1 } else { failures + 1 };
+            if failures > self.config.reconnects || !self.back_off(failures, source.id) {
+                break;
+            }
+        }
+        self.retire(source.id);
+    }
+
+    /// Waits before dialling again; false if there is no point in it.
+    fn back_off(&self, failures: u32, source: SourceId) -> bool {
+        let times = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+        let until = Instant::now() + self.config.backoff.saturating_mul(times).min(self.config.max_backoff);
+        loop {
+            if lock(&self.condemned).contains(&source) {
+                return false;
+            }
+            let mut claims = self.book();
+            match claims.outcome(self.now()) {
+                Outcome::Running => {}
+                Outcome::Finished | Outcome::Failed(_) => return false,
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            drop(self.changed.wait_timeout(claims, left.min(Stop::GLANCE)));
+            if let Err(stopped) = self.stop.check() {
+                self.stopped(stopped);
+                return false;
+            }
+        }
+    }
+
+    /// The caller has given up, or the deadline has passed.
+    fn stopped(&self, stopped: Stopped) {
+        match stopped {
+            Stopped::Cancelled => self.end(Fault {
+                kind: Kind::Cancelled,
+                stage: Stage::Data,
+                stripe: None,
+                message: "the receiver called the transfer off".to_owned(),
+            }),
+            // The book finds out by itself.
+            Stopped::Deadline => self.update(|_, _| ()),
+        }
+    }
+
+    /// One connection of a stream.
+    fn connection(&self, stream: StreamId, source: &Source, progress: &mut bool) -> End {
+        match self.try_connection(stream, source, progress) {
+            Ok(()) => End::Over,
+            Err(error) => self.sort(error),
+        }
+    }
+
+    fn try_connection(&self, stream: StreamId, source: &Source, progress: &mut bool) -> Result<(), TcpError> {
+        let mut conn = self.dial(source)?;
+        let pull = self.shake(&mut conn, stream, source.id)?;
+        self.update(|claims, now| claims.join(stream, source.id, now)).map_err(|e| conn.wire(e))?;
+        self.watch.reach(Stage::Claim);
+        let lander = self.landing.lander(self.ticket, &self.plan, self.config.verify);
+        let now = Instant::now();
+        let mut lane = Lane {
+            transfer: self,
+            source: source.id,
+            stream,
+            conn,
+            pull,
+            outbox: Vec::new(),
+            held: 0,
+            since: now,
+            looked: now,
+            pinged: false,
+            pings: 0,
+            body: Vec::new(),
+            progress,
+        };
+        let result = lane.run(lander);
+        if let Err(error) = &result {
+            lane.give_up(error);
+        }
+        result
+    }
+
+    /// What an error on a connection means.
+    fn sort(&self, error: TcpError) -> End {
+        if self.over.load(Ordering::Relaxed) {
+            return End::Over;
+        }
+        match &error {
+            TcpError::Stopped(stopped) => {
+                self.stopped(*stopped);
+                End::Over
+            }
+            TcpError::Wire { source, .. } => match source {
+                WireError::Transfer(_) => End::Over,
+                WireError::Peer(fault) if fault.ends_ticket() => {
+                    let fault = fault.clone();
+                    End::Fatal(error, fault)
+                }
+                WireError::Refused(refusal) => match refusal.kind {
+                    Kind::Denied | Kind::NotFound | Kind::Unsupported | Kind::Invalid | Kind::Bug => {
+                        End::Gone(error)
+                    }
+                    Kind::Stale
+                    | Kind::Corrupt
+                    | Kind::Timeout
+                    | Kind::PeerLost
+                    | Kind::Exhausted
+                    | Kind::Cancelled => End::Lost(error),
+                },
+                WireError::Version { .. } | WireError::UnknownSource { .. } | WireError::Proof { .. } => {
+                    End::Gone(error)
+                }
+                // Whatever else breaks the protocol may be damage on the way.
+                _ => End::Lost(error),
+            },
+            TcpError::Ground { stripe, .. } => {
+                let (stage, stripe) = (Stage::Data, Some(*stripe));
+                let fault = Fault { kind: Kind::Bug, stage, stripe, message: error.to_string() };
+                End::Fatal(error, fault)
+            }
+            _ => End::Lost(error),
+        }
+    }
+
+    fn dial(&self, source: &Source) -> Result<Conn, TcpError> {
+        let endpoint = &source.endpoint;
+        let resolve = |e| TcpError::Resolve { endpoint: endpoint.to_string(), source: e };
+        let addresses = (endpoint.host().as_str(), endpoint.port()).to_socket_addrs().map_err(resolve)?;
+        let mut last = resolve(std::io::ErrorKind::NotFound.into());
+        for address in addresses {
+            match self.connect(address, endpoint) {
+                Ok(conn) => return Ok(conn),
+                Err(e) => last = e,
+            }
+        }
+        Err(last)
+    }
+
+    /// Connects without blocking, so that giving up is noticed meanwhile.
+    fn connect(&self, address: SocketAddr, endpoint: &Endpoint) -> Result<Conn, TcpError> {
+        let name = format!("{endpoint} ({address})");
+        let failed =
+            |source| TcpError::Io { peer: name.clone(), stage: Stage::Handshake, doing: "connect", source };
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP));
+        let socket = socket.map_err(failed)?;
+        socket.set_nonblocking(true).map_err(failed)?;
+        let pending = match socket.connect(&SockAddr::from(address)) {
+            Ok(()) => false,
+            Err(e) if e.raw_os_error() == Some(rustix::io::Errno::INPROGRESS.raw_os_error()) => true,
+            Err(e) => return Err(failed(e)),
+        };
+        let stream: TcpStream = socket.into();
+        let conn = Conn::new(Arc::new(stream), name.clone());
+        let limit = self.config.connect_timeout;
+        let by = By { until: Instant::now() + limit, limit, what: "the connection", stop: self.stop };
+        while pending {
+            if wait(conn.fd(), true, None, by.nap(&conn)?).map_err(failed)?.writable {
+                match conn.socket().take_error().map_err(failed)? {
+                    None => break,
+                    Some(e) => return Err(failed(e)),
+                }
+            }
+        }
+        let socket = conn.socket();
+        socket.set_nodelay(true).map_err(failed)?;
+        // From here on reads of payload block, for as long as nobody needs to look around.
+        socket.set_nonblocking(false).map_err(failed)?;
+        socket.set_read_timeout(Some(Stop::GLANCE)).map_err(failed)?;
+        Ok(conn)
+    }
+
+    fn shake(&self, conn: &mut Conn, stream: StreamId, source: SourceId) -> Result<PullStream, TcpError> {
+        let limit = self.config.handshake_timeout;
+        let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop: self.stop };
+        let mut nonce = [0; 32];
+        getrandom::fill(&mut nonce)
+            .map_err(|e| TcpError::Setup { what: "a nonce", source: std::io::Error::other(e) })?;
+        let (ticket, key, nonce) = (self.ticket.id, self.ticket.key.clone(), Nonce(nonce));
+        let (sent, hello) = Dial { ticket, key, source, stream, nonce }.hello().map_err(|e| conn.wire(e))?;
+        conn.send_by(&hello, &by)?;
+        let (header, body) = conn.frame_by(&by)?;
+        let (sent, proof) = sent.challenge(&header, &body).map_err(|e| conn.wire(e))?;
+        conn.send_by(&proof, &by)?;
+        let (header, body) = conn.frame_by(&by)?;
+        let proved = sent.accept(&header, &body).map_err(|e| conn.wire(e))?;
+        Ok(PullStream::new(proved, self.ticket.completion(), self.ticket.checks))
+    }
+
+    /// Whether the landing finds the whole right; asked once.
+    fn accept(&self) -> Result<(), Fault> {
+        self.accepted.get_or_init(|| self.landing.finish()).clone()
+    }
+
+    fn result(self) -> Result<Pulled, TcpError> {
+        let ticket = self.ticket.id;
+        let mut claims = self.claims.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.watch.show(&claims.progress());
+        match claims.outcome(self.origin.elapsed()) {
+            Outcome::Finished => {}
+            Outcome::Failed(failure) => {
+                let cause = self.cause.into_inner().unwrap_or_else(PoisonError::into_inner).map(Box::new);
+                return Err(TcpError::Transfer { ticket, failure, cause });
+            }
+            Outcome::Running => {
+                let why = "every stream ended before the transfer did".to_owned();
+                return Err(TcpError::Ground { ticket, stripe: 0, why });
+            }
+        }
+        self.watch.reach(Stage::Complete);
+        // The streams asked already, unless the last one was lost in between.
+        self.accepted
+            .into_inner()
+            .unwrap_or_else(|| self.landing.finish())
+            .map_err(|fault| TcpError::Unaccepted { ticket, fault })?;
+        let Progress { stripes, bytes, bad, lost, .. } = claims.progress();
+        Ok(Pulled { bytes, stripes, bad, lost, elapsed: self.origin.elapsed() })
+    }
+}
+
+/// One connection of a stream, proved.
+struct Lane<'a> {
+    transfer: &'a Transfer<'a>,
+    source: SourceId,
+    stream: StreamId,
+    conn: Conn,
+    pull: PullStream,
+    /// Frames to send before the next wait.
+    outbox: Vec<u8>,
+    /// Stripes claimed and not acknowledged.
+    held: usize,
+    /// When it last claimed its first stripe or got rid of one.
+    since: Instant,
+    /// When it last looked around.
+    looked: Instant,
+    pinged: bool,
+    pings: u64,
+    body: Vec<u8>,
+    progress: &'a mut bool,
+}
+
+impl Lane<'_> {
+    fn run(&mut self, mut lander: Box<dyn Lander + '_>) -> Result<(), TcpError> {
+        self.conn.stage = Stage::Claim;
+        loop {
+            if self.claim()? {
+                self.flush()?;
+                return self.goodbye();
+            }
+            self.flush()?;
+            if self.held == 0 {
+                if !self.idle()? {
+                    continue;
+                }
+            }
+            self.frame(&mut *lander)?;
+        }
+    }
+
+    /// Claims as much as the window and the book allow. True when the transfer is finished.
+    fn claim(&mut self) -> Result<bool, TcpError> {
+        let transfer = self.transfer;
+        while self.pull.room() > 0 {
+            let grant = transfer.book().claim(self.stream, transfer.now()).map_err(|e| self.conn.wire(e))?;
+            match grant {
+                Grant::Stripe { stripe, attempt } => {
+                    let frame = self.pull.claim(stripe, attempt).map_err(|e| self.conn.wire(e))?;
+                    self.outbox.extend(frame);
+                    if self.held == 0 {
+                        self.since = Instant::now();
+                    }
+                    self.held += 1;
+                }
+                Grant::Wait => return Ok(false),
+                Grant::Finished => return Ok(true),
+            }
+        }
+        Ok(false)
+    }
+
+    fn flush(&mut self) -> Result<(), TcpError> {
+        while !self.outbox.is_empty() {
+            let sent = self.conn.send_now(&self.outbox, false)?;
+            self.outbox.drain(..sent);
+            if !self.outbox.is_empty() {
+                // The sender always reads, so this is a full pipe on the way; it must not hold up a stop.
+                wait(self.conn.fd(), true, None, Stop::GLANCE).map_err(|e| self.conn.io("wait", e))?;
+                self.look()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing is claimed: waits for work or for a frame. True if a frame has begun to come.
+    fn idle(&mut self) -> Result<bool, TcpError> {
+        if !self.conn.ahead().is_empty() {
+            return Ok(true);
+        }
+        let transfer = self.transfer;
+        let claims = transfer.book();
+        drop(transfer.changed.wait_timeout(claims, IDLE));
+        self.look()?;
+        let ready = wait(self.conn.fd(), false, None, Duration::ZERO).map_err(|e| self.conn.io("wait", e))?;
+        Ok(ready.readable)
+    }
+
+    /// Looks whether to go on: stop, failure elsewhere, a stripe overdue, silence. Sends a ping when it is due.
+    fn look(&mut self) -> Result<(), TcpError> {
+        let (transfer, config) = (self.transfer, self.transfer.config);
+        let now = Instant::now();
+        self.looked = now;
+        transfer.stop.check()?;
+        if transfer.over.load(Ordering::Relaxed) {
+            // The book has the failure; it is not this stream's.
+            return match transfer.book().outcome(transfer.now()) {
+                Outcome::Failed(failure) => Err(self.conn.wire(failure.into())),
+                Outcome::Running | Outcome::Finished => Ok(()),
+            };
+        }
+        if lock(&transfer.condemned).contains(&self.source) {
+            return Err(self.conn.wire(WireError::UnknownSource { source_id: self.source.0 }));
+        }
+        let (peer, stage) = (self.conn.peer(), self.conn.stage);
+        if self.held > 0 && now.duration_since(self.since) > config.stripe_timeout {
+            return Err(TcpError::TooSlow { peer, stage, what: "a stripe", after: config.stripe_timeout });
+        }
+        let silent = now.duration_since(self.conn.heard);
+        if silent >= config.lost_after {
+            return Err(TcpError::Silent { peer, stage, after: silent });
+        }
+        if silent >= config.ping_after && !self.pinged {
+            (self.pinged, self.pings) = (true, self.pings + 1);
+            let ping = self.pull.ping(self.pings).map_err(|e| self.conn.wire(e))?;
+            self.outbox.extend(ping);
+            let sent = self.conn.send_now(&self.outbox, false)?;
+            self.outbox.drain(..sent);
+        }
+        Ok(())
+    }
+
+    /// Fills `into` from the connection.
+    fn fill(&mut self, mut into: &mut [u8]) -> Result<(), TcpError> {
+        while !into.is_empty() {
+            let read = self.conn.read(into)?.unwrap_or(0);
+            into = &mut into[read..];
+            // Also when bytes keep trickling in.
+            if read == 0 || self.looked.elapsed() > Stop::GLANCE {
+                self.look()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes one frame.
+    fn frame(&mut self, lander: &mut dyn Lander) -> Result<(), TcpError> {
+        let header = loop {
+            if let Some(header) = self.conn.header()? {
+                break header;
+            }
+            if self.conn.read_ahead(true)?.is_none() || self.looked.elapsed() > Stop::GLANCE {
+                self.look()?;
+            }
+        };
+        match self.pull.header(&header).map_err(|e| self.conn.wire(e))? {
+            Next::Payload { stripe, offset, len } => {
+                self.conn.stage = Stage::Data;
+                self.transfer.watch.reach(Stage::Data);
+                if offset == 0 {
+                    lander.begin(stripe)?;
+                }
+                lander.take(len, &mut |into| {
+                    self.fill(into)?;
+                    self.transfer.watch.received(into.len() as u64);
+                    Ok(())
+                })?;
+                self.pull.taken(len as usize).map_err(|e| self.conn.wire(e))
+            }
+            Next::Body(len) => {
+                let mut body = std::mem::take(&mut self.body);
+                body.resize(len as usize, 0);
+                self.fill(&mut body)?;
+                let event = self.pull.body(&body).map_err(|e| self.conn.wire(e));
+                self.body = body;
+                self.take(event?, lander)
+            }
+        }
+    }
+
+    fn take(&mut self, event: PullEvent, lander: &mut dyn Lander) -> Result<(), TcpError> {
+        match event {
+            PullEvent::StripeEnd { stripe, check } => {
+                self.conn.stage = Stage::Verify;
+                if stripe.bytes == 0 {
+                    lander.begin(stripe)?;
+                }
+                let verdict = lander.verdict(&check);
+                self.settle(stripe.id, verdict, lander)
+            }
+            PullEvent::Done => {
+                let frame = windlass_core::wire::FrameKind::Done;
+                Err(self.conn.wire(WireError::Unexpected { frame, state: "stripes" }))
+            }
+            PullEvent::Fault(fault) => Err(self.conn.wire(WireError::Peer(fault))),
+            PullEvent::Ping(number) => {
+                let pong = Message::Pong(number).encode(self.stream).map_err(|e| self.conn.wire(e))?;
+                self.outbox.extend(pong);
+                self.flush()
+            }
+            PullEvent::Pong => {
+                self.pinged = false;
+                Ok(())
+            }
+        }
+    }
+
+    /// A stripe is here and checked.
+    fn settle(&mut self, stripe: u32, verdict: Verdict, lander: &mut dyn Lander) -> Result<(), TcpError> {
+        let stream = self.stream;
+        let entered = match verdict {
+            Verdict::Good => self.transfer.update(|claims, now| claims.complete(stream, stripe, now)),
+            Verdict::BadBlock(_) | Verdict::BadStripe => {
+                tracing::warn!(peer = self.conn.peer(), stripe, ?verdict, "a stripe came with wrong sums");
+                self.transfer.update(|claims, now| claims.bad(stream, stripe, verdict, now))
+            }
+        };
+        // Acknowledged even if it was the one too many: the sender's memory is free either way.
+        let ack = self.pull.ack(stripe, verdict).map_err(|e| self.conn.wire(e))?;
+        self.outbox.extend(ack);
+        self.held = self.held.saturating_sub(1);
+        self.since = Instant::now();
+        entered.map_err(|e| self.conn.wire(e))?;
+        if verdict == Verdict::Good {
+            *self.progress = true;
+            lander.keep();
+        }
+        Ok(())
+    }
+
+    /// Every stripe is acknowledged: says so, and waits a little for the sender to agree.
+    fn goodbye(&mut self) -> Result<(), TcpError> {
+        self.conn.stage = Stage::Complete;
+        if let Err(fault) = self.transfer.accept() {
+            if let Ok(frame) = Message::Error(fault).encode(self.stream) {
+                self.conn.farewell(&frame, GOODBYE);
+            }
+            return Ok(());
+        }
+        let done = self.pull.done().map_err(|e| self.conn.wire(e))?;
+        let stop = self.transfer.stop;
+        let by = By { until: Instant::now() + GOODBYE, limit: GOODBYE, what: "the end", stop };
+        // The transfer is complete whether or not the sender hears of it here: it is told over the control
+        // connection as well.
+        if let Err(error) = self.conn.send_by(&done, &by).and_then(|()| self.await_done(&by)) {
+            tracing::debug!(%error, "the sender did not confirm the end");
+        }
+        Ok(())
+    }
+
+    fn await_done(&mut self, by: &By<'_>) -> Result<(), TcpError> {
+        loop {
+            let (header, body) = self.conn.frame_by(by)?;
+            self.pull.header(&header).map_err(|e| self.conn.wire(e))?;
+            if self.pull.body(&body).map_err(|e| self.conn.wire(e))? == PullEvent::Done {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Tells the sender why this side ends the stream, if it can be told at once.
+    fn give_up(&mut self, error: &TcpError) {
+        let kind = match error {
+            TcpError::Io { .. } | TcpError::Closed { .. } => return,
+            TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. } => return,
+            TcpError::Wire { source: WireError::Transfer(failure), .. } => failure.kind(),
+            // Another stream's affair, or this connection's: the ticket goes on.
+            TcpError::Stopped(stopped) => stopped.kind(),
+            _ => Kind::PeerLost,
+        };
+        let fault = Fault { kind, stage: self.conn.stage, stripe: None, message: error.to_string() };
+        if let Ok(frame) = Message::Error(fault).encode(self.stream) {
+            self.outbox.extend(frame);
+            let _ = self.conn.send_now(&self.outbox, false);
+        }
+    }
+}

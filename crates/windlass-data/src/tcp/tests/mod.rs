@@ -1,0 +1,4 @@
+//! Tests of the link over loopback.
+
+mod transfers;
+mod world;

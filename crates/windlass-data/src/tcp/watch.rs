@@ -1,0 +1,79 @@
+//! A transfer as seen from outside, at any time and without a lock.
+
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use windlass_core::wire::{Progress, Stage};
+
+/// Counters of one pull. The threads that pull write them, anybody may read them.
+#[derive(Debug, Default)]
+pub struct Watch {
+    stage: AtomicU8,
+    bytes: AtomicU64,
+    bytes_done: AtomicU64,
+    bytes_total: AtomicU64,
+    stripes_done: AtomicU32,
+    stripes_total: AtomicU32,
+    streams: AtomicU32,
+    bad: AtomicU32,
+    lost: AtomicU32,
+}
+
+/// What a [`Watch`] says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// How far the transfer is; `None` before it begins.
+    pub stage: Option<Stage>,
+    /// Payload bytes received, those of bad and lost stripes included.
+    pub bytes: u64,
+    /// Payload bytes acknowledged.
+    pub bytes_done: u64,
+    /// Payload bytes in all.
+    pub bytes_total: u64,
+    /// Stripes acknowledged.
+    pub stripes_done: u32,
+    /// Stripes in all.
+    pub stripes_total: u32,
+    /// Live streams.
+    pub streams: u32,
+    /// Stripes whose sums were wrong.
+    pub bad: u32,
+    /// Streams lost.
+    pub lost: u32,
+}
+
+impl Watch {
+    /// What it says now. The numbers are each right, and may be of slightly different moments.
+    pub fn see(&self) -> Seen {
+        let stage = self.stage.load(Ordering::Relaxed);
+        Seen {
+            stage: Stage::ALL.into_iter().find(|s| *s as u8 == stage),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            bytes_done: self.bytes_done.load(Ordering::Relaxed),
+            bytes_total: self.bytes_total.load(Ordering::Relaxed),
+            stripes_done: self.stripes_done.load(Ordering::Relaxed),
+            stripes_total: self.stripes_total.load(Ordering::Relaxed),
+            streams: self.streams.load(Ordering::Relaxed),
+            bad: self.bad.load(Ordering::Relaxed),
+            lost: self.lost.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The transfer has come this far; it never goes back.
+    pub(super) fn reach(&self, stage: Stage) {
+        self.stage.fetch_max(stage as u8, Ordering::Relaxed);
+    }
+
+    pub(super) fn received(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn show(&self, progress: &Progress) {
+        self.bytes_done.store(progress.bytes_done, Ordering::Relaxed);
+        self.bytes_total.store(progress.bytes, Ordering::Relaxed);
+        self.stripes_done.store(progress.stripes_done, Ordering::Relaxed);
+        self.stripes_total.store(progress.stripes, Ordering::Relaxed);
+        self.streams.store(progress.live, Ordering::Relaxed);
+        self.bad.store(progress.bad, Ordering::Relaxed);
+        self.lost.store(progress.lost, Ordering::Relaxed);
+    }
+}
