@@ -130,7 +130,7 @@ pub struct HostPort {
 
 impl HostPort {
     /// A host and a port.
-    pub fn new(host: Host, port: u16) -> HostPort {
+    pub fn new(host: Host, port: NonZeroU16) -> HostPort {
         HostPort { host, port }
     }
 

@@ -44,11 +44,11 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, ModelId, StateDigest, Version};
 use windlass_core::manifest::{Manifest, ManifestError};
 use windlass_core::ranges::BlockRanges;
-use windlass_core::wire::Ticket;
+use windlass_core::wire::{Fault, Stage, Ticket};
 
 use crate::region::{AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer};
 use crate::seal::{self, SealError};
-use crate::shm::{LoanError, Mapping};
+use crate::shm::{Access, LoanError, Mapping};
 use crate::stop::{Stop, Stopped};
 use crate::tcp::ImageLanding;
 use crate::work;
@@ -60,15 +60,8 @@ pub enum ImageError {
     #[error(transparent)]
     Region(#[from] RegionError),
     /// A pass over it was called off.
-    #[error("the image of {model} was not {what}: {source}")]
-    Stopped {
-        /// Whose image.
-        model: ModelId,
-        /// What should have been done.
-        what: &'static str,
-        /// Why it was not.
-        source: Stopped,
-    },
+    #[error("the pass over the image was not finished: {0}")]
+    Stopped(#[from] Stopped),
     /// The sums could not be made.
     #[error(transparent)]
     Seal(#[from] SealError),
@@ -138,7 +131,7 @@ impl ImageError {
     pub fn kind(&self) -> Kind {
         match self {
             ImageError::Region(e) => e.kind(),
-            ImageError::Stopped { source, .. } => source.kind(),
+            ImageError::Stopped(e) => e.kind(),
             ImageError::Seal(e) => e.kind(),
             ImageError::Delta { source, .. } => source.kind(),
             ImageError::Manifest(e) => e.kind(),
@@ -248,10 +241,14 @@ impl Image {
         let region = Region::open(&spec.dir)?;
         let manifest = Arc::clone(region.manifest());
         let left = whole_state(&region)?;
-        let bytes = Mapping::map(region.slot_file(0), region.slot_len(), crate::shm::Access::Read)
-            .map_err(|source| ImageError::Io { action: "map", path: spec.dir.clone(), source })?;
+        // Not by a lease: what a broken refresh left cannot be leased, and nobody else writes here.
+        let path = region.slot_path(0);
+        let range = region.data_start()..region.data_start() + manifest.data_bytes();
+        let bytes = fs::File::open(&path)
+            .and_then(|file| Mapping::map(&file, range.end, Access::Read))
+            .map_err(|source| ImageError::Io { action: "map", path, source })?;
         let all = BlockRanges::from(0..manifest.cuts().blocks());
-        let data = bytes.bytes(region.data_start()..region.data_start() + manifest.data_bytes());
+        let data = bytes.bytes(range);
         let sums = seal::sums(crate::simd::kernels(), &manifest, &all, data, spec.threads, stop)?;
         let current = left.filter(|known| sums.digest(&manifest) == known.digest);
         let version = current.as_ref().map(|k| k.identity.version);
@@ -477,7 +474,20 @@ impl Refresh<'_> {
             data_start: self.region.data_start(),
             kernels: crate::simd::kernels(),
             landed: &landed,
+            finish: &|| self.check_digest(ticket),
         })
+    }
+
+    /// Whether the image has the ticket's digest, if all of it is of the ticket's version by now.
+    fn check_digest(&self, ticket: &Ticket) -> Result<(), Fault> {
+        let book = locked(self.book);
+        let found = book.sums.digest(self.region.manifest());
+        let whole = book.versions.iter().all(|v| *v == Some(ticket.identity.version));
+        if !whole || found == ticket.digest {
+            return Ok(());
+        }
+        let message = format!("the image has digest {found}, {} has {}", ticket.identity, ticket.digest);
+        Err(Fault { kind: Kind::Corrupt, stage: Stage::Complete, stripe: None, message })
     }
 
     /// Lifts the blocks of version `base` to `target` by a delta that came in `parts`.

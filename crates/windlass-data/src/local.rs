@@ -6,12 +6,12 @@
 //! in its own name and reads the slots in place, without a copy and without the agent. Must not: hand out a
 //! descriptor before the peer's credentials were looked at.
 //!
-//! The message is one line of JSON, `{"windlass":1,"model_id":…,"slots":n}`, with `2 + n` descriptors as ancillary
-//! data on its first byte. A refusal is `{"windlass":1,"error":…}` without descriptors.
+//! The message is one line of JSON, `{"windlass":1,"model_id":…}`, with the region's [descriptors](Region::descriptors)
+//! as ancillary data on its first byte. A refusal is `{"windlass":1,"error":…}` without descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -33,8 +33,8 @@ use crate::stop::Stop;
 pub const SOCKET: &str = "agent.sock";
 /// The longest message.
 const MAX_MESSAGE: usize = 4096;
-/// The most descriptors of a message: header, manifest and two slots.
-const MAX_DESCRIPTORS: usize = 4;
+/// The most descriptors of a message: directory, header, manifest and two slots.
+const MAX_DESCRIPTORS: usize = 5;
 /// How long a peer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -100,8 +100,6 @@ struct Greeting {
     windlass: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     model_id: Option<String>,
-    #[serde(default)]
-    slots: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -137,7 +135,7 @@ impl LocalServer {
             Ok(()) | Err(_) => {}
         }
         let listener = UnixListener::bind(&path).map_err(io_error("listen on", &path))?;
-        let mode = if region.group() { 0o660 } else { 0o600 };
+        let mode = if for_group(&region) { 0o660 } else { 0o600 };
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))
             .map_err(io_error("protect", &path))?;
         listener.set_nonblocking(true).map_err(io_error("listen on", &path))?;
@@ -159,6 +157,11 @@ impl Drop for LocalServer {
         }
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// Whether the region was made for its owner's group.
+fn for_group(region: &Region) -> bool {
+    std::fs::metadata(region.dir()).is_ok_and(|m| m.permissions().mode() & 0o070 != 0)
 }
 
 fn serve(listener: &UnixListener, region: &Region, stop: &Stop) {
@@ -188,21 +191,13 @@ fn greet(peer: &UnixStream, region: &Region) -> io::Result<()> {
     let theirs = rustix::net::sockopt::socket_peercred(peer)?;
     let ours = rustix::process::geteuid();
     // In group mode the socket's own permissions let the group in.
-    if !(theirs.uid == ours || theirs.uid.is_root() || region.group()) {
+    if !(theirs.uid == ours || theirs.uid.is_root() || for_group(region)) {
         tracing::warn!(uid = theirs.uid.as_raw(), "a local peer of another user was refused");
         let why = format!("user {} may not attach to a region of user {}", theirs.uid.as_raw(), ours.as_raw());
-        return send(peer, &Greeting { windlass: 1, model_id: None, slots: 0, error: Some(why) }, &[]);
+        return send(peer, &Greeting { windlass: 1, model_id: None, error: Some(why) }, &[]);
     }
-    let fds = region.descriptors();
-    let mut all = vec![fds.header.as_fd(), fds.manifest.as_fd()];
-    all.extend(fds.slots.iter().map(|s| s.as_fd()));
-    let greeting = Greeting {
-        windlass: 1,
-        model_id: Some(region.model_id().to_string()),
-        slots: fds.slots.len(),
-        error: None,
-    };
-    send(peer, &greeting, &all)
+    let greeting = Greeting { windlass: 1, model_id: Some(region.model_id().to_string()), error: None };
+    send(peer, &greeting, &region.descriptors())
 }
 
 fn send(mut peer: &UnixStream, greeting: &Greeting, fds: &[rustix::fd::BorrowedFd<'_>]) -> io::Result<()> {
@@ -229,14 +224,10 @@ pub fn attach(dir: &Path) -> Result<Arc<Region>, LocalError> {
     if let Some(why) = greeting.error {
         return Err(LocalError::Refused { path, why });
     }
-    if greeting.windlass != 1 || fds.len() != greeting.slots + 2 || !(1..=2).contains(&greeting.slots) {
-        return Err(answer(format!("{} descriptors for {} slots", fds.len(), greeting.slots)));
+    if greeting.windlass != 1 {
+        return Err(answer(format!("it speaks version {}", greeting.windlass)));
     }
-    let mut fds = fds.into_iter().map(std::fs::File::from);
-    let (Some(header), Some(manifest)) = (fds.next(), fds.next()) else {
-        return Err(answer("no descriptors".into()));
-    };
-    Ok(Region::attach(Descriptors { dir: dir.to_owned(), header, manifest, slots: fds.collect() })?)
+    Ok(Region::attach(Descriptors::new(fds)?)?)
 }
 
 /// Reads one line and the descriptors that come with it.

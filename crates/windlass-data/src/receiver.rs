@@ -22,10 +22,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use windlass_core::address::{Host, HostPort};
 use windlass_core::delta::{Delta, DeltaError};
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
@@ -34,13 +35,14 @@ use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
     Have, Refused, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::{Mode, Ticket, TicketError};
 
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
 use crate::region::RegionError;
 use crate::shm::Mapping;
 use crate::stop::{Stop, Stopped};
-use crate::tcp::{self, PayloadLanding, PullConfig, TcpError, Watch};
+use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
 
 /// A control connection that failed.
 #[derive(Debug, thiserror::Error)]
@@ -327,7 +329,10 @@ pub struct ReceiverConfig {
     /// How long to wait for engines to leave the image.
     pub open_timeout: Duration,
     /// The data connections.
-    pub pull: PullConfig,
+    pub pull: PullConfig<'static>,
+    /// The hosts whose data connections are accepted; those in the ticket of an authenticated publisher if none are
+    /// given.
+    pub allow: Option<Vec<Host>>,
 }
 
 /// How long the parts of a sync took, and what it carried.
@@ -359,23 +364,27 @@ pub struct Synced {
 
 /// Shared view of a receiver's status.
 #[derive(Clone, Default)]
-pub struct StatusHandle {
-    status: Arc<Mutex<TransferStatus>>,
+pub struct StatusHandle(Arc<Mutex<Shown>>);
+
+#[derive(Default)]
+struct Shown {
+    status: TransferStatus,
     watch: Arc<Watch>,
 }
 
 impl StatusHandle {
     /// Where the receiver stands now.
     pub fn get(&self) -> TransferStatus {
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if status.stage == Stage::Pulling {
-            status.bytes_done = self.watch.bytes_done();
-        }
-        status
+        let shown = self.shown();
+        TransferStatus { bytes_done: shown.watch.see().bytes_done, ..shown.status.clone() }
+    }
+
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn set(&self, change: impl FnOnce(&mut TransferStatus)) {
-        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.shown().status);
     }
 }
 
@@ -425,7 +434,7 @@ impl Receiver {
         };
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),
-            Err(ImageError::Region(RegionError::NotFound { .. })) => {}
+            Err(ImageError::Region(RegionError::Absent { .. })) => {}
             Err(e) => return Err(e.into()),
         }
         Ok(receiver)
@@ -574,7 +583,7 @@ impl Receiver {
         mode: RequestMode,
         have: Option<&Identity>,
         to: Option<Version>,
-        wanted: Option<windlass_core::ranges::BlockRanges>,
+        wanted: Option<BlockRanges>,
         run: &mut Run,
         stop: &Stop,
     ) -> Result<Ticket, ReceiverError> {
@@ -655,20 +664,40 @@ impl Receiver {
         Err(ReceiverError::OtherTicket { peer: self.control.peer(), what })
     }
 
-    fn begin_transfer(&self, ticket: &Ticket, bytes: u64, run: &mut Run) {
+    fn begin_transfer(&self, ticket: &Ticket, bytes: u64, run: &mut Run) -> Arc<Watch> {
         let mode = ticket.mode.as_str();
         run.synced.transfers += 1;
         run.synced.mode = mode;
-        self.status.watch.reset();
+        let watch = Arc::new(Watch::default());
+        self.status.shown().watch = Arc::clone(&watch);
         self.status.set(|s| {
             s.stage = Stage::Pulling;
             s.target = Some(ticket.identity.clone());
             s.mode = Some(mode);
             s.bytes = bytes;
-            s.bytes_done = 0;
         });
         let (why, identity) = (ticket.why.clone(), ticket.identity.clone());
         self.tell(&Event::Transfer { mode, why, identity, bytes });
+        watch
+    }
+
+    /// Pulls what the ticket is for, and notes what it took.
+    fn pull(
+        &self,
+        ticket: &Ticket,
+        landing: &dyn Landing,
+        bytes: u64,
+        run: &mut Run,
+        stop: &Stop,
+    ) -> Result<(), TcpError> {
+        let watch = self.begin_transfer(ticket, bytes, run);
+        let start = Instant::now();
+        let allow = |e: &HostPort| self.config.allow.as_ref().is_none_or(|hosts| hosts.contains(e.host()));
+        let config = PullConfig { allow: &allow, ..self.config.pull };
+        let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
+        run.synced.wire_ms += millis(start);
+        run.synced.wire_bytes += watch.see().bytes;
+        pulled.map(drop)
     }
 
     /// Fetches a delta into memory of its own.
@@ -687,13 +716,7 @@ impl Receiver {
         let memory = |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
         let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
         let base = base.identity.version;
-        self.begin_transfer(&ticket, bytes, run);
-        let start = Instant::now();
-        let landing = PayloadLanding { buffers: &buffers };
-        let pulled = tcp::pull(&ticket, &landing, &self.config.pull, stop, &self.status.watch);
-        run.synced.wire_ms += millis(start);
-        run.synced.wire_bytes += self.status.watch.bytes_done();
-        pulled?;
+        self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, run, stop)?;
         self.report_done(&ticket, stop);
         Ok(Staged { ticket, base, buffers })
     }
@@ -815,7 +838,7 @@ impl Receiver {
     fn fill(
         &mut self,
         refresh: &Refresh<'_>,
-        unknown: windlass_core::ranges::BlockRanges,
+        unknown: BlockRanges,
         run: &mut Run,
         info: &VersionInfo,
         stop: &Stop,
@@ -836,17 +859,10 @@ impl Receiver {
             Some(ticket) => ticket,
             None => self.ask(RequestMode::Full, None, None, Some(unknown), run, stop)?,
         };
-        let manifest = Arc::clone(refresh.manifest());
-        let size = |b: u32| manifest.cuts().block(b).map_or(0, |b| manifest.block_bytes(&b));
-        let bytes = ticket.wanted.iter().map(size).sum();
-        self.begin_transfer(&ticket, bytes, run);
-        let start = Instant::now();
-        let watch = &self.status.watch;
-        let pulled = refresh.land(&ticket, |landing| tcp::pull(&ticket, landing, &self.config.pull, stop, watch));
-        run.synced.wire_ms += millis(start);
-        run.synced.wire_bytes += watch.bytes_done();
+        let bytes = refresh.manifest().bytes_of(&ticket.wanted);
+        let pulled = refresh.land(&ticket, |landing| self.pull(&ticket, landing, bytes, run, stop));
         match pulled {
-            Ok(_) => {
+            Ok(()) => {
                 self.report_done(&ticket, stop);
                 Ok(())
             }

@@ -26,6 +26,8 @@
 //! each is told of it before the receiver is.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -43,13 +45,14 @@ use windlass_core::wire::control::{
     SharedTicket, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{
-    Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion, Source,
+    Base, BlockVersions, Checks, DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion, Source,
     SourceId, Ticket, TicketError, TicketFields, TicketId, TicketKey,
 };
 
 use crate::history::{History, HistoryError, Limits, Segment};
 use crate::receiver::ControlError;
 use crate::region::{AgentSeat, Lease, LeaseKind, Region, RegionError, Seal};
+use crate::seal::table::{self, TableError, TableId};
 use crate::seal::{self, SealError, SealJob};
 use crate::stop::Stop;
 use crate::tcp::{Body, Offer, OfferHandle, Sender, SenderConfig, TcpError};
@@ -63,8 +66,6 @@ pub struct ServerConfig {
     pub tcp: SenderConfig,
     /// How many deltas are kept.
     pub history: Limits,
-    /// Whether deltas are coded by context: smaller, slower, cannot be composed.
-    pub context: bool,
     /// Threads of the sealer.
     pub threads: usize,
     /// Streams of a transfer unless the receiver asks for another number.
@@ -81,6 +82,25 @@ pub struct ServerConfig {
     pub max_instances: usize,
     /// Holders of the other parts, if this server leads.
     pub peers: Vec<Arc<dyn Peer>>,
+}
+
+impl ServerConfig {
+    /// The defaults, for a server that is reached at `advertise_host`.
+    pub fn new(advertise_host: Host) -> ServerConfig {
+        ServerConfig {
+            advertise_host,
+            tcp: SenderConfig::default(),
+            history: Limits { count: 16, bytes: 4 << 30 },
+            threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            streams: DEFAULT_STREAMS,
+            stripe_bytes: DEFAULT_STRIPE_BYTES,
+            transfer_timeout: Duration::from_secs(600),
+            revoke_grace: Duration::from_millis(200),
+            dense_share: 0.8,
+            max_instances: 4096,
+            peers: Vec::new(),
+        }
+    }
 }
 
 /// The holder of another part of the image.
@@ -103,6 +123,9 @@ pub enum ServeError {
     /// Sealing.
     #[error(transparent)]
     Seal(#[from] SealError),
+    /// The table of sums.
+    #[error(transparent)]
+    Table(#[from] TableError),
     /// The link.
     #[error(transparent)]
     Tcp(#[from] TcpError),
@@ -143,6 +166,14 @@ pub enum ServeError {
         /// Why not.
         source: std::io::Error,
     },
+    /// A slot's file.
+    #[error("cannot open {}", path.display())]
+    Slot {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
     /// A number out of bounds.
     #[error("{what} is {value}, allowed are {allowed}")]
     Bounds {
@@ -162,6 +193,7 @@ impl ServeError {
             ServeError::Region(e) => e.kind(),
             ServeError::History(e) => e.kind(),
             ServeError::Seal(e) => e.kind(),
+            ServeError::Table(e) => e.kind(),
             ServeError::Tcp(e) => e.kind(),
             ServeError::Ticket(e) => e.kind(),
             ServeError::Peer(e) => e.kind(),
@@ -169,6 +201,7 @@ impl ServeError {
                 Kind::NotFound
             }
             ServeError::Random(_) | ServeError::Thread { .. } => Kind::Exhausted,
+            ServeError::Slot { source, .. } => crate::file::io_kind(source),
             ServeError::Bounds { .. } => Kind::Invalid,
         }
     }
@@ -207,7 +240,7 @@ struct Instance {
 }
 
 struct Active {
-    handle: Arc<OfferHandle>,
+    handle: OfferHandle,
     /// The link holds the lease; this only asks it.
     lease: Option<Weak<Lease>>,
     instance: String,
@@ -274,8 +307,11 @@ pub struct InstanceInfo {
 struct Inner {
     config: ServerConfig,
     region: Arc<Region>,
+    /// The slots, for `sendfile`.
+    files: Vec<Arc<File>>,
     history: History,
     sender: Sender,
+    data: HostPort,
     state: Mutex<State>,
     changed: Condvar,
     stop: Stop,
@@ -299,18 +335,27 @@ impl Server {
     pub fn start(region: Arc<Region>, config: ServerConfig) -> Result<Server, ServeError> {
         let seat = region.agent()?;
         let history = History::open(
-            &region.dir().join("deltas"),
-            region.model_id(),
+            &region.deltas_dir(),
+            region.model_id().clone(),
             region.incarnation(),
             Arc::clone(region.manifest()),
             config.history,
         )?;
         let sender = Sender::start(config.tcp.clone())?;
+        let open = |slot| {
+            let path = region.slot_path(slot);
+            File::open(&path).map(Arc::new).map_err(|source| ServeError::Slot { path, source })
+        };
+        let files = (0..region.slot_count()).map(open).collect::<Result<_, _>>()?;
+        let port = NonZeroU16::new(sender.local_addr().port()).unwrap_or(NonZeroU16::MIN);
+        let data = HostPort::new(config.advertise_host.clone(), port);
         let inner = Arc::new(Inner {
             config,
             region,
+            files,
             history,
             sender,
+            data,
             state: Mutex::default(),
             changed: Condvar::new(),
             stop: Stop::never(),
@@ -342,14 +387,12 @@ impl Server {
     fn end(&mut self, grace: Duration) {
         self.inner.stop.set();
         self.inner.changed.notify_all();
-        self.inner.region.ring();
         let offers = std::mem::take(&mut self.inner.state().offers);
         revoke_all(offers, "the agent is shutting down", grace);
         for thread in self.threads.drain(..) {
             // A thread that panicked has said so already.
             let _ = thread.join();
         }
-        self.inner.sender.shutdown(grace);
     }
 
     /// The region that is served.
@@ -359,7 +402,7 @@ impl Server {
 
     /// Where data connections go.
     pub fn data_endpoint(&self) -> HostPort {
-        HostPort::new(self.inner.config.advertise_host.clone(), self.inner.sender.local_addr().port())
+        self.inner.data.clone()
     }
 
     /// What is served now.
@@ -399,7 +442,7 @@ impl Server {
             delta_sparsity: delta.map(|d| sparsity(d.changes, units)),
             delta_num_nonzero: delta.map(|d| d.changes),
             delta_size_bytes: delta.map(|d| d.bytes),
-            delta_oldest_base: self.inner.history.oldest_base(),
+            delta_oldest_base: self.inner.history.ends().map(|(oldest, _)| oldest),
             release: env!("CARGO_PKG_VERSION").into(),
         }
     }
@@ -436,7 +479,7 @@ impl Server {
             trainer_buffer_length: inner.region.manifest().data_bytes(),
             trainer_hostname: inner.config.advertise_host.to_string(),
             trainer_rpc_port: control_port,
-            data_port: inner.sender.local_addr().port(),
+            data_port: inner.data.port(),
         })
     }
 
@@ -448,7 +491,7 @@ impl Server {
             name: i.name.clone(),
             version: i.version,
             heard_seconds: i.heard.elapsed().as_secs_f64(),
-            transfers: state.offers.iter().filter(|o| o.instance == *id && !o.handle.is_over()).count(),
+            transfers: state.offers.iter().filter(|o| o.instance == *id && !o.handle.progress().free).count(),
         };
         state.instances.iter().map(info).collect()
     }
@@ -465,7 +508,7 @@ impl Server {
 
     /// Transfers that are not over.
     pub fn open_transfers(&self) -> usize {
-        self.inner.state().offers.iter().filter(|o| !o.handle.is_over()).count()
+        self.inner.state().offers.iter().filter(|o| !o.handle.progress().free).count()
     }
 
     /// Why the newest committed version could not be sealed, if it could not.
@@ -509,7 +552,7 @@ impl Server {
             identity: self.inner.identity(version),
             layout_hash: region.manifest().layout_hash(),
             cuts_hash: region.manifest().cuts_hash(),
-            blocks: region.blocks(),
+            blocks: blocks_of(region),
             sum: PartSum(sum.to_bytes()),
             data: self.data_endpoint(),
             delta_bytes: segment.map(|s| s.bytes),
@@ -587,34 +630,26 @@ impl Inner {
         }
     }
 
-    fn table_path(&self, slot: usize) -> PathBuf {
-        self.region.dir().join(if slot == 0 { "a.sums" } else { "b.sums" })
-    }
-
     /// Takes over what an earlier server left: slots that are sealed and whose table is whole.
     fn recover(&self) -> Result<(), ServeError> {
         let region = self.region.state();
         for slot in [region.inactive, region.active].into_iter().flatten() {
             let Some(digest) = slot.sealed else { continue };
-            let path = self.table_path(slot.slot);
-            let key = seal::TableKey {
-                incarnation: self.region.incarnation(),
-                version: slot.version,
-                commit: slot.id,
-            };
-            match seal::read_table(&path, self.region.manifest(), &key) {
-                Ok(sums) if self.part_digest(sums.state()) == digest => {
-                    self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
+            let path = self.region.sums_path(slot.slot);
+            let id = self.table_id(slot.version, slot.id);
+            match table::read(&path, self.region.manifest()) {
+                Ok(stored) if stored.id == id && self.part_digest(stored.sums.state()) == digest => {
+                    self.sealed(slot.slot, slot.id, slot.version, Arc::new(stored.sums), None);
                 }
                 Ok(_) | Err(_) => {
                     // The bytes are there; only the table has to be made again.
                     let lease = self.region.lease(slot.id, LeaseKind::Seal, Duration::from_secs(3600))?;
-                    let blocks = self.region.blocks();
+                    let blocks = blocks_of(&self.region);
                     let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
                     let sums =
                         seal::sums(kernels, manifest, &blocks, lease.data(), self.config.threads, &self.stop)?;
                     if self.part_digest(sums.state()) == digest {
-                        seal::write_table(&path, &key, digest, &sums)?;
+                        table::write(&path, manifest, id, digest, &sums)?;
                         self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
                     } else {
                         tracing::error!(version = slot.version, "a sealed slot has changed; it is not served");
@@ -623,6 +658,10 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    fn table_id(&self, version: Version, slot_id: u64) -> TableId {
+        TableId { incarnation: self.region.incarnation(), version, slot_id }
     }
 
     fn part_digest(&self, sum: StateSum) -> StateDigest {
@@ -672,7 +711,7 @@ impl Inner {
         sealed.digest = digest;
         state.served = Some(slot);
         state.digests.insert(sealed.version, digest);
-        if let Some(oldest) = self.history.oldest_base() {
+        if let Some((oldest, _)) = self.history.ends() {
             let newest = sealed.version;
             state.digests.retain(|v, _| *v >= oldest || *v == newest);
         }
@@ -682,7 +721,7 @@ impl Inner {
     fn gather(&self, version: Version, own: StateSum) -> Result<StateDigest, ServeError> {
         let stop = self.stop.with_timeout(self.config.transfer_timeout);
         let mut sum = own;
-        let mut held = self.region.blocks();
+        let mut held = blocks_of(&self.region);
         for peer in &self.config.peers {
             let part = peer.part(version, None, &stop)?;
             let manifest = self.region.manifest();
@@ -729,15 +768,16 @@ impl Inner {
 
     fn seal(&self, job: Seal) -> Result<(), ServeError> {
         let start = Instant::now();
-        let (slot, id, version) = (job.new.slot(), job.new.id(), job.version());
+        let (slot, id, version) = (job.new.slot(), job.new.id(), job.new.version());
         let base = job.base.as_ref().and_then(|lease| {
             let known = self.state().slots[lease.slot()].clone().filter(|s| s.id == lease.id());
             known.filter(|k| k.version < version).map(|k| (lease, k))
         });
-        let blocks = self.region.blocks();
+        let blocks = blocks_of(&self.region);
         let sealed = self.seal_pass(&job, &blocks, version, base.as_ref())?;
-        let key = seal::TableKey { incarnation: self.region.incarnation(), version, commit: id };
-        seal::write_table(&self.table_path(slot), &key, sealed.digest, &sealed.sums)?;
+        let path = self.region.sums_path(slot);
+        let (manifest, table_id) = (self.region.manifest(), self.table_id(version, id));
+        table::write(&path, manifest, table_id, sealed.digest, &sealed.sums)?;
         let mut delta = None;
         if let Some(file) = sealed.delta {
             let (bytes, changes) = (file.bytes, file.changes);
@@ -786,7 +826,7 @@ impl Inner {
                     version: known.version,
                 }),
                 out: out.as_deref().filter(|_| with_delta),
-                context: self.config.context,
+                context_out: None,
                 threads: self.config.threads,
                 stop: &self.stop,
                 progress: &|_| {},
@@ -812,7 +852,7 @@ impl Inner {
             {
                 let mut state = self.state();
                 for offer in std::mem::take(&mut state.offers) {
-                    if offer.handle.is_over() {
+                    if offer.handle.progress().free {
                         let acked = offer.handle.progress().bytes_acked;
                         self.counters.bytes_acked.fetch_add(acked, Ordering::Relaxed);
                     } else if wanted(&offer) {
@@ -891,7 +931,7 @@ impl Inner {
         if known != *digest {
             return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
         }
-        let image = self.region.manifest().bytes_of(&self.region.blocks());
+        let image = self.region.manifest().bytes_of(&blocks_of(&self.region));
         let share = segment.bytes as f64 / image.max(1) as f64;
         if share > self.config.dense_share {
             return Err(format!(
@@ -909,8 +949,8 @@ impl Inner {
         let blocks = BlockRanges::from(0..manifest.cuts().blocks());
         let source = Source {
             id: SourceId(0),
-            endpoint: HostPort::new(self.config.advertise_host.clone(), self.sender.local_addr().port()),
-            blocks: self.region.blocks(),
+            endpoint: self.data.clone(),
+            blocks: blocks_of(&self.region),
         };
         Ok(TicketFields {
             protocol: ProtocolVersion::CURRENT.major,
@@ -977,7 +1017,7 @@ impl Inner {
         let lease = Arc::new(self.region.lease(slot.id, LeaseKind::Stream, deadline)?);
         let body = Body::Image {
             manifest: Arc::clone(self.region.manifest()),
-            file: Arc::clone(lease.file()),
+            file: Arc::clone(&self.files[lease.slot()]),
             data_start: self.region.data_start(),
             sums: Arc::clone(&slot.sums),
             hold: Arc::clone(&lease) as Arc<dyn std::any::Any + Send + Sync>,
@@ -1048,7 +1088,7 @@ impl Inner {
         instance: String,
     ) -> Result<(), ServeError> {
         let expires = Instant::now() + Duration::from_millis(ticket.deadline.timeout_ms);
-        let handle = Arc::new(self.sender.offer(Offer { ticket, source, body })?);
+        let handle = self.sender.offer(Offer { ticket, source, body })?;
         self.state().offers.push(Active { handle, lease, instance, expires });
         Ok(())
     }
@@ -1056,6 +1096,11 @@ impl Inner {
 
 fn refused(fallback: Option<RequestMode>, kind: Kind, reason: String) -> TransferAnswer {
     TransferAnswer::Refused(Refused { ok: false, fallback, reason, kind })
+}
+
+/// The blocks that a region holds.
+fn blocks_of(region: &Region) -> BlockRanges {
+    region.part().cloned().unwrap_or_else(|| BlockRanges::from(0..region.manifest().cuts().blocks()))
 }
 
 fn sparsity(changes: u64, units: u64) -> f64 {
