@@ -1,0 +1,1 @@
+//! The protocol by one thread: what each step does to the words.
