@@ -74,8 +74,11 @@ fn locked(system: &System, limit: Rlimit) -> Check {
     let status = system.read("/proc/self/status").unwrap_or_default();
     let capabilities = status.lines().find_map(|l| l.strip_prefix("CapEff:"));
     let capabilities = capabilities.and_then(|c| u64::from_str_radix(c.trim(), 16).ok()).unwrap_or(0);
-    // CAP_IPC_LOCK is number 14.
-    if capabilities >> 14 & 1 == 1 {
+    // CAP_IPC_LOCK is number 14. Only that of the machine's own user namespace counts, which maps every user to
+    // itself; in another one it is shown but has no effect.
+    let users = system.read("/proc/self/uid_map").unwrap_or_default();
+    let first = users.split_whitespace().eq(["0", "0", "4294967295"]);
+    if first && capabilities >> 14 & 1 == 1 {
         return Check::ok(name, format!("{}, not enforced (CAP_IPC_LOCK)", bytes(soft)));
     }
     let enough = system.meminfo("MemTotal").map_or(ROOM, |total| total / 2);
@@ -219,8 +222,12 @@ mod tests {
         assert!(advice(&locked(&system, low)).contains("ulimit -l"));
         let half = Rlimit { current: Some(8 << 30), maximum: None };
         assert_eq!(locked(&system, half).verdict, Verdict::Ok);
-        let (_dir, system) = machine(&[meminfo, ("/proc/self/status", "CapEff:\t0000000000004400\n")]);
+        let able = ("/proc/self/status", "CapEff:\t0000000000004400\n");
+        let map = "/proc/self/uid_map";
+        let (_dir, system) = machine(&[meminfo, able, (map, "         0          0 4294967295\n")]);
         assert_eq!(locked(&system, low).verdict, Verdict::Ok);
+        let (_dir, rootless) = machine(&[meminfo, able, (map, "0 1000 1\n")]);
+        assert!(advice(&locked(&rootless, low)).contains("ulimit -l"));
     }
 
     #[test]

@@ -148,7 +148,7 @@ fn exit_code(checks: &[Check]) -> u8 {
 
 fn report(checks: &[Check], speed: &Speed, session: &Session) -> Result<u8, Error> {
     let exit = exit_code(checks);
-    let figure = |rate: &Result<f64, _>| rate.as_ref().ok().map(|r| round(*r));
+    let figure = |rate: &std::io::Result<f64>| rate.as_ref().ok().map(|r| round(*r));
     let object = json!({
         "ok": exit == 0,
         "exit": exit,
@@ -171,8 +171,8 @@ fn report(checks: &[Check], speed: &Speed, session: &Session) -> Result<u8, Erro
         }
         out.push('\n');
         let counted = |verdict| checks.iter().filter(|c| c.verdict() == verdict).count();
-        let (problems, advice) = (counted("problem"), counted("advice"));
-        let _ = writeln!(out, "{} checks: {problems} problems, {advice} with advice.", checks.len());
+        let verdicts = ["ok", "advice", "problem"].map(|v| format!("{} {v}", counted(v)));
+        let _ = writeln!(out, "\n{} checks: {}", checks.len(), verdicts.join(", "));
     })?;
     Ok(exit)
 }

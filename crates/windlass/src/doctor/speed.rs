@@ -8,11 +8,12 @@ use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
 
 use windlass_core::error::Kind;
+use windlass_data::file::io_kind;
 
 use super::Check;
 use crate::bench::baseline;
 use crate::error::Error;
-use crate::session::{Cancel, bytes};
+use crate::session::Cancel;
 
 /// Streams of a transfer if nothing else is said.
 pub const STREAMS: usize = 6;
@@ -35,11 +36,11 @@ const SLOW_LOOPBACK: f64 = 1.0;
 #[derive(Debug)]
 pub struct Speed {
     /// Copying memory.
-    pub copy: Result<f64, String>,
+    pub copy: io::Result<f64>,
     /// Reading two streams of memory in step.
-    pub read2: Result<f64, String>,
+    pub read2: io::Result<f64>,
     /// `sendfile` to `recv` over [`STREAMS`] connections to this machine itself.
-    pub loopback: Result<f64, String>,
+    pub loopback: io::Result<f64>,
 }
 
 impl Speed {
@@ -48,8 +49,8 @@ impl Speed {
         let len = spare.map_or(IMAGE, |s| (s / 16).min(IMAGE)) as usize;
         // What it is filled with makes no difference, but pages that were never written to are all the same one.
         let (Some(mut a), Some(mut b)) = (filled(len), filled(len)) else {
-            let why = || Err(format!("no memory for two images of {}", bytes(len as u64)));
-            return Ok(Speed { copy: why(), read2: why(), loopback: why() });
+            let short = || Err(io::ErrorKind::OutOfMemory.into());
+            return Ok(Speed { copy: short(), read2: short(), loopback: short() });
         };
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let rate = |time: Duration, len: usize| len as f64 / time.as_secs_f64().max(1e-9) / 1e9;
@@ -69,10 +70,7 @@ impl Speed {
             Ok(file) => middle(BUDGET, cancel, || baseline::loopback(STREAMS, &file, into, PATIENCE))?,
             Err(e) => Err(e),
         };
-        let figure = |time: io::Result<Duration>, len| match time {
-            Ok(time) => Ok(rate(time, len)),
-            Err(e) => Err(e.to_string()),
-        };
+        let figure = |time: io::Result<Duration>, len| time.map(|time| rate(time, len));
         let (copy, read2) = (figure(copy, len), figure(read2, len));
         Ok(Speed { copy, read2, loopback: figure(loopback, len / 2) })
     }
@@ -80,30 +78,50 @@ impl Speed {
     /// The checks of what was measured.
     pub fn checks(&self) -> Vec<Check> {
         let machine = "see whether others use it now, or whether few of its memory channels are filled";
-        let memory = |name, rate: &Result<f64, String>, bar| match rate {
+        let memory = |name, rate: &io::Result<f64>, bar| match rate {
             Ok(rate) => Check::ok(name, gbps(*rate)).advise(
                 *rate < bar,
                 format!("memory is slow for sealing and applying (below {bar} GB/s); {machine}"),
             ),
-            Err(why) => Check::ok(name, format!("unknown: {why}")),
-        };
-        let name = "loopback, 6 streams";
-        let loopback = match &self.loopback {
-            Ok(rate) => Check::ok(name, gbps(*rate)).advise(
-                *rate < SLOW_LOOPBACK,
-                "TCP within this machine is slow; a sandbox's network stack or a firewall's rules may cost it",
-            ),
-            Err(why) => Check::ok(name, why.as_str()).problem(
-                true,
-                Kind::Unsupported,
-                "nothing can be sent to 127.0.0.1; bring the interface up (`ip link set lo up`)",
-            ),
+            Err(e) => Check::ok(name, format!("unknown: {e}")),
         };
         vec![
             memory("memory copy", &self.copy, SLOW_COPY),
             memory("memory read, 2 streams", &self.read2, SLOW_READ),
-            loopback,
+            self.judge_loopback(),
         ]
+    }
+
+    fn judge_loopback(&self) -> Check {
+        let name = "loopback";
+        let e = match &self.loopback {
+            Ok(rate) => {
+                return Check::ok(name, format!("{}, {STREAMS} streams", gbps(*rate))).advise(
+                    *rate < SLOW_LOOPBACK,
+                    "TCP within this machine is slow; a sandbox's network stack or a firewall's rules may cost it",
+                );
+            }
+            Err(e) => e,
+        };
+        // An agent listens on 127.0.0.1 unless told otherwise.
+        let check = Check::ok(name, e.to_string());
+        match e.kind() {
+            // Short memory has a check of its own.
+            io::ErrorKind::OutOfMemory => check,
+            io::ErrorKind::NetworkUnreachable
+            | io::ErrorKind::NetworkDown
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::AddrNotAvailable => check.problem(
+                true,
+                Kind::Unsupported,
+                "127.0.0.1 cannot be reached; bring the interface up (`ip link set lo up`)",
+            ),
+            _ => check.problem(
+                true,
+                io_kind(e),
+                "nothing could be sent to 127.0.0.1; solve other problems first, then look at sandbox and firewall",
+            ),
+        }
     }
 }
 
@@ -168,11 +186,15 @@ mod tests {
         assert!(fast.checks().iter().all(|c| c.verdict == Verdict::Ok));
         let slow = Speed { copy: Ok(1.0), read2: Ok(1.0), loopback: Ok(0.3) };
         assert!(slow.checks().iter().all(|c| matches!(c.verdict, Verdict::Advice(_))));
-        let broken =
-            Speed { copy: Err("x".into()), read2: Err("x".into()), loopback: Err("unreachable".into()) };
-        let [copy, read2, loopback] = broken.checks().try_into().unwrap();
+        let broken = |kind: io::ErrorKind| {
+            Speed { copy: Err(kind.into()), read2: Err(kind.into()), loopback: Err(kind.into()) }.checks()
+        };
+        let [copy, read2, loopback] = broken(io::ErrorKind::NetworkUnreachable).try_into().unwrap();
         assert_eq!((copy.verdict, read2.verdict), (Verdict::Ok, Verdict::Ok));
-        assert!(matches!(loopback.verdict, Verdict::Problem(Kind::Unsupported, _)));
+        assert!(matches!(&loopback.verdict, Verdict::Problem(Kind::Unsupported, t) if t.contains("lo up")));
+        let blocked = broken(io::ErrorKind::PermissionDenied).remove(2);
+        assert!(matches!(&blocked.verdict, Verdict::Problem(Kind::Denied, t) if t.contains("firewall")));
+        assert!(broken(io::ErrorKind::OutOfMemory).iter().all(|c| c.verdict == Verdict::Ok));
     }
 
     #[test]

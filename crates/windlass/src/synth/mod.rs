@@ -376,9 +376,15 @@ fn solve(mut lo: f64, mut hi: f64, below: impl Fn(f64) -> bool) -> f64 {
 }
 
 /// How often a weight changes, by learning rate: the law of `mean + scale · bell`, reduced to (ulp, chance).
-struct Law(Vec<(f64, f64)>);
+struct Law {
+    weights: Vec<(f64, f64)>,
+    /// Sizes of moves with their density. Models have thousands of tensors, and each asks thousands of times.
+    moves: [(f64, f64); Law::MOVES],
+}
 
 impl Law {
+    const MOVES: usize = 64;
+
     fn new(mean: f64, scale: f64) -> Law {
         // Small weights carry most changes, so points around zero must be spaced by ratio, not evenly.
         let points: Vec<(f64, f64)> = if mean == 0.0 {
@@ -402,20 +408,20 @@ impl Law {
                 _ => merged.push((exponent(w), chance / total)),
             }
         }
-        Law(merged.into_iter().map(|(e, chance)| (2f64.powi(e - 7), chance)).collect())
+        let moves =
+            std::array::from_fn(|j| (j as f64 + 0.5) * 2.0 / Law::MOVES as f64).map(|x| (x, density(x)));
+        Law { weights: merged.into_iter().map(|(e, chance)| (2f64.powi(e - 7), chance)).collect(), moves }
     }
 
     /// The share of elements whose cast changes when masters move by `lr · u`: a master lies anywhere between
     /// two roundings, so a move of `d` crosses one with probability `d / ulp`.
     fn rate(&self, lr: f64) -> f64 {
-        const POINTS: u32 = 64;
-        let moves = || (0..POINTS).map(|j| (f64::from(j) + 0.5) * 2.0 / f64::from(POINTS));
-        let total: f64 = moves().map(density).sum();
+        let total: f64 = self.moves.iter().map(|m| m.1).sum();
         let crossing = |ulp: f64| {
             let d = lr * UPDATE_SCALE * 3f64.sqrt() / ulp;
-            moves().map(|x| density(x) * (d * x).min(1.0)).sum::<f64>() / total
+            self.moves.iter().map(|(x, density)| density * (d * x).min(1.0)).sum::<f64>() / total
         };
-        self.0.iter().map(|&(ulp, chance)| chance * crossing(ulp)).sum()
+        self.weights.iter().map(|&(ulp, chance)| chance * crossing(ulp)).sum()
     }
 }
 
