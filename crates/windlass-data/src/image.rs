@@ -46,7 +46,9 @@ use windlass_core::manifest::{Manifest, ManifestError};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::{Fault, Stage, Ticket};
 
-use crate::region::{AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer};
+use crate::region::{
+    AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer,
+};
 use crate::seal::{self, SealError};
 use crate::shm::{Access, LoanError, Mapping};
 use crate::stop::{Stop, Stopped};
@@ -232,7 +234,12 @@ impl Image {
         })?;
         let blocks = manifest.cuts().blocks() as usize;
         let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
-        Image::with(spec, region, Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] }, None)
+        Image::with(
+            spec,
+            region,
+            Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] },
+            None,
+        )
     }
 
     /// Opens an image that a receiver left, and sums all of it. It is whole if the sums give the digest that
@@ -342,7 +349,11 @@ pub struct ImageView {
 
 impl ImageView {
     /// Takes a map lease on the whole version in `region`, for at most `load`. Waits for one until `stop`.
-    pub fn take(region: &Arc<Region>, load: std::time::Duration, stop: &Stop) -> Result<ImageView, ImageError> {
+    pub fn take(
+        region: &Arc<Region>,
+        load: std::time::Duration,
+        stop: &Stop,
+    ) -> Result<ImageView, ImageError> {
         loop {
             let seen = region.bell();
             if let Some(known) = whole_state(region)?
@@ -616,11 +627,8 @@ impl Refresh<'_> {
                 return Err(ImageError::Digest { identity, found, expected: known.digest });
             }
         }
-        let state = StateFile {
-            commit: self.attempt.id(),
-            identity: known.identity.clone(),
-            digest: known.digest,
-        };
+        let state =
+            StateFile { commit: self.attempt.id(), identity: known.identity.clone(), digest: known.digest };
         write_state(self.region.dir(), &state)?;
         self.attempt.done(stop)?;
         if let Some(seal) = self.seat.seal()? {

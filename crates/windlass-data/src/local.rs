@@ -193,7 +193,8 @@ fn greet(peer: &UnixStream, region: &Region) -> io::Result<()> {
     // In group mode the socket's own permissions let the group in.
     if !(theirs.uid == ours || theirs.uid.is_root() || for_group(region)) {
         tracing::warn!(uid = theirs.uid.as_raw(), "a local peer of another user was refused");
-        let why = format!("user {} may not attach to a region of user {}", theirs.uid.as_raw(), ours.as_raw());
+        let why =
+            format!("user {} may not attach to a region of user {}", theirs.uid.as_raw(), ours.as_raw());
         return send(peer, &Greeting { windlass: 1, model_id: None, error: Some(why) }, &[]);
     }
     let greeting = Greeting { windlass: 1, model_id: Some(region.model_id().to_string()), error: None };

@@ -32,10 +32,10 @@ use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
     Have, Refused, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
-use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::{Mode, Ticket, TicketError};
 
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
@@ -649,9 +649,8 @@ impl Receiver {
     /// A ticket must be about this model, incarnation and layout.
     fn check_ticket(&self, ticket: &Ticket) -> Result<(), ReceiverError> {
         let manifest = self.image.as_ref().map(Image::manifest);
-        let same_layout = manifest.is_none_or(|m| {
-            (m.layout_hash(), m.cuts_hash()) == (ticket.layout_hash, ticket.cuts_hash)
-        });
+        let same_layout = manifest
+            .is_none_or(|m| (m.layout_hash(), m.cuts_hash()) == (ticket.layout_hash, ticket.cuts_hash));
         let same_life = Some(ticket.identity.incarnation) == self.incarnation;
         if ticket.identity.model_id == self.config.image.model_id && same_life && same_layout {
             return Ok(());
@@ -713,7 +712,8 @@ impl Receiver {
             let what = format!("a delta of {bytes} bytes to an image of {image}");
             return Err(ReceiverError::OtherTicket { peer: peer(), what });
         }
-        let memory = |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
+        let memory =
+            |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
         let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
         let base = base.identity.version;
         self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, run, stop)?;
@@ -748,6 +748,9 @@ impl Receiver {
         if let Some(staged) = staged {
             self.apply(&refresh, &staged, run, stop)?;
         }
+        if run.first.is_some() {
+            self.fill(&refresh, BlockRanges::new(), run, info, stop)?;
+        }
         loop {
             stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;
             let (versions, unknown) = (refresh.versions(), refresh.unknown());
@@ -771,8 +774,7 @@ impl Receiver {
         let announced = info.digest.filter(|_| info.version == Some(version));
         let digest = self.digests.get(&version).copied().or(announced);
         let digest = digest.ok_or_else(|| ReceiverError::NothingYet { peer: self.control.peer() })?;
-        let identity =
-            Identity { model_id: info.model_id.clone(), incarnation: info.incarnation, version };
+        let identity = Identity { model_id: info.model_id.clone(), incarnation: info.incarnation, version };
         Ok(Known { identity, digest })
     }
 

@@ -36,21 +36,23 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::digest::{StateSum, SumTable};
+use windlass_core::digest::{BlockSum, StateSum, SumTable};
 use windlass_core::error::Kind;
-use windlass_core::identity::{Identity, StateDigest, Version};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
+use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
     Capabilities, Granted, Have, PartInfo, PartSum, Refused, Registered, Registration, RequestMode,
     SharedTicket, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{
-    Base, BlockVersions, Checks, DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion, Source,
-    SourceId, Ticket, TicketError, TicketFields, TicketId, TicketKey,
+    Base, BlockVersions, Checks, DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Deadline, MAX_STREAMS,
+    MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion, Source, SourceId, Ticket, TicketError, TicketFields,
+    TicketId, TicketKey,
 };
 
 use crate::history::{History, HistoryError, Limits, Segment};
-use crate::receiver::ControlError;
+use crate::receiver::{Control, ControlError};
 use crate::region::{AgentSeat, Lease, LeaseKind, Region, RegionError, Seal};
 use crate::seal::table::{self, TableError, TableId};
 use crate::seal::{self, SealError, SealJob};
@@ -150,7 +152,9 @@ pub enum ServeError {
         newest: Option<Version>,
     },
     /// An instance id that was never given out, or was forgotten.
-    #[error("instance {instance:?} is not registered here: register again (the agent may have been restarted)")]
+    #[error(
+        "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
+    )]
     UnknownInstance {
         /// What it called itself.
         instance: String,
@@ -197,9 +201,9 @@ impl ServeError {
             ServeError::Tcp(e) => e.kind(),
             ServeError::Ticket(e) => e.kind(),
             ServeError::Peer(e) => e.kind(),
-            ServeError::NothingYet { .. } | ServeError::NoVersion { .. } | ServeError::UnknownInstance { .. } => {
-                Kind::NotFound
-            }
+            ServeError::NothingYet { .. }
+            | ServeError::NoVersion { .. }
+            | ServeError::UnknownInstance { .. } => Kind::NotFound,
             ServeError::Random(_) | ServeError::Thread { .. } => Kind::Exhausted,
             ServeError::Slot { source, .. } => crate::file::io_kind(source),
             ServeError::Bounds { .. } => Kind::Invalid,
@@ -411,11 +415,7 @@ impl Server {
     }
 
     /// What is served, once it is newer than `seen` or `stop` ends the wait.
-    pub fn wait_version(
-        &self,
-        seen: Option<(windlass_core::identity::Incarnation, Version)>,
-        stop: &Stop,
-    ) -> VersionInfo {
+    pub fn wait_version(&self, seen: Option<(Incarnation, Version)>, stop: &Stop) -> VersionInfo {
         let mut state = self.inner.state();
         loop {
             let info = self.inner.version_info(&state);
@@ -559,6 +559,11 @@ impl Server {
         })
     }
 
+    fn refusal(&self, what: &'static str, error: ServeError) -> ControlError {
+        let (kind, message) = (error.kind(), error.to_string());
+        ControlError::Refused { peer: self.peer(), what, kind, message }
+    }
+
     fn wait_slot(&self, version: Version, stop: &Stop) -> Result<(), ServeError> {
         let mut state = self.inner.state();
         loop {
@@ -590,10 +595,63 @@ impl Server {
             Mode::Delta { base, payloads } => {
                 let segment = self.inner.history.segment(base.identity.version, version, stop)?;
                 let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
-                (Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()), None)
+                (
+                    Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),
+                    None,
+                )
             }
         };
         self.inner.offer(ticket, shared.source, body, "a peer".into())
+    }
+}
+
+/// Within one process the control connection is a call.
+impl Control for Server {
+    fn peer(&self) -> String {
+        format!("{} in this process", self.inner.region.model_id())
+    }
+
+    fn version(
+        &self,
+        newer_than: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ControlError> {
+        Ok(match newer_than {
+            Some(seen) => self.wait_version(Some(seen), &stop.with_timeout(Duration::from_secs(20))),
+            None => Server::version(self),
+        })
+    }
+
+    fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
+        Ok(Manifest::clone(self.inner.region.manifest()))
+    }
+
+    fn sums(&self, identity: &Identity, _: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        let sums = Server::sums(self, Some(identity.version));
+        Ok(sums.map_err(|e| self.refusal("get the sums", e))?.sums().to_vec())
+    }
+
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
+        let registered = Server::register(self, registration, 0);
+        Ok(registered.map_err(|e| self.refusal("register", e))?.instance_id)
+    }
+
+    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
+        Server::request(self, request, stop).map_err(|e| self.refusal("request a transfer", e))
+    }
+
+    fn done(&self, done: &TransferDone, _: &Stop) -> Result<(), ControlError> {
+        self.completed(done).map_err(|e| self.refusal("report a transfer", e))
+    }
+}
+
+impl Peer for Server {
+    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
+        Server::part(self, version, base, stop).map_err(|e| self.refusal("get a part", e))
+    }
+
+    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {
+        Server::share(self, ticket.clone(), stop).map_err(|e| self.refusal("share a ticket", e))
     }
 }
 
@@ -646,13 +704,22 @@ impl Inner {
                     let lease = self.region.lease(slot.id, LeaseKind::Seal, Duration::from_secs(3600))?;
                     let blocks = blocks_of(&self.region);
                     let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
-                    let sums =
-                        seal::sums(kernels, manifest, &blocks, lease.data(), self.config.threads, &self.stop)?;
+                    let sums = seal::sums(
+                        kernels,
+                        manifest,
+                        &blocks,
+                        lease.data(),
+                        self.config.threads,
+                        &self.stop,
+                    )?;
                     if self.part_digest(sums.state()) == digest {
                         table::write(&path, manifest, id, digest, &sums)?;
                         self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
                     } else {
-                        tracing::error!(version = slot.version, "a sealed slot has changed; it is not served");
+                        tracing::error!(
+                            version = slot.version,
+                            "a sealed slot has changed; it is not served"
+                        );
                     }
                 }
             }
@@ -669,14 +736,7 @@ impl Inner {
     }
 
     /// Notes a sealed slot, and serves it once all holders of parts have it.
-    fn sealed(
-        &self,
-        slot: usize,
-        id: u64,
-        version: Version,
-        sums: Arc<SumTable>,
-        delta: Option<DeltaStats>,
-    ) {
+    fn sealed(&self, slot: usize, id: u64, version: Version, sums: Arc<SumTable>, delta: Option<DeltaStats>) {
         let own = sums.state();
         let digest = self.part_digest(own);
         {
@@ -865,7 +925,11 @@ impl Inner {
                 }
             }
             self.counters.revoked.fetch_add(lapped.len() as u64, Ordering::Relaxed);
-            revoke_all(lapped, "a newer version takes the slot: ask for a new ticket", self.config.revoke_grace);
+            revoke_all(
+                lapped,
+                "a newer version takes the slot: ask for a new ticket",
+                self.config.revoke_grace,
+            );
             revoke_all(late, "the ticket has expired: ask for a new one", Duration::ZERO);
             self.region.wait(seen, Stop::GLANCE);
         }
@@ -892,7 +956,11 @@ impl Inner {
             (slot, digest)
         };
         if request.layout_hash.is_some_and(|h| h != self.region.manifest().layout_hash()) {
-            return Ok(refused(None, Kind::Stale, "the layout is another one: fetch the manifest again".into()));
+            return Ok(refused(
+                None,
+                Kind::Stale,
+                "the layout is another one: fetch the manifest again".into(),
+            ));
         }
         let delta = match request.mode {
             RequestMode::Full => Err("a full image was asked for".to_owned()),
@@ -942,16 +1010,17 @@ impl Inner {
         Ok(segment)
     }
 
-    fn fields(&self, request: &TransferRequest, version: Version, digest: StateDigest) -> Result<TicketFields, ServeError> {
+    fn fields(
+        &self,
+        request: &TransferRequest,
+        version: Version,
+        digest: StateDigest,
+    ) -> Result<TicketFields, ServeError> {
         let manifest = self.region.manifest();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         let timeout = request.timeout_ms.unwrap_or(self.config.transfer_timeout.as_millis() as u64);
         let blocks = BlockRanges::from(0..manifest.cuts().blocks());
-        let source = Source {
-            id: SourceId(0),
-            endpoint: self.data.clone(),
-            blocks: blocks_of(&self.region),
-        };
+        let source = Source { id: SourceId(0), endpoint: self.data.clone(), blocks: blocks_of(&self.region) };
         Ok(TicketFields {
             protocol: ProtocolVersion::CURRENT.major,
             id: TicketId(random()?),

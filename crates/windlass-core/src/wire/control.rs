@@ -25,7 +25,9 @@ use super::message::Completion;
 use super::ticket::{SourceId, Ticket, TicketError, TicketFields};
 use crate::error::{Kind, excerpt};
 use crate::hex::hex_bytes;
-use crate::identity::{CutsHash, Identity, IdentityError, Incarnation, LayoutHash, ModelId, StateDigest, Version};
+use crate::identity::{
+    CutsHash, Identity, IdentityError, Incarnation, LayoutHash, ModelId, StateDigest, Version,
+};
 use crate::manifest::Manifest;
 use crate::ranges::BlockRanges;
 
@@ -50,7 +52,11 @@ impl VersionInfo {
     /// The identity of the newest sealed version.
     pub fn identity(&self) -> Option<Identity> {
         let VersionInfo { model_id, incarnation, .. } = self;
-        self.version.map(|version| Identity { model_id: model_id.clone(), incarnation: *incarnation, version })
+        self.version.map(|version| Identity {
+            model_id: model_id.clone(),
+            incarnation: *incarnation,
+            version,
+        })
     }
 
     /// Whether there is something that a holder of `seen` does not have: any version of a newer incarnation, or
