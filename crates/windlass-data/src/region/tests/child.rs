@@ -7,8 +7,9 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child as Process, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Steps to stop at: a name, or a name and the how-manieth time.
 static STOPS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+/// Whether the running command has lost its patience.
+static GIVE_UP: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 static COUNTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
 /// The hook in the code under test.
@@ -41,7 +44,7 @@ pub(in crate::region) fn step(name: &'static str) {
     if stops.remove(name) || stops.remove(&format!("{name}:{count}")) {
         drop(stops);
         say(name);
-        read_line();
+        GIVE_UP.store(read_line() == "give up", Ordering::Relaxed);
     }
 }
 
@@ -96,8 +99,9 @@ fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Result<String, Reg
         }
         "rank" => held.writer = Some(region.writer(number(1) as u16)?),
         "write" => {
-            let shape = Shape { seed: number(3), ranks: region.ranks() };
-            let stop = Stop::after(Duration::from_millis(number(2)));
+            GIVE_UP.store(false, Ordering::Relaxed);
+            let shape = Shape { seed: number(2), ranks: region.ranks() };
+            let stop = Stop::from_flag(Arc::clone(&GIVE_UP)).with_timeout(PATIENCE);
             write_share(held.writer.as_mut().unwrap(), number(1), shape, &stop)?;
         }
         "lease" => {
@@ -205,6 +209,11 @@ impl Child {
     /// Goes on from the step.
     pub(super) fn go_on(&mut self) {
         self.send("");
+    }
+
+    /// Goes on from the step, and waits for nothing any more.
+    pub(super) fn give_up(&mut self) {
+        self.send("give up");
     }
 
     pub(super) fn signal(&self, signal: Signal) {

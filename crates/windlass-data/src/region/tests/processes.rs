@@ -7,10 +7,10 @@ use windlass_core::error::Kind;
 use super::child::{Child, PATIENCE};
 use super::*;
 
-/// The steps of rank 0 before its commit, and of another rank before its end.
+/// The steps of rank 0 before its commit, and of another rank before it is done.
 const LEAD_STEPS: [&str; 8] =
     ["guard", "open", "joined", "barrier", "piece:1", "piece:3", "done", "committing"];
-const RANK_STEPS: [&str; 5] = ["joined", "barrier", "piece:1", "piece:3", "done"];
+const RANK_STEPS: [&str; 4] = ["joined", "barrier", "piece:1", "piece:3"];
 
 /// A region of two ranks: this process is one, a child the other.
 struct Pair {
@@ -51,7 +51,7 @@ impl Pair {
     fn publish(&mut self) {
         self.version += 1;
         let (version, shape) = (self.version, self.shape(self.version));
-        self.child().send(&format!("write {version} 60000 {}", shape.seed));
+        self.child().send(&format!("write {version} {}", shape.seed));
         let stop = Stop::after(PATIENCE);
         let committed = write_share(self.mine.as_mut().unwrap(), version, shape, &stop);
         assert_eq!(self.child().done(), Ok(String::new()));
@@ -96,7 +96,7 @@ fn a_killed_writer_leaves_the_old_version_whole_at_every_step() {
             let joined = !matches!(step, "guard" | "open");
             let e = pair.write_while(&stop, |child| {
                 let mut victim = child.take().unwrap();
-                victim.run_to(step, &format!("write {next} 60000 {next}"));
+                victim.run_to(step, &format!("write {next} {next}"));
                 pid = victim.kill();
                 if !joined {
                     stop.set();
@@ -110,11 +110,12 @@ fn a_killed_writer_leaves_the_old_version_whole_at_every_step() {
             pair.restart();
             pair.publish();
         }
-        // After the commit it is too late to lose anything.
+        // Once the lead has committed, or another rank is done, its death costs nothing.
         let next = pair.version + 1;
+        let last = if rank == 0 { "committed" } else { "done" };
         let committed = pair.write_while(&Stop::after(PATIENCE), |child| {
             let mut victim = child.take().unwrap();
-            victim.run_to("committed", &format!("write {next} 60000 {next}"));
+            victim.run_to(last, &format!("write {next} {next}"));
             victim.kill();
         });
         assert_eq!(committed.unwrap().version, next);
@@ -135,7 +136,7 @@ fn a_stopped_writer_is_named_and_its_late_bytes_are_never_committed() {
             let e = pair.write_while(&flag, |child| {
                 let child = child.as_mut().unwrap();
                 // Another seed: its late bytes differ from what will be committed.
-                child.run_to(step, &format!("write {next} 1 {}", next + 1000));
+                child.run_to(step, &format!("write {next} {}", next + 1000));
                 child.stop();
                 flag.set();
             });
@@ -152,10 +153,10 @@ fn a_stopped_writer_is_named_and_its_late_bytes_are_never_committed() {
                 let committed = pair.write_while(&Stop::after(PATIENCE), |child| {
                     let child = child.as_mut().unwrap();
                     child.cont();
-                    child.go_on();
+                    child.give_up();
                     let late = child.done().unwrap_err();
                     assert!(late.contains("given up"), "{step}: {late}");
-                    child.send(&format!("write {next} 60000 {next}"));
+                    child.send(&format!("write {next} {next}"));
                     child.done().unwrap();
                 });
                 committed.unwrap();
@@ -163,7 +164,7 @@ fn a_stopped_writer_is_named_and_its_late_bytes_are_never_committed() {
                 pair.check();
             } else {
                 pair.child().cont();
-                pair.child().go_on();
+                pair.child().give_up();
                 let late = pair.child().done().unwrap_err();
                 assert!(late.contains("given up"), "{step}: {late}");
                 pair.check();
@@ -171,6 +172,29 @@ fn a_stopped_writer_is_named_and_its_late_bytes_are_never_committed() {
             }
         }
     }
+}
+
+#[test]
+fn a_rank_that_is_stopped_after_it_was_done_learns_of_the_commit() {
+    let mut pair = Pair::new(1);
+    let next = pair.version + 1;
+    let committed = pair.write_while(&Stop::after(PATIENCE), |child| {
+        let child = child.as_mut().unwrap();
+        child.run_to("done", &format!("write {next} {next}"));
+        child.stop();
+    });
+    committed.unwrap();
+    pair.version = next;
+    // The lead goes on, twice, and cannot pass the barrier.
+    for _ in 0..2 {
+        let e = pair.write_while(&Stop::after(Duration::from_millis(20)), |_| ()).unwrap_err();
+        assert_eq!(e.kind(), Kind::Timeout, "{e}");
+    }
+    pair.child().cont();
+    pair.child().go_on();
+    assert_eq!(pair.child().done(), Ok(String::new()));
+    pair.check();
+    pair.publish();
 }
 
 /// A region of one rank, which is this process, with two versions; and a child that has it open.
@@ -311,7 +335,7 @@ fn ranks_in_parallel_commit_exactly_their_bytes() {
     // Each seed has other shares, other lengths of writes and another order of them.
     for version in 1..=8 {
         for rank in &mut ranks {
-            rank.send(&format!("write {version} 60000 {version}"));
+            rank.send(&format!("write {version} {version}"));
         }
         for rank in &mut ranks {
             rank.done().unwrap();
@@ -357,7 +381,7 @@ fn gc_removes_the_dead_and_leaves_the_living() {
     std::fs::write(home.path().join("foreign/header"), b"somebody else's file").unwrap();
     std::os::unix::fs::symlink(home.path().join("dead"), home.path().join("link")).unwrap();
 
-    let mut names = |removed: Vec<Removed>| {
+    let names = |removed: Vec<Removed>| {
         let mut names: Vec<_> =
             removed.iter().map(|r| r.dir.file_name().unwrap().to_str().unwrap().to_owned()).collect();
         names.sort();
@@ -385,7 +409,7 @@ fn a_live_region_is_not_replaced_and_a_dead_one_is() {
     let old = first.incarnation();
     drop(first);
     let mut child = Child::rank(&spec.dir, 0);
-    child.ask("write 1 60000 1").unwrap();
+    child.ask("write 1 1").unwrap();
     let e = Region::create(&spec).unwrap_err();
     assert!(matches!(&e, RegionError::Live { owners, .. } if owners.contains(&child.pid())), "{e}");
     let region = Region::open(&spec.dir).unwrap();
