@@ -1,9 +1,9 @@
 //! How Windlass moves bytes.
 //!
-//! Owns: the SIMD kernels behind the codec and the digest ([`simd`]), and safetensors files on disk
+//! Owns: the SIMD kernels behind the codec and the digest ([`simd`]), safetensors files on disk
 //! ([`file`](mod@file)), memory shared between processes ([`shm`]), the protocol by which its users take turns
-//! ([`flip`]) and the directory that holds it ([`region`]). Called by the `windlass` crate. Must not: use async, know Python, or decide who moves
-//! what and when.
+//! ([`flip`]) and the directory that holds it ([`region`]). Called by the `windlass` crate. Must not: use async,
+//! know Python, or decide who moves what and when.
 
 pub mod file;
 pub mod flip;

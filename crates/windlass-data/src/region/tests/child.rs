@@ -22,7 +22,7 @@ use windlass_core::identity::StateDigest;
 
 const DIR: &str = "WINDLASS_TEST_REGION";
 /// Longer than anything takes that does not hang.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Steps to stop at: a name, or a name and the how-manieth time.
 static STOPS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
@@ -118,7 +118,7 @@ fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Result<String, Reg
         "seal" => held.seal = held.seat.as_ref().unwrap().seal()?,
         "sealed" => {
             let seal = held.seal.take().unwrap();
-            let base = seal.base.as_ref().map(|b| b.version());
+            let base = seal.base.as_ref().map(Lease::version);
             seal.finish(StateDigest([number(1) as u8; 16]));
             return Ok(format!("{base:?}"));
         }

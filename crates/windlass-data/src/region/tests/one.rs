@@ -100,7 +100,7 @@ fn a_lease_is_wanted_back_by_the_next_attempt_and_freed_by_dropping() {
     let region = Region::create(&spec(home.path(), 1)).unwrap();
     let mut writer = region.writer(0).unwrap();
     let first = publish(&mut writer, 1);
-    let lease = region.lease(first.id, LeaseKind::Stream, Duration::from_secs(60)).unwrap();
+    let lease = region.lease(first.id, LeaseKind::Stream, Duration::from_mins(1)).unwrap();
     publish(&mut writer, 2);
     assert!(!lease.wanted_back() && lease.stands());
     std::thread::scope(|s| {
@@ -129,7 +129,7 @@ fn an_expired_lease_is_broken_only_when_its_slot_is_needed() {
     assert!(!other.stands() && other.wanted_back());
     assert!(matches!(other.renew(Duration::MAX), Err(RegionError::LeaseBroken { id: 1, .. })));
     assert!(other.finish().is_err());
-    kept.renew(Duration::from_secs(60)).unwrap();
+    kept.renew(Duration::from_mins(1)).unwrap();
     let e = writer.begin(4, &Stop::after(Duration::from_millis(10))).unwrap_err();
     assert!(e.to_string().contains("taking back its slot"), "{e}");
     kept.finish().unwrap();

@@ -8,8 +8,8 @@ use super::child::{Child, PATIENCE};
 use super::create::{Limits, create};
 use super::*;
 
-fn room(free: u64) -> Option<Room> {
-    Some(Room { free, configured: 64 << 20, place: "/small".into() })
+fn room(free: u64) -> Room {
+    Room { free, configured: 64 << 20, place: "/small".into() }
 }
 
 #[test]
@@ -17,7 +17,7 @@ fn too_little_room_is_said_before_anything_is_written() {
     let home = tempfile::tempdir_in("/dev/shm").unwrap();
     let spec = RegionSpec { manifest: large(), extra_bytes: 1 << 20, ..spec(home.path(), 1) };
     let data = spec.manifest.data_bytes();
-    let limits = Limits { filesystem: room(2 * data), memory: None };
+    let limits = Limits { filesystem: Some(room(2 * data)), memory: None };
     let e = create(&spec, &limits).unwrap_err();
     let RegionError::Space { shortage: Shortage::Filesystem { needed, .. }, .. } = &e else { panic!("{e}") };
     assert!(*needed > 2 * data + (1 << 20), "slots and history");
@@ -28,14 +28,14 @@ fn too_little_room_is_said_before_anything_is_written() {
     assert_eq!(e.kind(), Kind::Exhausted);
     assert!(!spec.dir.exists());
 
-    let limits = Limits { filesystem: None, memory: room(2 * data) };
+    let limits = Limits { filesystem: None, memory: Some(room(2 * data)) };
     let e = create(&RegionSpec { memfd: Memfd::Auto, ..spec.clone() }, &limits).unwrap_err();
     assert!(matches!(&e, RegionError::Space { shortage: Shortage::Memory { .. }, .. }), "{e}");
     assert!(!spec.dir.exists());
 
     // A dead region in the way counts as room, and stays when there is still too little.
     drop(create(&spec, &Limits::default()).unwrap());
-    let limits = Limits { filesystem: room(2 << 20), memory: room(2 << 20) };
+    let limits = Limits { filesystem: Some(room(2 << 20)), memory: Some(room(2 << 20)) };
     drop(create(&spec, &limits).unwrap());
     let larger = RegionSpec { manifest: manifest(6 << 20), ..spec.clone() };
     assert!(matches!(create(&larger, &limits), Err(RegionError::Space { .. })));
@@ -96,7 +96,7 @@ fn a_small_tmpfs_gets_memfd_slots() {
         }
         refused => {
             eprintln!("SKIPPED the real 64 MiB tmpfs: no user and mount namespaces here ({refused:?})");
-            check_memfd(&spec(home.path()), &Limits { filesystem: room(60 << 20), memory: None });
+            check_memfd(&spec(home.path()), &Limits { filesystem: Some(room(60 << 20)), memory: None });
         }
     }
 }
