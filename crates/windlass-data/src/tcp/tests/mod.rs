@@ -1,4 +1,6 @@
 //! Tests of the link over loopback.
 
+mod leases;
+mod proxy;
 mod transfers;
 mod world;
