@@ -219,3 +219,28 @@ fn shutdown_tells_receivers_and_leaves_no_connection() {
     assert!(matches!(event, PullEvent::Fault(ref f) if f.kind == Kind::PeerLost), "{event:?}");
     assert!(hand.event(&mut Vec::new()).is_err());
 }
+
+#[test]
+fn bytes_rewritten_in_flight_fail_their_sums() {
+    // Somebody breaks the rule and writes under a live offer: the sums are of what was sealed.
+    let image = Image::new(plain_manifest(8 << 20), 10);
+    let sender = sender();
+    let gate = Arc::new(AtomicBool::new(false));
+    let harm = Harm::Gate(1 << 20, Arc::clone(&gate));
+    let proxy = Proxy::start(sender.local_addr(), Box::new(move |_| (harm.clone(), Harm::None)));
+    let mut fields = image.ticket(proxy.address);
+    (fields.streams, fields.stripe_bytes) = (1, 2 << 20);
+    let ticket = Ticket::new(fields).unwrap();
+    let handle = offer(&sender, &ticket, 0, image.body(Arc::new(())));
+    let landed = Landed::new(&image.manifest);
+    let error = std::thread::scope(|scope| {
+        let pull = scope.spawn(|| landed.pull(&image.manifest, &ticket, &quick_pull(), &Stop::never()));
+        eventually("more is under way than has passed", || handle.progress().bytes_sent > (1 << 20) + 1000);
+        image.file.write_all_at(&vec![0xee; image.data.len()], DATA_START).unwrap();
+        gate.store(true, Ordering::Relaxed);
+        pull.join().unwrap().unwrap_err()
+    });
+    assert_eq!(error.kind(), Kind::Corrupt, "{error}");
+    assert!(handle.progress().bad > 0, "the sender was told");
+    assert!(landed.sums.lock().unwrap().is_empty());
+}

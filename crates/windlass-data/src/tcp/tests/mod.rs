@@ -1,5 +1,6 @@
 //! Tests of the link over loopback.
 
+mod hostile;
 mod leases;
 mod proxy;
 mod transfers;
