@@ -253,6 +253,9 @@ impl Transfer<'_> {
             let stream = StreamId { index, epoch };
             let mut progress = false;
             let end = self.connection(stream, source, &mut progress);
+            if matches!(end, End::Over) {
+                return;
+            }
             // The connection is closed and the thread has left the memory: others may have its stripes.
             self.update(|claims, _| claims.lost(stream));
             match end {
@@ -471,7 +474,7 @@ impl Transfer<'_> {
     fn result(self) -> Result<Pulled, TcpError> {
         let ticket = self.ticket.id;
         let mut claims = self.claims.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.watch.show(&claims.progress());
+        self.watch.show(&Progress { live: 0, ..claims.progress() });
         match claims.outcome(self.origin.elapsed()) {
             Outcome::Finished => {}
             Outcome::Failed(failure) => {
@@ -743,15 +746,23 @@ impl Lane<'_> {
 
     /// Tells the sender why this side ends the stream, if it can be told at once.
     fn give_up(&mut self, error: &TcpError) {
-        let kind = match error {
-            TcpError::Io { .. } | TcpError::Closed { .. } => return,
-            TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. } => return,
-            // The ticket is of no more use to this side: the sender need not wait for its streams.
+        let unheard = matches!(
+            error,
+            TcpError::Io { .. }
+                | TcpError::Closed { .. }
+                | TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. }
+        );
+        if unheard {
+            return;
+        }
+        // Where the ticket is of no more use to this side, the sender need not wait for its streams.
+        let ends_ticket = matches!(
+            error,
             TcpError::Wire { source: WireError::Transfer(_), .. }
-            | TcpError::Stopped(_)
-            | TcpError::Ground { .. } => Kind::Cancelled,
-            _ => Kind::PeerLost,
-        };
+                | TcpError::Stopped(_)
+                | TcpError::Ground { .. }
+        );
+        let kind = if ends_ticket { Kind::Cancelled } else { Kind::PeerLost };
         let fault = Fault { kind, stage: self.conn.stage, stripe: None, message: error.to_string() };
         if let Ok(frame) = Message::Error(fault).encode(self.stream) {
             self.outbox.extend(frame);

@@ -1,5 +1,6 @@
 //! Tests of the link over loopback.
 
+mod faults;
 mod hostile;
 mod leases;
 mod proxy;
