@@ -60,7 +60,7 @@ impl Default for PullConfig<'_> {
             handshake_timeout: Duration::from_millis(HANDSHAKE_TIMEOUT_MS),
             ping_after: Duration::from_millis(PING_AFTER_MS),
             lost_after: Duration::from_millis(LOST_AFTER_MS),
-            stripe_timeout: Duration::from_secs(60),
+            stripe_timeout: Duration::from_mins(1),
             max_bad: 4,
             reconnects: 6,
             backoff: Duration::from_millis(50),
@@ -433,12 +433,11 @@ impl Transfer<'_> {
         let conn = Conn::new(Arc::new(stream), name.clone());
         let limit = self.config.connect_timeout;
         let by = By { until: Instant::now() + limit, limit, what: "the connection", stop: self.stop };
-        while pending {
+        let mut made = !pending;
+        while !made {
             if wait(conn.fd(), true, None, by.nap(&conn)?).map_err(failed)?.writable {
-                match conn.socket().take_error().map_err(failed)? {
-                    None => break,
-                    Some(e) => return Err(failed(e)),
-                }
+                conn.socket().take_error().map_err(failed)?.map_or(Ok(()), |e| Err(failed(e)))?;
+                made = true;
             }
         }
         let socket = conn.socket();

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::{
     Check, Checks, Extent, Fault, FrameKind, Greeted, Message, Next, Nonce, Proved, Sender as SenderSide,
@@ -183,8 +184,11 @@ impl<'a> Serving<'a> {
         if let Err(TcpError::Wire { source, stage, .. }) = &result
             && !matches!(source, WireError::Peer(_))
         {
-            let fault =
-                Fault { kind: source.kind(), stage: *stage, stripe: None, message: source.to_string() };
+            // A malformed frame is more likely damage than malice: it ends the stream, not the ticket. That the
+            // plans differ will not mend itself.
+            let damage = source.kind() == Kind::Invalid && !matches!(source, WireError::PlanDiffers { .. });
+            let kind = if damage { Kind::Corrupt } else { source.kind() };
+            let fault = Fault { kind, stage: *stage, stripe: None, message: source.to_string() };
             self.say(&Message::Error(fault));
         }
         result
@@ -231,14 +235,13 @@ impl<'a> Serving<'a> {
     /// Takes every whole frame that was read. Any body that a receiver may send fits the buffer.
     fn take_frames(&mut self) -> Result<(), TcpError> {
         while !self.ended {
-            let len = match self.body {
-                Some(len) => len,
-                None => {
-                    let Some(header) = self.conn.header()? else { return Ok(()) };
-                    match self.serve.header(&header).map_err(|e| self.conn.wire(e))? {
-                        Next::Body(len) => *self.body.insert(len),
-                        Next::Payload { .. } => 0,
-                    }
+            let len = if let Some(len) = self.body {
+                len
+            } else {
+                let Some(header) = self.conn.header()? else { return Ok(()) };
+                match self.serve.header(&header).map_err(|e| self.conn.wire(e))? {
+                    Next::Body(len) => *self.body.insert(len),
+                    Next::Payload { .. } => 0,
                 }
             };
             let Some(body) = self.conn.ahead().get(..len as usize) else { return Ok(()) };

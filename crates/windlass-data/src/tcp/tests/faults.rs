@@ -47,8 +47,8 @@ fn impatient() -> (SenderConfig, PullConfig<'static>) {
     let (ping_after, lost_after) = (Duration::from_millis(80), Duration::from_millis(250));
     let handshake_timeout = lost_after;
     (
-        SenderConfig { ping_after, lost_after, handshake_timeout, ..quick() },
-        PullConfig { ping_after, lost_after, handshake_timeout, reconnects: 12, ..quick_pull() },
+        SenderConfig { handshake_timeout, ping_after, lost_after, ..quick() },
+        PullConfig { handshake_timeout, ping_after, lost_after, reconnects: 12, ..quick_pull() },
     )
 }
 

@@ -164,7 +164,7 @@ fn half_open_peers_crowd_out_each_other_and_not_the_work() {
         max_handshakes: 8,
         max_handshakes_per_peer: 6,
         max_connections: 32,
-        handshake_timeout: Duration::from_secs(60),
+        handshake_timeout: Duration::from_mins(1),
         ..quick()
     };
     let sender = Sender::start(config).unwrap();

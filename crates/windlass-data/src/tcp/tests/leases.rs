@@ -37,7 +37,7 @@ fn the_hold_outlives_sendfile_and_ends_with_the_acknowledgement() {
     hand.claim(stripe);
     eventually("the kernel has all bytes", || handle.progress().bytes_sent == u64::from(stripe.bytes));
     std::thread::scope(|scope| {
-        let revoked = scope.spawn(|| handle.revoke("the slot is needed", Duration::from_secs(60)));
+        let revoked = scope.spawn(|| handle.revoke("the slot is needed", Duration::from_mins(1)));
         // The peer has everything but has not said so: neither the kernel's word nor the revocation ends it.
         let mut payload = Vec::new();
         let event = hand.event(&mut payload).unwrap();
