@@ -12,7 +12,7 @@ SECONDS ?= 60
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test bench lint fmt layers contract testdata fuzz doc clean
+.PHONY: help demo test loom bench lint fmt layers contract testdata fuzz doc clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,11 @@ help: ## print this list
 demo: ## show the main job on this machine
 	$(CARGO) run --release --locked -p windlass -- demo
 
-test: contract testdata ## all tests: Rust with its doc tests, the contract table, the golden files
+test: contract testdata loom ## all tests: Rust with its doc tests, the contract table, the golden files, the models
 	$(CARGO) test --workspace --locked
+
+loom: ## every interleaving of the region's header protocol
+	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
 
 bench: ## measure the codec and the digest beside the limits of this machine
 	$(CARGO) run --release --locked -p windlass -- bench codec

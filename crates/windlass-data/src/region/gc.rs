@@ -1,0 +1,135 @@
+//! Removing what dead owners left.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::FlockOperation;
+use windlass_core::identity::ModelId;
+
+use super::header::{Facts, PROTOCOL};
+use super::owner::{Owner, alive};
+use super::{HEADER, HEADER_TMP, RegionError, flock, io_error};
+use crate::shm::{Access, Mapping};
+
+/// A region that was removed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removed {
+    /// Where it was.
+    pub dir: PathBuf,
+    /// Whose it was, if its header could be read.
+    pub model_id: Option<ModelId>,
+    /// Bytes that were given back.
+    pub bytes: u64,
+}
+
+/// Removes the regions in `region_dir` that no process has open, and what is left of those whose creator died while
+/// making them. Everything else is left alone: regions in use, other people's, and what is not a region.
+pub fn gc(region_dir: &Path) -> Result<Vec<Removed>, RegionError> {
+    let mut removed = Vec::new();
+    let entries = match fs::read_dir(region_dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(removed),
+        other => other.map_err(io_error("read", region_dir))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(io_error("read", region_dir))?;
+        let dir = entry.path();
+        // Not through links: what they lead to is not in this directory.
+        if !entry.file_type().is_ok_and(|t| t.is_dir()) || !is_region(&dir) {
+            continue;
+        }
+        let Ok(lock) = File::open(&dir) else { continue };
+        // Asked again under the lock: another collector or a creator may have been here.
+        if !flock(&lock, FlockOperation::NonBlockingLockExclusive, &dir)? || !is_region(&dir) {
+            continue;
+        }
+        let model_id = facts(&dir).map(|f| f.meta.model_id);
+        let bytes = allocated(&dir);
+        match remove(&dir) {
+            Ok(()) => removed.push(Removed { dir, model_id, bytes }),
+            Err(RegionError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(removed)
+}
+
+/// Whether a directory holds a region, or what is left of one.
+pub(super) fn is_region(dir: &Path) -> bool {
+    [HEADER, HEADER_TMP].iter().any(|name| File::open(dir.join(name)).is_ok_and(|f| Facts::is_header(&f)))
+}
+
+/// The facts of a region that may be damaged or half made.
+pub(super) fn facts(dir: &Path) -> Option<Facts> {
+    [HEADER, HEADER_TMP].iter().find_map(|name| Facts::read(&File::open(dir.join(name)).ok()?, dir).ok())
+}
+
+/// The living processes that are registered in a region, for messages.
+pub(super) fn living(dir: &Path) -> Vec<u32> {
+    let Some(facts) = facts(dir) else { return Vec::new() };
+    let mut owners = vec![facts.creator];
+    let words = PROTOCOL + facts.shape().words();
+    let opened = fs::OpenOptions::new().read(true).write(true).open(dir.join(HEADER));
+    if let Ok(header) = opened.and_then(|f| Mapping::map(&f, words as u64 * 8, Access::Write)) {
+        // Owners stand among other words; only those that name a living process by id and start time are shown.
+        let protocol = header.words().iter().skip(PROTOCOL);
+        owners.extend(protocol.map(|w: &AtomicU64| w.load(Ordering::SeqCst)));
+    }
+    owners.retain(|&o| alive(o));
+    let mut pids: Vec<u32> = owners.into_iter().map(|o| Owner(o).pid()).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids
+}
+
+/// Bytes that the files of a region take.
+pub(super) fn allocated(dir: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    let inside = |path: PathBuf| match fs::symlink_metadata(&path) {
+        Ok(m) if m.is_dir() => allocated(&path),
+        Ok(m) => m.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.flatten().map(|e| inside(e.path())).sum()
+}
+
+/// Empties a region's directory. From the first step on it cannot be opened, and until the last one it can be known
+/// for what it is.
+pub(super) fn clear(dir: &Path) -> Result<(), RegionError> {
+    let (header, tmp) = (dir.join(HEADER), dir.join(HEADER_TMP));
+    match fs::rename(&header, &tmp) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io_error("rename", &header)(e)),
+        _ => {}
+    }
+    for entry in fs::read_dir(dir).map_err(io_error("read", dir))?.flatten() {
+        if entry.file_name() == HEADER_TMP {
+            continue;
+        }
+        let path = entry.path();
+        // Links, such as those of memfds and of a model's configuration, go themselves and not what they lead to.
+        if entry.file_type().is_ok_and(|t| t.is_dir()) {
+            fs::remove_dir_all(&path).map_err(io_error("remove", &path))?;
+        } else {
+            remove_file(&path)?;
+        }
+    }
+    remove_file(&tmp)
+}
+
+/// Removes a region's directory. The caller holds the exclusive lock.
+pub(super) fn remove(dir: &Path) -> Result<(), RegionError> {
+    clear(dir)?;
+    match fs::remove_dir(dir) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(io_error("remove", dir)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn remove_file(path: &Path) -> Result<(), RegionError> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(io_error("remove", path)(e)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,335 @@
+//! Writing a region: ranks and their attempts.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use windlass_core::identity::Version;
+
+use super::error::{Missing, Stage};
+use super::owner::{Owner, alive};
+use super::{Region, RegionError, io_error, now, step};
+use crate::flip::{Phase, Said};
+use crate::shm::{Access, Mapping};
+use crate::stop::{Stop, Stopped};
+
+/// How many bytes are copied between two looks at whether the attempt still runs.
+const PIECE: usize = 1 << 20;
+
+impl Region {
+    /// Registers this process as a rank; a dead predecessor's place is free.
+    pub fn writer(self: &Arc<Self>, rank: u16) -> Result<Writer, RegionError> {
+        let ranks = self.facts.ranks;
+        if rank >= ranks {
+            return Err(RegionError::NoSuchRank { dir: self.dir.clone(), rank, ranks });
+        }
+        for (slot, s) in self.slots.iter().enumerate() {
+            if s.write.get().is_none() {
+                let mapping = Mapping::map(&s.file, s.read.len(), Access::Write)
+                    .map_err(io_error("map for writing", &self.slot_path(slot)))?;
+                // Another thread may have been faster; one is as good as the other.
+                let _ = s.write.set(mapping);
+            }
+        }
+        let owner = self.me();
+        let claimed = self.flip().claim_rank(rank.into(), owner.0, alive);
+        let last = claimed.map_err(|other| RegionError::RankTaken {
+            dir: self.dir.clone(),
+            rank,
+            pid: Owner(other).pid(),
+        })?;
+        self.ring();
+        step("claimed");
+        Ok(Writer { region: Arc::clone(self), owner, rank, last })
+    }
+}
+
+/// One rank of a region. Dropping it gives the rank back.
+#[derive(Debug)]
+pub struct Writer {
+    region: Arc<Region>,
+    owner: Owner,
+    rank: u16,
+    /// The last attempt that this rank took part in.
+    last: u64,
+}
+
+impl Writer {
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Which rank this is.
+    pub fn rank(&self) -> u16 {
+        self.rank
+    }
+
+    /// Begins to write `version` with all other ranks, and returns when all have joined. Rank 0 leads: it takes back
+    /// the slot first, and its versions must grow (in a region of one slot they need not).
+    pub fn begin(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'_>, RegionError> {
+        let id = if self.rank == 0 { self.lead(version, stop)? } else { self.follow(version, stop)? };
+        self.last = id;
+        // From here on, dropping ends the attempt.
+        let attempt = Attempt::new(self, id, version);
+        if !attempt.region().flip().join(attempt.rank.into(), id) {
+            return Err(attempt.aborted(Stage::Join));
+        }
+        attempt.region().ring();
+        step("joined");
+        attempt.wait_all(Said::Joined, Stage::Join, stop)?;
+        step("barrier");
+        Ok(attempt)
+    }
+
+    fn lead(&mut self, version: Version, stop: &Stop) -> Result<u64, RegionError> {
+        let region = &self.region;
+        let current = region.state().active.map(|s| s.version);
+        if let Some(current) = current.filter(|&c| region.slots.len() == 2 && version <= c) {
+            return Err(RegionError::VersionOrder { version, current });
+        }
+        let flip = region.flip();
+        let id = flip.begin();
+        region.ring();
+        step("guard");
+        let mut blockers = Vec::new();
+        let clear = region.wait_for(stop, || {
+            blockers = flip.blockers(id, now(), alive);
+            blockers.is_empty().then_some(())
+        });
+        if let Err(stopped) = clear {
+            let missing = blockers.iter().map(Missing::blocker).collect();
+            flip.abort(id);
+            region.ring();
+            return Err(self.stopped(id, version, Stage::Guard, missing, stopped));
+        }
+        if !flip.open(id, version) {
+            return Err(self.aborted(id, version, Stage::Guard));
+        }
+        region.ring();
+        step("open");
+        Ok(id)
+    }
+
+    fn follow(&mut self, version: Version, stop: &Stop) -> Result<u64, RegionError> {
+        let flip = self.region.flip();
+        match self.region.wait_for(stop, || flip.open_attempt(self.last)) {
+            Ok((id, opened)) if opened == version => Ok(id),
+            Ok((attempt, opened)) => {
+                flip.abort(attempt);
+                self.last = attempt;
+                self.region.ring();
+                Err(RegionError::VersionMismatch { rank: self.rank, version, attempt, opened })
+            }
+            Err(stopped) => {
+                let control = flip.control();
+                let begun = control.attempt() > self.last && control.phase() == Phase::Guard;
+                let attempt = if begun { control.attempt() } else { 0 };
+                let (said, owner) = flip.said(0, attempt);
+                let mut lead = Missing::rank(0, said, owner);
+                if owner != 0 {
+                    lead.what = if begun { "is taking back the slot" } else { "has not begun" }.into();
+                }
+                Err(self.stopped(attempt, version, Stage::Lead, vec![lead], stopped))
+            }
+        }
+    }
+
+    fn stopped(
+        &self,
+        attempt: u64,
+        version: Version,
+        stage: Stage,
+        missing: Vec<Missing>,
+        stopped: Stopped,
+    ) -> RegionError {
+        RegionError::Stopped { attempt, version, rank: self.rank, stage, missing, stopped }
+    }
+
+    fn aborted(&self, attempt: u64, version: Version, stage: Stage) -> RegionError {
+        RegionError::Aborted { attempt, version, rank: self.rank, stage }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if self.owner.is_me() {
+            self.region.flip().leave_rank(self.rank.into(), self.owner.0);
+            self.region.ring();
+        }
+    }
+}
+
+/// A version that was committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// The attempt: names these bytes within the incarnation.
+    pub id: u64,
+    /// The version.
+    pub version: Version,
+    /// The slot that holds it.
+    pub slot: usize,
+}
+
+/// A version that is being written. Dropping it gives it up, for all ranks.
+///
+/// All writes into the slot must have ended when it is dropped or done: threads that borrow it have by then; whoever
+/// writes by other means (DMA, a loan of [`Attempt::mapping`]) sees to that.
+#[derive(Debug)]
+pub struct Attempt<'w> {
+    region: Arc<Region>,
+    owner: Owner,
+    rank: u16,
+    id: u64,
+    version: Version,
+    slot: usize,
+    over: bool,
+    /// The next attempt of this rank begins after this one has ended.
+    writer: PhantomData<&'w mut Writer>,
+}
+
+impl<'w> Attempt<'w> {
+    fn new(writer: &'w mut Writer, id: u64, version: Version) -> Attempt<'w> {
+        let region = Arc::clone(&writer.region);
+        // The target does not change while this rank takes part: nothing commits without it.
+        let slot = region.flip().target(region.flip().control());
+        let (owner, rank) = (writer.owner, writer.rank);
+        Attempt { region, owner, rank, id, version, slot, over: false, writer: PhantomData }
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Names the bytes that this attempt writes within the incarnation.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The slot that is written.
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+
+    /// The slot's memory, for DMA and loans. The data area begins at [`Region::data_start`].
+    pub fn mapping(&self) -> &Mapping {
+        self.region.slots[self.slot].view()
+    }
+
+    /// An error if the attempt was given up.
+    pub fn check(&self) -> Result<(), RegionError> {
+        if self.region.flip().control().is_open(self.id) { Ok(()) } else { Err(self.aborted(Stage::Write)) }
+    }
+
+    /// Copies `bytes` to `offset` of the data area. Any number of threads may write at a time.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+        let end = offset.saturating_add(bytes.len() as u64);
+        self.region.check_range(&(offset..end))?;
+        let start = self.region.data_start() + offset;
+        let mapping = self.mapping();
+        for (i, piece) in bytes.chunks(PIECE).enumerate() {
+            self.check()?;
+            step("piece");
+            mapping.copy_in(start + (i * PIECE) as u64, piece);
+        }
+        Ok(())
+    }
+
+    /// Says that this rank has written its part, and returns when the version is committed.
+    pub fn done(mut self, stop: &Stop) -> Result<Committed, RegionError> {
+        let region = Arc::clone(&self.region);
+        let flip = region.flip();
+        self.check()?;
+        flip.done(self.rank.into(), self.id);
+        region.ring();
+        step("done");
+        if self.rank == 0 {
+            self.wait_all(Said::Done, Stage::Commit, stop)?;
+            step("committing");
+            if !flip.commit(self.id, self.version) {
+                return Err(self.aborted(Stage::Commit));
+            }
+            region.ring();
+        } else {
+            self.wait_commit(stop)?;
+        }
+        self.over = true;
+        step("committed");
+        Ok(Committed { id: self.id, version: self.version, slot: self.slot })
+    }
+
+    /// Waits until all ranks have said this, or gives the attempt up and says who was missing.
+    fn wait_all(&self, said: Said, stage: Stage, stop: &Stop) -> Result<(), RegionError> {
+        let flip = self.region.flip();
+        let waited = self.region.wait_for(stop, || {
+            // The ranks first: what they said before the attempt ended does not count if it ended.
+            let all = flip.all_said(self.id, said);
+            if !flip.control().is_open(self.id) {
+                return Some(Err(self.aborted(stage)));
+            }
+            if all { Some(Ok(())) } else { self.lost(stage).map(Err) }
+        });
+        waited.unwrap_or_else(|stopped| Err(self.give_up(stage, said, stopped)))
+    }
+
+    /// Waits for the lead to commit.
+    fn wait_commit(&self, stop: &Stop) -> Result<(), RegionError> {
+        let flip = self.region.flip();
+        let waited = self.region.wait_for(stop, || match flip.outcome(self.id) {
+            Some(true) => Some(Ok(())),
+            Some(false) => Some(Err(self.aborted(Stage::Commit))),
+            None => self.lost(Stage::Commit).map(Err),
+        });
+        match waited {
+            Ok(Err(RegionError::PeerLost { .. })) | Err(_) if flip.abort(self.id) => Ok(()),
+            Ok(result) => result,
+            Err(stopped) => Err(self.give_up(Stage::Commit, Said::Done, stopped)),
+        }
+    }
+
+    /// A rank that joined and died before it was done. Whoever has not joined may still be restarted. A lead that
+    /// died after it was done can no longer commit.
+    fn lost(&self, stage: Stage) -> Option<RegionError> {
+        let flip = self.region.flip();
+        (0..self.region.facts.ranks).find_map(|rank| {
+            let (said, owner) = flip.said(rank.into(), self.id);
+            let needed = said == Said::Joined || said == Said::Done && rank == 0;
+            (needed && !alive(owner)).then(|| RegionError::PeerLost {
+                attempt: self.id,
+                version: self.version,
+                stage,
+                lost: Missing::rank(rank, said, owner),
+            })
+        })
+    }
+
+    fn give_up(&self, stage: Stage, wanted: Said, stopped: Stopped) -> RegionError {
+        let flip = self.region.flip();
+        flip.abort(self.id);
+        self.region.ring();
+        let missing = (0..self.region.facts.ranks).filter_map(|rank| {
+            let (said, owner) = flip.said(rank.into(), self.id);
+            (said < wanted || rank == 0 && self.rank != 0 && stage == Stage::Commit)
+                .then(|| Missing::rank(rank, said, owner))
+        });
+        let (attempt, version, rank) = (self.id, self.version, self.rank);
+        RegionError::Stopped { attempt, version, rank, stage, missing: missing.collect(), stopped }
+    }
+
+    fn aborted(&self, stage: Stage) -> RegionError {
+        RegionError::Aborted { attempt: self.id, version: self.version, rank: self.rank, stage }
+    }
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        if !self.over && self.owner.is_me() {
+            self.region.flip().abort(self.id);
+            self.region.ring();
+        }
+    }
+}
