@@ -60,7 +60,7 @@ impl Default for PullConfig<'_> {
             handshake_timeout: Duration::from_millis(HANDSHAKE_TIMEOUT_MS),
             ping_after: Duration::from_millis(PING_AFTER_MS),
             lost_after: Duration::from_millis(LOST_AFTER_MS),
-            stripe_timeout: Duration::from_secs(60),
+            stripe_timeout: Duration::from_mins(1),
             max_bad: 4,
             reconnects: 6,
             backoff: Duration::from_millis(50),
@@ -166,6 +166,16 @@ enum End {
     Fatal(TcpError, Fault),
 }
 
+/// Whether a refusal of this kind is worth no further attempt.
+const fn is_final(kind: Kind) -> bool {
+    match kind {
+        Kind::Denied | Kind::NotFound | Kind::Unsupported | Kind::Invalid | Kind::Bug => true,
+        Kind::Stale | Kind::Corrupt | Kind::Timeout | Kind::PeerLost | Kind::Exhausted | Kind::Cancelled => {
+            false
+        }
+    }
+}
+
 /// What the streams of one pull share.
 struct Transfer<'a> {
     ticket: &'a Ticket,
@@ -243,6 +253,9 @@ impl Transfer<'_> {
             let stream = StreamId { index, epoch };
             let mut progress = false;
             let end = self.connection(stream, source, &mut progress);
+            if matches!(end, End::Over) {
+                return;
+            }
             // The connection is closed and the thread has left the memory: others may have its stripes.
             self.update(|claims, _| claims.lost(stream));
             match end {
@@ -354,41 +367,39 @@ impl Transfer<'_> {
         if self.over.load(Ordering::Relaxed) {
             return End::Over;
         }
-        match &error {
-            TcpError::Stopped(stopped) => {
-                self.stopped(*stopped);
-                End::Over
-            }
-            TcpError::Wire { source, .. } => match source {
-                WireError::Transfer(_) => End::Over,
-                WireError::Peer(fault) if fault.ends_ticket() => {
-                    let fault = fault.clone();
-                    End::Fatal(error, fault)
-                }
-                WireError::Refused(refusal) => match refusal.kind {
-                    Kind::Denied | Kind::NotFound | Kind::Unsupported | Kind::Invalid | Kind::Bug => {
-                        End::Gone(error)
-                    }
-                    Kind::Stale
-                    | Kind::Corrupt
-                    | Kind::Timeout
-                    | Kind::PeerLost
-                    | Kind::Exhausted
-                    | Kind::Cancelled => End::Lost(error),
-                },
-                WireError::Version { .. } | WireError::UnknownSource { .. } | WireError::Proof { .. } => {
-                    End::Gone(error)
-                }
-                // Whatever else breaks the protocol may be damage on the way.
-                _ => End::Lost(error),
-            },
-            TcpError::Ground { stripe, .. } => {
-                let (stage, stripe) = (Stage::Data, Some(*stripe));
-                let fault = Fault { kind: Kind::Bug, stage, stripe, message: error.to_string() };
-                End::Fatal(error, fault)
-            }
-            _ => End::Lost(error),
+        if let TcpError::Stopped(stopped) = error {
+            self.stopped(stopped);
+            return End::Over;
         }
+        if let TcpError::Ground { stripe, .. } = error {
+            let (kind, stage) = (Kind::Bug, Stage::Data);
+            let fault = Fault { kind, stage, stripe: Some(stripe), message: error.to_string() };
+            return End::Fatal(error, fault);
+        }
+        if let TcpError::Wire { source, .. } = &error {
+            if matches!(source, WireError::Transfer(_)) {
+                return End::Over;
+            }
+            if let WireError::Peer(fault) = source
+                && fault.ends_ticket()
+            {
+                let fault = fault.clone();
+                return End::Fatal(error, fault);
+            }
+            if let WireError::Refused(refusal) = source
+                && is_final(refusal.kind)
+            {
+                return End::Gone(error);
+            }
+            if matches!(
+                source,
+                WireError::Version { .. } | WireError::UnknownSource { .. } | WireError::Proof { .. }
+            ) {
+                return End::Gone(error);
+            }
+        }
+        // Whatever else breaks the protocol may be damage on the way.
+        End::Lost(error)
     }
 
     fn dial(&self, source: &Source) -> Result<Conn, TcpError> {
@@ -422,12 +433,11 @@ impl Transfer<'_> {
         let conn = Conn::new(Arc::new(stream), name.clone());
         let limit = self.config.connect_timeout;
         let by = By { until: Instant::now() + limit, limit, what: "the connection", stop: self.stop };
-        while pending {
+        let mut made = !pending;
+        while !made {
             if wait(conn.fd(), true, None, by.nap(&conn)?).map_err(failed)?.writable {
-                match conn.socket().take_error().map_err(failed)? {
-                    None => break,
-                    Some(e) => return Err(failed(e)),
-                }
+                conn.socket().take_error().map_err(failed)?.map_or(Ok(()), |e| Err(failed(e)))?;
+                made = true;
             }
         }
         let socket = conn.socket();
@@ -463,7 +473,7 @@ impl Transfer<'_> {
     fn result(self) -> Result<Pulled, TcpError> {
         let ticket = self.ticket.id;
         let mut claims = self.claims.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.watch.show(&claims.progress());
+        self.watch.show(&Progress { live: 0, ..claims.progress() });
         match claims.outcome(self.origin.elapsed()) {
             Outcome::Finished => {}
             Outcome::Failed(failure) => {
@@ -511,26 +521,31 @@ impl Lane<'_> {
     fn run(&mut self, mut lander: Box<dyn Lander + '_>) -> Result<(), TcpError> {
         self.conn.stage = Stage::Claim;
         loop {
-            if self.claim()? {
-                self.flush()?;
+            let finished = self.claim()?;
+            self.flush()?;
+            if finished {
                 return self.goodbye();
             }
-            self.flush()?;
-            if self.held == 0 {
-                if !self.idle()? {
-                    continue;
-                }
+            if self.held > 0 || self.is_addressed()? {
+                self.frame(&mut *lander)?;
             }
-            self.frame(&mut *lander)?;
         }
     }
 
-    /// Claims as much as the window and the book allow. True when the transfer is finished.
+    /// Claims as much as the window and the book allow. If that is nothing and nothing is held, waits a little
+    /// for the book to change. True when the transfer is finished.
     fn claim(&mut self) -> Result<bool, TcpError> {
         let transfer = self.transfer;
         while self.pull.room() > 0 {
-            let grant = transfer.book().claim(self.stream, transfer.now()).map_err(|e| self.conn.wire(e))?;
-            match grant {
+            let mut claims = transfer.book();
+            let mut grant = claims.claim(self.stream, transfer.now());
+            if grant == Ok(Grant::Wait) && self.held == 0 && self.outbox.is_empty() {
+                (claims, _) =
+                    transfer.changed.wait_timeout(claims, IDLE).unwrap_or_else(PoisonError::into_inner);
+                grant = claims.claim(self.stream, transfer.now());
+            }
+            drop(claims);
+            match grant.map_err(|e| self.conn.wire(e))? {
                 Grant::Stripe { stripe, attempt } => {
                     let frame = self.pull.claim(stripe, attempt).map_err(|e| self.conn.wire(e))?;
                     self.outbox.extend(frame);
@@ -546,6 +561,13 @@ impl Lane<'_> {
         Ok(false)
     }
 
+    /// Whether the sender has said something, though nothing is claimed.
+    fn is_addressed(&mut self) -> Result<bool, TcpError> {
+        self.look()?;
+        let ready = wait(self.conn.fd(), false, None, Duration::ZERO).map_err(|e| self.conn.io("wait", e))?;
+        Ok(ready.readable || !self.conn.ahead().is_empty())
+    }
+
     fn flush(&mut self) -> Result<(), TcpError> {
         while !self.outbox.is_empty() {
             let sent = self.conn.send_now(&self.outbox, false)?;
@@ -557,19 +579,6 @@ impl Lane<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Nothing is claimed: waits for work or for a frame. True if a frame has begun to come.
-    fn idle(&mut self) -> Result<bool, TcpError> {
-        if !self.conn.ahead().is_empty() {
-            return Ok(true);
-        }
-        let transfer = self.transfer;
-        let claims = transfer.book();
-        drop(transfer.changed.wait_timeout(claims, IDLE));
-        self.look()?;
-        let ready = wait(self.conn.fd(), false, None, Duration::ZERO).map_err(|e| self.conn.io("wait", e))?;
-        Ok(ready.readable)
     }
 
     /// Looks whether to go on: stop, failure elsewhere, a stripe overdue, silence. Sends a ping when it is due.
@@ -736,14 +745,23 @@ impl Lane<'_> {
 
     /// Tells the sender why this side ends the stream, if it can be told at once.
     fn give_up(&mut self, error: &TcpError) {
-        let kind = match error {
-            TcpError::Io { .. } | TcpError::Closed { .. } => return,
-            TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. } => return,
-            TcpError::Wire { source: WireError::Transfer(failure), .. } => failure.kind(),
-            // Another stream's affair, or this connection's: the ticket goes on.
-            TcpError::Stopped(stopped) => stopped.kind(),
-            _ => Kind::PeerLost,
-        };
+        let unheard = matches!(
+            error,
+            TcpError::Io { .. }
+                | TcpError::Closed { .. }
+                | TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. }
+        );
+        if unheard {
+            return;
+        }
+        // Where the ticket is of no more use to this side, the sender need not wait for its streams.
+        let ends_ticket = matches!(
+            error,
+            TcpError::Wire { source: WireError::Transfer(_), .. }
+                | TcpError::Stopped(_)
+                | TcpError::Ground { .. }
+        );
+        let kind = if ends_ticket { Kind::Cancelled } else { Kind::PeerLost };
         let fault = Fault { kind, stage: self.conn.stage, stripe: None, message: error.to_string() };
         if let Ok(frame) = Message::Error(fault).encode(self.stream) {
             self.outbox.extend(frame);
