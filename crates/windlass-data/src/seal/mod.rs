@@ -33,6 +33,10 @@
 pub mod draft;
 pub mod pass;
 pub mod table;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
