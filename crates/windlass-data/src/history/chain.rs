@@ -206,7 +206,7 @@ impl State {
     }
 
     /// Throws composed deltas away for good.
-    fn forget(&mut self, which: impl Fn(&Key) -> bool) {
+    pub(super) fn forget(&mut self, which: impl Fn(&Key) -> bool) {
         self.gone.retain(|key, _| !which(key));
         for (_, held) in self.composed.extract_if(|key, _| which(key)) {
             remove(&held.file.path, "it leads over links that are gone");

@@ -42,6 +42,7 @@ pub(crate) fn odd_manifest() -> Manifest {
     let specs = [
         t("strided", Dtype::BF16, &[90, 70]),
         t("rows", Dtype::BF16, &[33, 8]),
+        t("columns", Dtype::BF16, &[9, 150]),
         t("long", Dtype::BF16, &[70_001]),
         t("byte", Dtype::U8, &[1]),
         t("empty", Dtype::F32, &[0, 4]),
@@ -52,6 +53,8 @@ pub(crate) fn odd_manifest() -> Manifest {
     let cuts = BTreeMap::from([
         ("strided".to_owned(), vec![DimCut { dim: 1, bounds: vec![1, 32, 69] }]),
         ("rows".to_owned(), vec![DimCut { dim: 0, bounds: vec![5, 6] }, DimCut { dim: 1, bounds: vec![3] }]),
+        // A block for each column: several handfuls for each thread.
+        ("columns".to_owned(), vec![DimCut { dim: 1, bounds: (1..150).collect() }]),
         ("fp8".to_owned(), vec![DimCut { dim: 1, bounds: vec![10] }]),
     ]);
     Manifest::new(specs, BTreeMap::new()).unwrap().with_cuts(&cuts).unwrap()
