@@ -219,6 +219,11 @@ impl State {
             return self.forget(|k| *k == key);
         }
         let Some(at) = self.links.iter().position(|h| h.key() == key) else { return };
+        tracing::warn!(
+            base = key.0,
+            target = key.1,
+            "a delta of the history is broken; what leads over it is removed"
+        );
         for _ in 0..=at {
             self.drop_oldest("a delta on the way is broken");
         }
@@ -318,7 +323,7 @@ pub(super) fn open_segment(held: &DeltaFile) -> Result<Arc<Segment>, HistoryErro
 /// Removes a file of the history. That it cannot be is told and no reason to fail: it is no longer counted on.
 pub(super) fn remove(path: &Path, why: &str) {
     match draft::remove_if_there(path) {
-        Ok(()) => tracing::info!(path = %path.display(), why, "removed a delta"),
+        Ok(()) => tracing::debug!(path = %path.display(), why, "removed a delta"),
         Err(e) => tracing::warn!(path = %path.display(), why, error = %e, "cannot remove a delta"),
     }
 }

@@ -61,8 +61,8 @@ pub enum HistoryError {
         /// The target asked for.
         target: Version,
     },
-    /// A file is not the delta that it should be. It has been thrown away.
-    #[error("the delta {} is broken and was removed; pull the full image", path.display())]
+    /// A file is not the delta that it should be. It is not, or no longer, one of the history.
+    #[error("the delta {} cannot be used and was left out of the history; pull the full image", path.display())]
     Broken {
         /// The file.
         path: PathBuf,

@@ -42,10 +42,12 @@
 //!
 //! # Invariants
 //!
-//! - H-1 A segment applied to its base gives its target.
-//! - H-2 The newest link is never thrown away for want of room.
-//! - H-3 A segment is composed once for all who ask for it at a time.
-//! - H-4 A killed agent leaves nothing that the next one takes for a delta and is not.
+//! | | must hold | test |
+//! |---|---|---|
+//! | H-1 | A segment applied to its base gives its target. | `any_segment_of_a_history_leads_to_its_target` |
+//! | H-2 | The newest link is never thrown away for want of room. | `composed_deltas_go_before_links_and_the_oldest_link_first` |
+//! | H-3 | A segment is composed once for all who ask for it at a time. | `callers_of_one_segment_share_one_composition` |
+//! | H-4 | A killed agent leaves nothing that the next one takes for a delta and is not. | `a_sealer_that_is_killed_leaves_nothing_that_counts`, `opening_a_history_removes_what_is_broken_foreign_or_unfinished` |
 
 mod chain;
 mod error;
@@ -203,10 +205,9 @@ impl History {
                 return made;
             };
             drop(state);
-            match job.wait(stop).map_err(stopped)? {
-                Some(made) => return Ok(made),
-                // Whoever composed it failed or gave up; that is not the end of it for this caller.
-                None => continue,
+            // Whoever composes it may fail or give up; that is not the end of it for this caller.
+            if let Some(made) = job.wait(stop).map_err(stopped)? {
+                return Ok(made);
             }
         }
     }
@@ -281,9 +282,14 @@ impl History {
             match self.examine(&path) {
                 Ok(file) => found.push(file),
                 Err(_) if path.file_name().is_some_and(draft::is_draft) => {
-                    remove(&path, "an unfinished draft")
+                    tracing::info!(path = %path.display(), "removing a draft that a killed agent left");
+                    remove(&path, "an unfinished draft");
                 }
-                Err(why) => remove(&path, &with_cause(&why)),
+                Err(why) => {
+                    let why = with_cause(&why);
+                    tracing::warn!(path = %path.display(), why, "removing what is no delta of this history");
+                    remove(&path, &why);
+                }
             }
         }
         Ok(found)
@@ -407,6 +413,7 @@ fn sweep_others(dir: &Path, own: &OsStr) -> Result<(), HistoryError> {
         } else if is_dir {
             tracing::warn!(path = %path.display(), "a directory that is none of the history's is left alone");
         } else {
+            tracing::warn!(path = %path.display(), "removing a file that belongs to no incarnation");
             remove(&path, "it belongs to no incarnation");
         }
     }
