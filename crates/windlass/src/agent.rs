@@ -57,8 +57,10 @@ pub struct Agent {
     pub region: PathBuf,
     /// The address to listen on, for control and data.
     pub bind: IpAddr,
-    /// The first and the last port to try for control, then for data; zeros mean any.
+    /// The first and the last port to try for requests; zeros mean any.
     pub ports: (u16, u16),
+    /// The same for data.
+    pub data_ports: (u16, u16),
     /// The host that others are told; that of `bind` if not given.
     pub advertise_host: Option<Host>,
     /// The token; read or made in the region's directory if not given.
@@ -120,7 +122,7 @@ impl Agent {
             advertise_host: advertise_host.clone(),
             tcp: SenderConfig {
                 bind: self.bind,
-                ports: self.ports.0..=self.ports.1,
+                ports: self.data_ports.0..=self.data_ports.1,
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes },
