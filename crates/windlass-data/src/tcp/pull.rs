@@ -95,8 +95,8 @@ pub struct Pulled {
 const GOODBYE: Duration = Duration::from_secs(1);
 /// How often a stream without work looks at its socket.
 const IDLE: Duration = Duration::from_millis(10);
-/// The stack of a stream's thread; its buffers are on the heap.
-const STACK: usize = 256 << 10;
+/// The stack of a stream's thread. Its buffers are on the heap, but the landing's callbacks run on it.
+const STACK: usize = 1 << 20;
 
 /// Brings everything that the ticket is for into `landing`. Ends with everything in place, or with an error
 /// before the ticket's or `stop`'s deadline; what was acknowledged until then has been kept by the landing.
