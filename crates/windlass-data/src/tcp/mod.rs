@@ -51,6 +51,7 @@
 mod conn;
 mod error;
 mod landing;
+mod lane;
 mod offer;
 mod pull;
 mod sender;
