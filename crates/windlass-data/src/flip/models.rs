@@ -347,6 +347,24 @@ fn loom_commit_against_abort() {
 }
 
 #[test]
+fn loom_snapshot_is_of_one_moment() {
+    check(|| {
+        let world = Arc::new(World::with_two_versions(1, 1));
+        let w = Arc::clone(&world);
+        let writer = thread::spawn(move || {
+            lead(w.flip(), 0, &w, plain_write(&w)).unwrap();
+        });
+        let seen = world.flip().snapshot();
+        // Slot 1 holds id 1, then nothing, then id 3.
+        let holds = if seen.control.attempt() == 3 && seen.control.phase() == Phase::Quiet { 3 } else { 1 };
+        let one = seen.slots[1].map(|w| (w.id, w.version));
+        assert!(one.is_none_or(|o| o == (holds, holds * 10)), "{seen:?}");
+        assert_eq!(seen.slots[0].map(|w| (w.id, w.version)), Some((2, 20)));
+        writer.join().unwrap();
+    });
+}
+
+#[test]
 fn loom_outcome_is_the_same_for_all() {
     check(|| {
         let world = Arc::new(World::new(1, 2, 1));

@@ -102,7 +102,7 @@ impl World {
                 prop_assert_eq!(flip.abort(n), over.unwrap_or(false));
             }
             Step::Lease { reader, newest, deadline } => {
-                self.lease(flip, reader, newest, self.now + deadline)?
+                self.lease(flip, reader, newest, self.now + deadline)?;
             }
             Step::End(reader) => self.end(flip, reader)?,
             Step::Kill(reader) => self.dead[reader] = true,

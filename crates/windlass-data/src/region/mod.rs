@@ -26,7 +26,7 @@
 //!
 //! # Room
 //!
-//! All room is reserved up front, after [`space`] has found enough in the filesystem and under the memory limits.
+//! All room is reserved up front, after enough was found in the filesystem and under the memory limits ([`Shortage`]).
 //! Where `region_dir` is too small (64 MiB in many containers) the slots are memfds of the creator, and their names in
 //! the directory are links to `/proc/<pid>/fd/<n>`, which open as files do. Such a region ends with its creator.
 //! A region that holds only a part of the image reserves only that part; the rest of its slots are holes.

@@ -122,7 +122,7 @@ mod tests {
     fn a_zombie_whose_threads_still_run_counts_as_alive() {
         let text =
             |state: &str, threads: u64| format!("7 (a) b) {state} {} {threads} 0 99 1 2", "0 ".repeat(16));
-        let owner = Owner(7 << 32 | 99);
+        let owner = Owner((7 << 32) + 99);
         let parse = |s: &str, t| Stat::parse(&text(s, t)).unwrap();
         assert_eq!(parse("S", 3), Stat { zombie: false, threads: 3, start: 99 });
         assert!(owner.matches(&parse("Z", 2)));

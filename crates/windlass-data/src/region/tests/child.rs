@@ -138,7 +138,11 @@ pub(super) struct Child {
 
 impl Child {
     pub(super) fn spawn(dir: &Path) -> Child {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        Child::spawn_by(Command::new(std::env::current_exe().unwrap()), dir)
+    }
+
+    /// Runs this test binary by `command`, which may be another that takes its path last.
+    pub(super) fn spawn_by(mut command: Command, dir: &Path) -> Child {
         command.args(["--exact", "region::tests::child::child_process", "--nocapture", "--test-threads=1"]);
         let mut process = command.env(DIR, dir).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(process.stdout.take().unwrap());

@@ -1,5 +1,7 @@
 //! Regions by several processes, of which one is killed or stopped at each step.
 
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::process::{Command, Stdio};
 use std::thread;
 
 use windlass_core::error::Kind;
@@ -362,6 +364,43 @@ fn a_rank_that_is_alive_is_not_replaced() {
     assert!(e.to_string().contains(&format!("pid {}", std::process::id())), "{e}");
     drop(writer);
     region.writer(1).unwrap();
+}
+
+#[test]
+fn a_member_of_the_group_reads_and_cannot_write() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    // Another user must be able to come by the directory.
+    std::fs::set_permissions(home.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let region = Region::create(&RegionSpec { group: true, ..spec(home.path(), 1) }).unwrap();
+    let own = RegionSpec { dir: home.path().join("own"), ..spec(home.path(), 1) };
+    let own = Region::create(&own).unwrap();
+    let group = region.dir().metadata().unwrap().gid().to_string();
+    let as_member = || {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65534", "--regid", &group, "--clear-groups"]);
+        command.arg(std::env::current_exe().unwrap());
+        command
+    };
+    let probe = as_member().arg("--list").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !probe.is_ok_and(|s| s.success()) {
+        eprintln!("SKIPPED a member of the group: this user cannot become another one here");
+        return;
+    }
+    let mut child = Child::spawn_by(as_member(), region.dir());
+    assert_eq!(child.line(), "open");
+    let e = child.ask("rank 0").unwrap_err();
+    assert!(e.contains("cannot map for writing") && e.contains("denied"), "{e}");
+    let mut writer = region.writer(0).unwrap();
+    publish(&mut writer, 1);
+    child.ask("lease 1 map 60000").unwrap();
+    child.ask("compare").unwrap();
+    publish(&mut writer, 2);
+    let e = writer.begin(3, &Stop::after(Duration::from_millis(20))).unwrap_err();
+    assert!(e.to_string().contains(&format!("(pid {}, alive)", child.pid())), "{e}");
+    child.ask("finish").unwrap();
+    publish(&mut writer, 3);
+    let stranger = Child::spawn_by(as_member(), own.dir());
+    assert!(stranger.done().unwrap_err().contains("denied"), "an owner's region is the owner's");
 }
 
 #[test]
