@@ -299,6 +299,11 @@ impl Image {
         locked(&self.book).at(|v| v.is_none())
     }
 
+    /// The sum of each tensor, as its bytes are believed to be.
+    pub fn tensor_sums(&self) -> Vec<BlockSum> {
+        locked(&self.book).sums.tensors(self.region.manifest())
+    }
+
     /// Forgets which versions the blocks are of; the sums stay. For a new incarnation, whose versions mean
     /// something else.
     pub fn forget(&mut self) {
@@ -390,6 +395,11 @@ impl ImageView {
     /// The safetensors file, for engines that load from a path. Valid while this is alive.
     pub fn path(&self) -> PathBuf {
         self.region.slot_path(self.lease.slot())
+    }
+
+    /// The lease alone, which goes on holding the bytes.
+    pub fn into_lease(self) -> Lease {
+        self.lease
     }
 }
 
