@@ -16,11 +16,14 @@
 //! | [`receiver`] | how an image is kept at the newest version |
 //! | [`local`] | the way into a region on the same host |
 //! | [`roles`] | the four roles as traits, for trainers and engines in Rust |
+//! | `conformance` | what every link and loader must do, as a suite (feature `conformance`) |
 //! | [`stop`] | when to give up |
 //!
 //! Called by the `windlass` crate, and by programs in Rust that train or serve. Must not: use async, know Python or
 //! HTTP, or decide who moves what and when.
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod file;
 pub mod flip;
 pub mod history;

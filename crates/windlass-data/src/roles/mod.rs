@@ -46,8 +46,8 @@
 //! # Another transport
 //!
 //! Implement [`WeightTransferSender`] (or use [`RegionSender`]), [`WeightTransferReceiver`] and
-//! [`WeightTransferStrategy`], add the strategy to a [`Strategies`], and instantiate the suite in
-//! [`crate::conformance`] for it: one line.
+//! [`WeightTransferStrategy`], add the strategy to a [`Strategies`], and instantiate the suite in `conformance` (a feature
+//! of this crate) for it: one line.
 
 mod error;
 mod extract;

@@ -1,5 +1,6 @@
 //! A receiver on the publisher's own host: it maps the slots and copies nothing.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,10 +31,13 @@ const PROBE: Duration = Duration::from_secs(1);
 pub struct SharedReceiver {
     dir: PathBuf,
     config: Settings,
-    region: Option<Arc<Region>>,
+    region: Option<(Arc<Region>, Option<FileId>)>,
     waiting: Waiting,
     status: TransferStatus,
 }
+
+/// Device and inode.
+type FileId = (u64, u64);
 
 #[derive(Debug)]
 struct Settings {
@@ -59,16 +63,30 @@ impl SharedReceiver {
     }
 
     fn attached(&mut self) -> Result<Arc<Region>, RoleError> {
-        if let Some(region) = &self.region {
+        if let Some((region, _)) = &self.region {
             return Ok(Arc::clone(region));
         }
+        // Before attaching: if the region is replaced in between, the next look finds another one.
+        let header = self.header();
         let region = local::attach(&self.dir)?;
         if region.part().is_some() {
             let model = region.model_id().to_string();
             return Err(RoleError::Partial { dir: self.dir.clone(), model });
         }
-        self.region = Some(Arc::clone(&region));
+        self.region = Some((Arc::clone(&region), header));
         Ok(region)
+    }
+
+    /// The header that is at the path now. Each region has its own.
+    fn header(&self) -> Option<FileId> {
+        let about = std::fs::metadata(self.dir.join("header")).ok()?;
+        Some((about.dev(), about.ino()))
+    }
+
+    /// Whether the region that is attached is still the one at the path, and somebody serves it.
+    fn alive(&self) -> bool {
+        self.region.as_ref().is_some_and(|(_, header)| *header == self.header())
+            && UnixStream::connect(self.dir.join(local::SOCKET)).is_ok()
     }
 
     /// Waits for a sealed version other than `loaded`. `None` if the publisher went away meanwhile.
@@ -95,7 +113,7 @@ impl SharedReceiver {
             )))?;
             region.wait(bell, stop.nap());
             if probed.elapsed() >= PROBE {
-                if UnixStream::connect(self.dir.join(local::SOCKET)).is_err() {
+                if !self.alive() {
                     tracing::info!(dir = %self.dir.display(), "the publisher is away");
                     return Ok(None);
                 }
