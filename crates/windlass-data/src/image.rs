@@ -290,6 +290,11 @@ impl Image {
         locked(&self.book).at(|v| v.is_none())
     }
 
+    /// The sum of each tensor, as its bytes are believed to be.
+    pub fn tensor_sums(&self) -> Vec<BlockSum> {
+        locked(&self.book).sums.tensors(self.region.manifest())
+    }
+
     /// Forgets which versions the blocks are of; the sums stay. For a new incarnation, whose versions mean
     /// something else.
     pub fn forget(&mut self) {
@@ -399,6 +404,7 @@ impl ImageView {
         self.region.slot_path(self.lease.slot())
     }
 
+<<<<<<< HEAD
     /// Gives it `load` from now. An error if it was taken back before.
     pub fn renew(&self, load: std::time::Duration) -> Result<(), ImageError> {
         Ok(self.lease.renew(load)?)
@@ -407,6 +413,11 @@ impl ImageView {
     /// Ends the reading. An error if the image was taken back meanwhile: what was read may be of two versions.
     pub fn finish(self) -> Result<(), ImageError> {
         Ok(self.lease.finish()?)
+=======
+    /// The lease alone, which goes on holding the bytes.
+    pub fn into_lease(self) -> Lease {
+        self.lease
+>>>>>>> roles
     }
 }
 

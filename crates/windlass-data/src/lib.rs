@@ -15,11 +15,15 @@
 //! | [`image`] | the image at a receiver |
 //! | [`receiver`] | how an image is kept at the newest version |
 //! | [`local`] | the way into a region on the same host |
+//! | [`roles`] | the four roles as traits, for trainers and engines in Rust |
+//! | `conformance` | what every link and loader must do, as a suite (feature `conformance`) |
 //! | [`stop`] | when to give up |
 //!
 //! Called by the `windlass` crate, and by programs in Rust that train or serve. Must not: use async, know Python or
 //! HTTP, or decide who moves what and when.
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod file;
 pub mod flip;
 pub mod history;
@@ -27,6 +31,7 @@ pub mod image;
 pub mod local;
 pub mod receiver;
 pub mod region;
+pub mod roles;
 pub mod seal;
 pub mod serve;
 pub mod shm;

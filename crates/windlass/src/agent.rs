@@ -16,7 +16,7 @@
 
 use std::fmt::Write as _;
 use std::io::Read as _;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -177,7 +177,7 @@ impl Agent {
                 here.endpoint, here.data_port
             )
         });
-        let result = runtime.block_on(self.serve(listener, Arc::clone(&server), address, token, session));
+        let result = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
         let _ = std::fs::remove_file(&path);
         drop(local);
         runtime.shutdown_timeout(Duration::from_secs(1));
@@ -209,27 +209,10 @@ impl Agent {
         &self,
         listener: tokio::net::TcpListener,
         server: Arc<Server>,
-        address: SocketAddr,
         token: Token,
         session: &Session,
     ) -> Result<(), Error> {
         let (end, ended) = watch::channel(false);
-        let (newest, versions) = watch::channel(server.version());
-        let limits = Limits::default();
-        let shared = Shared { server: Arc::clone(&server), versions, port: address.port() };
-        let router = http::guarded(routes(shared), token, limits);
-        // Long-polls wait on this channel, so that a thousand of them cost no thread.
-        let watching = Arc::clone(&server);
-        let stop = Stop::never();
-        let watch_stop = stop.clone();
-        let watcher = tokio::task::spawn_blocking(move || {
-            let mut seen = None;
-            while !watch_stop.is_set() {
-                let info = watching.wait_version(seen, &watch_stop.with_timeout(Duration::from_secs(1)));
-                seen = info.version.map(|v| (info.incarnation, v));
-                newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
-            }
-        });
         if self.with_parent {
             let end = end.clone();
             std::thread::spawn(move || {
@@ -246,12 +229,37 @@ impl Agent {
             }
             let _ = ending.send(true);
         });
-        http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+        answer(listener, server, token, ended).await;
         signals.abort();
-        stop.set();
-        let _ = watcher.await;
         Ok(())
     }
+}
+
+/// Answers requests about `server` until `ended` is true. Returns when nothing of it is left.
+pub(crate) async fn answer(
+    listener: tokio::net::TcpListener,
+    server: Arc<Server>,
+    token: Token,
+    ended: watch::Receiver<bool>,
+) {
+    let (newest, versions) = watch::channel(server.version());
+    let limits = Limits::default();
+    let port = listener.local_addr().map_or(0, |a| a.port());
+    let router = http::guarded(routes(Shared { server: Arc::clone(&server), versions, port }), token, limits);
+    // Long-polls wait on this channel, so that a thousand of them cost no thread.
+    let stop = Stop::never();
+    let watch_stop = stop.clone();
+    let watcher = tokio::task::spawn_blocking(move || {
+        let mut seen = None;
+        while !watch_stop.is_set() {
+            let info = server.wait_version(seen, &watch_stop.with_timeout(Duration::from_secs(1)));
+            seen = info.version.map(|v| (info.incarnation, v));
+            newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
+        }
+    });
+    http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+    stop.set();
+    let _ = watcher.await;
 }
 
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {

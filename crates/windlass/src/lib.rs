@@ -19,6 +19,7 @@
 //! | [`token`] | the secret of the control connection |
 //! | [`agent`] | `windlass agent` |
 //! | [`control`] | the receiver's end of the control connection |
+//! | [`plane`] | both ends of the control connection, for trainers and engines in Rust |
 //! | [`receive`] | `windlass receive` |
 //! | [`gc`] | `windlass gc` |
 
@@ -36,6 +37,7 @@ pub mod http;
 pub mod image;
 pub mod inspect;
 pub mod outfile;
+pub mod plane;
 pub mod receive;
 pub mod session;
 pub mod synth;

@@ -1,0 +1,278 @@
+//! A sender that writes a region and serves it from this process.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use windlass_core::address::Host;
+use windlass_core::identity::{Identity, ModelId, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
+use windlass_core::request::{PullMode, PullWeightUpdateRequest, WeightUpdateRequest};
+use windlass_core::sync_info::{EmptyWeightSyncInfo, WeightSyncInfo};
+
+use super::error::RoleError;
+use super::extract::{Piece, WeightExtractor, plan};
+use super::strategy::{ControlPlane, Reachable};
+use super::{WeightTransferSender, sealed_digest};
+use crate::image::Known;
+use crate::local::LocalServer;
+use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use crate::serve::{Server, ServerConfig};
+use crate::stop::Stop;
+use crate::work;
+
+/// How a trainer's side is run.
+#[derive(Clone)]
+pub struct PublisherConfig {
+    /// The region's own directory, seen by all ranks of this host.
+    pub region_dir: PathBuf,
+    /// Which policy.
+    pub model_id: ModelId,
+    /// The tensors.
+    pub manifest: Arc<Manifest>,
+    /// Which rank this process is. Rank 0 makes the region and serves it; the others are made after it.
+    pub rank: u16,
+    /// How many ranks write.
+    pub ranks: u16,
+    /// The blocks that are held on this host; `None` for all.
+    pub part: Option<BlockRanges>,
+    /// Whether the owner's group may read.
+    pub group: bool,
+    /// What to do where the filesystem is too small.
+    pub memfd: Memfd,
+    /// Threads that extract.
+    pub threads: usize,
+    /// How it is served.
+    pub server: ServerConfig,
+}
+
+impl PublisherConfig {
+    /// The defaults: one rank, served on the loopback interface.
+    pub fn new(
+        region_dir: impl Into<PathBuf>,
+        model_id: ModelId,
+        manifest: Arc<Manifest>,
+    ) -> Result<PublisherConfig, RoleError> {
+        let loopback = Host::new("127.0.0.1").map_err(windlass_core::sync_info::SyncInfoError::from)?;
+        let server = ServerConfig::new(loopback);
+        Ok(PublisherConfig {
+            region_dir: region_dir.into(),
+            model_id,
+            manifest,
+            rank: 0,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Auto,
+            threads: server.threads,
+            server,
+        })
+    }
+}
+
+/// A committed version, and what this rank did for it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Published {
+    /// Which version.
+    pub identity: Identity,
+    /// Bytes that this rank wrote.
+    pub bytes: u64,
+    /// Waiting for the slot and for the other ranks to begin.
+    pub wait_ms: f64,
+    /// Extracting.
+    pub extract_ms: f64,
+    /// Waiting for the other ranks to end.
+    pub commit_ms: f64,
+}
+
+impl Published {
+    /// The request that announces it to engines that pull; `None` if the sync info names no agent.
+    pub fn request(&self, info: &WeightSyncInfo, mode: PullMode) -> Option<WeightUpdateRequest> {
+        match info {
+            WeightSyncInfo::Agent(agent) => agent.endpoints().first().map(|endpoint| {
+                WeightUpdateRequest::Pull(PullWeightUpdateRequest {
+                    identity: self.identity.clone(),
+                    sender_endpoint: endpoint.clone(),
+                    mode,
+                })
+            }),
+            WeightSyncInfo::TorchDistributed(_) | WeightSyncInfo::Empty(_) | WeightSyncInfo::Store(_) => None,
+        }
+    }
+}
+
+/// One rank of a publisher. The first one also serves the region. Dropping that one ends all transfers and removes
+/// the region.
+pub struct RegionSender {
+    // Dropped in this order: first nobody can ask, then nothing is served, then nobody writes.
+    reachable: Option<Reachable>,
+    local: Option<LocalServer>,
+    server: Option<Arc<Server>>,
+    writer: Writer,
+    region: Arc<Region>,
+    threads: usize,
+}
+
+impl std::fmt::Debug for RegionSender {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RegionSender").field("region", &self.region.dir()).finish_non_exhaustive()
+    }
+}
+
+impl RegionSender {
+    /// Makes the region (rank 0) or joins it (the others, after rank 0), and begins to serve it. With a control plane
+    /// other hosts can reach it.
+    pub fn start(
+        config: PublisherConfig,
+        plane: Option<&dyn ControlPlane>,
+    ) -> Result<RegionSender, RoleError> {
+        let PublisherConfig { rank, threads, server, .. } = config;
+        if rank > 0 {
+            let region = Region::open(&config.region_dir)?;
+            let writer = region.writer(rank)?;
+            return Ok(RegionSender { reachable: None, local: None, server: None, writer, region, threads });
+        }
+        let region = Region::create(&RegionSpec {
+            dir: config.region_dir,
+            model_id: config.model_id,
+            manifest: config.manifest,
+            slots: Slots::Two,
+            ranks: config.ranks,
+            part: config.part,
+            group: config.group,
+            memfd: config.memfd,
+            extra_bytes: server.history.bytes,
+            incarnation: None,
+        })?;
+        let writer = region.writer(0)?;
+        let server = Arc::new(Server::start(Arc::clone(&region), server)?);
+        let local = match LocalServer::start(Arc::clone(&region)) {
+            Ok(local) => Some(local),
+            // Where a control plane was asked for, engines can still copy.
+            Err(error) if plane.is_some() => {
+                tracing::warn!(%error, "engines on this host will copy instead of mapping the slots");
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let reachable = plane.map(|p| p.serve(&server)).transpose()?;
+        Ok(RegionSender { reachable, local, server: Some(server), writer, region, threads })
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// What serves it, if this is the rank that does.
+    pub fn server(&self) -> Option<&Arc<Server>> {
+        self.server.as_ref()
+    }
+
+    fn identity(&self, version: Version) -> Identity {
+        let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
+        Identity { model_id, incarnation, version }
+    }
+}
+
+impl WeightTransferSender for RegionSender {
+    fn publish(
+        &mut self,
+        extractor: &dyn WeightExtractor,
+        version: Version,
+        stop: &Stop,
+    ) -> Result<Published, RoleError> {
+        let rank = self.writer.rank();
+        // Everything that can be wrong with the extractor is said before the other ranks are kept waiting.
+        let pieces = plan(extractor, &self.region, rank)?;
+        let identity = self.identity(version);
+        let (manifest, start) = (Arc::clone(self.region.manifest()), self.region.data_start());
+        let begun = Instant::now();
+        let attempt = self.writer.begin(version, stop)?;
+        let extracting = Instant::now();
+        let count = pieces.len() as u64;
+        let threads = self.threads.min(extractor.max_threads());
+        let copied = work::each(
+            threads,
+            count,
+            stop,
+            || 0u64,
+            |bytes, i| {
+                let Some(Piece { tensor, range }) = pieces.get(i as usize) else { return Ok(()) };
+                let Some(t) = manifest.tensors().get(*tensor) else { return Ok(()) };
+                attempt.check()?;
+                let at = start + t.offset;
+                let mut out = attempt.mapping().lend(at + range.start..at + range.end)?;
+                extractor.extract(*tensor, range.clone(), &mut out).map_err(|source| {
+                    let (tensor, range) = (t.name.clone(), range.clone());
+                    RoleError::Extract { rank, tensor, range, version, source }
+                })?;
+                *bytes += range.end - range.start;
+                Ok(())
+            },
+        );
+        let copied = copied.map_err(|e| match e {
+            RoleError::Stopped { source, .. } => {
+                RoleError::stopped(format!("writing {identity} as rank {rank}"))(source)
+            }
+            other => other,
+        })?;
+        let committing = Instant::now();
+        attempt.done(stop)?;
+        let ms = |a: Instant, b: Instant| (b - a).as_secs_f64() * 1e3;
+        Ok(Published {
+            identity,
+            bytes: copied.into_iter().sum(),
+            wait_ms: ms(begun, extracting),
+            extract_ms: ms(extracting, committing),
+            commit_ms: ms(committing, Instant::now()),
+        })
+    }
+
+    fn wait_sealed(&self, version: Version, stop: &Stop) -> Result<Known, RoleError> {
+        loop {
+            let seen = self.region.bell();
+            let state = self.region.state();
+            if let Some(digest) = sealed_digest(&state, version) {
+                return Ok(Known { identity: self.identity(version), digest });
+            }
+            if let Some(newest) = state.active.map(|s| s.version).filter(|v| *v > version) {
+                return Err(RoleError::Replaced { version, newest });
+            }
+            stop.check().map_err(|source| {
+                let why = self.server.as_ref().and_then(|s| s.failure());
+                let why = why.map_or(String::new(), |w| format!(" (sealing failed: {w})"));
+                RoleError::stopped(format!("waiting for {} to be sealed{why}", self.identity(version)))(
+                    source,
+                )
+            })?;
+            self.region.wait(seen, stop.nap());
+        }
+    }
+
+    fn sync_info(&self) -> WeightSyncInfo {
+        match &self.reachable {
+            Some(reachable) => WeightSyncInfo::Agent(reachable.info.clone()),
+            None => WeightSyncInfo::Empty(EmptyWeightSyncInfo),
+        }
+    }
+}
+
+impl Drop for RegionSender {
+    fn drop(&mut self) {
+        (self.reachable, self.local) = (None, None);
+        let Some(server) = self.server.take() else { return };
+        // Others may have kept it; then they serve on, and the region stays.
+        let Some(server) = Arc::into_inner(server) else { return };
+        server.shutdown(Duration::from_millis(200));
+        match self.region.discard() {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere")
+            }
+            Err(error) => tracing::warn!(%error, "the region was not removed; `windlass gc` will"),
+        }
+    }
+}
