@@ -404,7 +404,6 @@ impl ImageView {
         self.region.slot_path(self.lease.slot())
     }
 
-<<<<<<< HEAD
     /// Gives it `load` from now. An error if it was taken back before.
     pub fn renew(&self, load: std::time::Duration) -> Result<(), ImageError> {
         Ok(self.lease.renew(load)?)
@@ -413,11 +412,11 @@ impl ImageView {
     /// Ends the reading. An error if the image was taken back meanwhile: what was read may be of two versions.
     pub fn finish(self) -> Result<(), ImageError> {
         Ok(self.lease.finish()?)
-=======
+    }
+
     /// The lease alone, which goes on holding the bytes.
     pub fn into_lease(self) -> Lease {
         self.lease
->>>>>>> roles
     }
 }
 
