@@ -180,7 +180,7 @@ pub(crate) fn run() {
     match role.as_str() {
         "agent" => agent(Path::new(args[0])),
         "rank" => rank(Path::new(args[0]), args[1].parse().unwrap()),
-        "receiver" => receiver(args[0].into(), args[1].into()),
+        "receiver" => receiver(args[0].into(), args[1].into(), args.get(2) == Some(&"full")),
         "engine" => engine(Path::new(args[0])),
         "attach" => attach(Path::new(args[0])),
         other => panic!("no role {other}"),
@@ -225,8 +225,8 @@ fn rank(dir: &Path, seed: u64) {
 }
 
 /// Syncs when told to, with so many milliseconds.
-fn receiver(image: PathBuf, desk: PathBuf) {
-    let mut config = receiver_config(image, RequestMode::Auto);
+fn receiver(image: PathBuf, desk: PathBuf, full: bool) {
+    let mut config = receiver_config(image, if full { RequestMode::Full } else { RequestMode::Auto });
     config.pull = quick_pull();
     let control = Arc::new(Remote(desk));
     let mut receiver = Receiver::open(config, control, None, &Stop::after(Duration::from_secs(10))).unwrap();
