@@ -87,9 +87,17 @@ fn an_image_without_blocks_is_synced() {
 
 #[test]
 fn tiles_that_are_not_contiguous_are_synced() {
-    let cut = |parts| DimCut { dim: 1, parts };
-    let _ = cut;
-    follow(manifest([TensorSpec::new("w", Dtype::BF16, &[333, 777])]));
+    let tensors = [
+        TensorSpec::new("columns", Dtype::BF16, &[333, 777]),
+        TensorSpec::new("single", Dtype::U8, &[5, 3]),
+        TensorSpec::new("long", Dtype::F32, &[3, 70_001]),
+    ];
+    let cuts = BTreeMap::from([
+        ("columns".to_owned(), vec![DimCut { dim: 1, bounds: vec![1, 200, 776] }]),
+        ("single".to_owned(), vec![DimCut { dim: 1, bounds: vec![1, 2] }]),
+        ("long".to_owned(), vec![DimCut { dim: 1, bounds: vec![10_000, 20_001] }]),
+    ]);
+    follow(manifest(tensors).with_cuts(&cuts).unwrap());
 }
 
 /// Nine gigabytes of shared memory: `make soak` runs it.
