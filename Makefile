@@ -8,11 +8,12 @@ PYTHON ?= python3
 CARGO ?= cargo
 TARGET ?=
 SECONDS ?= 60
+SYNCS ?= 1000
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test bench lint fmt layers contract testdata fuzz doc clean
+.PHONY: help demo test soak bench lint fmt layers contract testdata fuzz doc clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,10 @@ demo: ## show the main job on this machine
 
 test: contract testdata ## all tests: Rust with its doc tests, the contract table, the golden files
 	$(CARGO) test --workspace --locked
+
+soak: ## 1,000 syncs over a bad network between killed processes, and a tensor of 3 GiB (SYNCS=n, WINDLASS_SEED=n)
+	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test faults -- --nocapture
+	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
 
 bench: ## measure the codec and the digest beside the limits of this machine
 	$(CARGO) run --release --locked -p windlass -- bench codec

@@ -242,7 +242,7 @@ fn an_endpoint_that_is_not_allowed_is_not_contacted() {
 #[test]
 fn garbage_on_the_data_port_is_a_named_error() {
     let mut scene = scene(RequestMode::Auto, None);
-    for answer in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b"", &[0xff; 4096], &[0; 64 << 10]] {
+    for answer in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b"", &[0xff; 4096], &vec![0; 64 << 10]] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = NonZeroU16::new(listener.local_addr().unwrap().port()).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -278,7 +278,7 @@ fn another_model_or_layout_than_announced_does_not_cost_the_image() {
     twist(&scene, Box::new(|i| i.layout_hash = LayoutHash([3; 16])));
     let error = scene.refuses(|_| {});
     assert!(matches!(error, ReceiverError::OtherLayout { .. }), "{error}");
-    let huge = TensorSpec::new("w", Dtype::U8, &[1 << 40]);
+    let huge = TensorSpec::new("w", Dtype::U8, [1 << 40]);
     *scene.liar.manifest.lock().unwrap() = Some(Manifest::new([huge], BTreeMap::new()).unwrap());
     let error = scene.refuses(|_| {});
     says(&error, "announces 0303");
@@ -293,7 +293,7 @@ fn another_model_or_layout_than_announced_does_not_cost_the_image() {
 
 #[test]
 fn a_manifest_larger_than_memory_is_refused_for_want_of_room() {
-    let huge = || Manifest::new([TensorSpec::new("w", Dtype::U8, &[1 << 40])], BTreeMap::new()).unwrap();
+    let huge = || Manifest::new([TensorSpec::new("w", Dtype::U8, [1 << 40])], BTreeMap::new()).unwrap();
     let mut publisher = Publisher::new(odd_manifest());
     publisher.publish(1);
     let liar = Arc::new(Liar { server: Some(publisher.server()), ..Liar::default() });

@@ -222,7 +222,7 @@ fn many_engines_read_one_image_at_a_time() {
     let mut receiver = receiver(&dir, publisher.server());
     receiver.sync(&stop()).unwrap();
     let region = Region::open(&dir.path().join("image")).unwrap();
-    let take = || ImageView::take(&region, Duration::from_secs(60), &stop());
+    let take = || ImageView::take(&region, Duration::from_mins(1), &stop());
     let views: Vec<ImageView> = (0..256).map(|_| take().unwrap()).collect();
     assert!(views.iter().all(|v| v.known() == &known));
     let first = views[0].data().as_ptr();

@@ -225,6 +225,9 @@ impl World {
                 true
             }
             ["error", kind, why] => {
+                if kind != "PeerLost" {
+                    eprintln!("{line}");
+                }
                 assert!(kind != "Bug" && !why.is_empty(), "{line}");
                 self.count(&format!("error: {kind}"));
                 false
@@ -310,7 +313,10 @@ impl World {
                 assert!(allowed.contains(&name.as_str()), "{dir}/{name} was left behind");
             }
         }
-        let deltas = list("region/deltas");
+        let lives = list("region/deltas");
+        assert_eq!(lives.len(), 1, "of this life only");
+        let deltas = list(&format!("region/deltas/{}", lives[0]));
+        assert!(deltas.iter().all(|name| !name.contains("draft") && !name.contains("tmp")), "{deltas:?}");
         assert!(deltas.len() <= 8 * 3, "history is bounded: {deltas:?}");
     }
 }

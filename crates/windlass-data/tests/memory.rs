@@ -42,11 +42,17 @@ fn size(dir: &Path) -> u64 {
         .sum()
 }
 
+/// The largest file below a directory.
+fn largest(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
+    entries.map(|p| if p.is_dir() { largest(&p) } else { p.metadata().unwrap().len() }).max().unwrap_or(0)
+}
+
 #[test]
 fn an_agent_needs_twice_the_model_and_a_receiver_once() {
     let home = shm();
     let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
-    let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, &[MODEL])], BTreeMap::new()).unwrap();
+    let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [MODEL])], BTreeMap::new()).unwrap();
     let region = Region::create(&RegionSpec {
         dir: home.path().join("region"),
         model_id: ModelId::new("actor").unwrap(),
@@ -75,8 +81,8 @@ fn an_agent_needs_twice_the_model_and_a_receiver_once() {
             said.ends_with(end)
         });
     }
-    let delta = fs::read_dir(home.path().join("region/deltas")).unwrap();
-    let delta = delta.map(|e| e.unwrap().metadata().unwrap().len()).max().unwrap();
+    let delta = largest(&home.path().join("region/deltas"));
+    assert!(delta > 100_000 && delta < MODEL / 8, "{delta}");
     let peak = |pid| (status(pid, "VmHWM"), status(pid, "RssAnon"), status(pid, "RssShmem"));
     let (agent, receiver) = (peak(agent.id()), peak(receiver.id()));
     eprintln!("model {MODEL}, delta {delta}; peak, private, shared: agent {agent:?}, receiver {receiver:?}");
