@@ -155,9 +155,6 @@ pub enum ServeError {
         /// What is there.
         newest: Option<Version>,
     },
-    /// A table of all blocks where only some are held.
-    #[error("the table of sums of a part alone is of no use: fetch the blocks")]
-    PartOnly,
     /// An instance id that was never given out, or was forgotten.
     #[error(
         "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
@@ -212,7 +209,6 @@ impl ServeError {
                 Kind::NotFound => Kind::Stale,
                 kind => kind,
             },
-            ServeError::PartOnly => Kind::Unsupported,
             ServeError::NothingYet { .. }
             | ServeError::NoVersion { .. }
             | ServeError::UnknownInstance { .. } => Kind::NotFound,
@@ -472,11 +468,9 @@ impl Server {
         }
     }
 
-    /// The table of a sealed version that is still in a slot.
+    /// The table of a sealed version that is still in a slot. Blocks that are not held here have a sum of zero, which no
+    /// bytes have.
     pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
-        if self.inner.region.part().is_some() {
-            return Err(ServeError::PartOnly);
-        }
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
         let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
