@@ -1012,3 +1012,59 @@ struct Run {
 fn millis(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
+
+#[cfg(test)]
+mod tests {
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, Region, RegionSpec, Slots};
+    use crate::serve::{Server, ServerConfig};
+
+    #[test]
+    fn digests_of_versions_that_no_block_is_of_are_forgotten() {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let model_id = ModelId::new("actor").unwrap();
+        let tensor = TensorSpec::new("w", Dtype::U8, [300_000]);
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: model_id.clone(),
+            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let server = ServerConfig::new(Host::new("127.0.0.1").unwrap());
+        let server = Arc::new(Server::start(Arc::clone(&region), server).unwrap());
+        let dir = home.path().join("image");
+        let config = ReceiverConfig {
+            image: ImageSpec { dir, model_id, group: false, memfd: Memfd::Never, threads: 1 },
+            name: "test".into(),
+            mode: RequestMode::Auto,
+            streams: None,
+            transfer_timeout: Duration::from_secs(20),
+            open_timeout: Duration::from_secs(5),
+            pull: PullConfig::default(),
+            allow: None,
+        };
+        let stop = Stop::after(Duration::from_secs(30));
+        let control = Arc::clone(&server) as Arc<dyn Control>;
+        let mut receiver = Receiver::open(config, control, None, &stop).unwrap();
+        let mut writer = region.writer(0).unwrap();
+        for version in 1..20 {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+            let known = receiver.sync(&stop).unwrap().image.unwrap();
+            assert_eq!(receiver.digests, BTreeMap::from([(version, known.digest)]));
+        }
+    }
+}

@@ -100,7 +100,7 @@ impl ServerConfig {
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             streams: DEFAULT_STREAMS,
             stripe_bytes: DEFAULT_STRIPE_BYTES,
-            transfer_timeout: Duration::from_secs(600),
+            transfer_timeout: Duration::from_mins(10),
             revoke_grace: Duration::from_millis(200),
             dense_share: 0.8,
             max_instances: 4096,
@@ -155,9 +155,6 @@ pub enum ServeError {
         /// What is there.
         newest: Option<Version>,
     },
-    /// A table of all blocks where only some are held.
-    #[error("the table of sums of a part alone is of no use: fetch the blocks")]
-    PartOnly,
     /// An instance id that was never given out, or was forgotten.
     #[error(
         "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
@@ -212,7 +209,6 @@ impl ServeError {
                 Kind::NotFound => Kind::Stale,
                 kind => kind,
             },
-            ServeError::PartOnly => Kind::Unsupported,
             ServeError::NothingYet { .. }
             | ServeError::NoVersion { .. }
             | ServeError::UnknownInstance { .. } => Kind::NotFound,
@@ -389,9 +385,9 @@ impl Server {
         inner.recover()?;
         let mut server = Server { inner, threads: Vec::new() };
         server.spawn("sealer", move |inner| inner.seal_loop(&seat))?;
-        server.spawn("warden", |inner| inner.watch_loop())?;
+        server.spawn("warden", Inner::watch_loop)?;
         if !server.inner.config.peers.is_empty() {
-            server.spawn("gatherer", |inner| inner.gather_loop())?;
+            server.spawn("gatherer", Inner::gather_loop)?;
         }
         Ok(server)
     }
@@ -456,7 +452,8 @@ impl Server {
         let state = self.inner.state();
         let version = self.inner.version_info(&state).version;
         let delta = state.delta.filter(|d| Some(d.version) == version);
-        let units: u64 = self.inner.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        let units: u64 =
+            self.inner.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
         Capabilities {
             strategies: vec![RequestMode::Full, RequestMode::Delta, RequestMode::Auto],
             version,
@@ -471,11 +468,9 @@ impl Server {
         }
     }
 
-    /// The table of a sealed version that is still in a slot.
+    /// The table of a sealed version that is still in a slot. Blocks that are not held here have a sum of zero, which no
+    /// bytes have.
     pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
-        if self.inner.region.part().is_some() {
-            return Err(ServeError::PartOnly);
-        }
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
         let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
@@ -1220,7 +1215,8 @@ impl Inner {
         files[0] = Some(Arc::clone(&segment.file));
         self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
         count(&self.counters.tickets_delta);
-        let units: u64 = self.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        let units: u64 =
+            self.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
         let stats = self.state().delta.filter(|d| (d.base, d.version) == (base.identity.version, target));
         Ok(TransferAnswer::Granted(Box::new(Granted {
             ok: true,
@@ -1285,5 +1281,85 @@ fn random<const N: usize>() -> Result<[u8; N], ServeError> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
+    bytes.iter().fold(String::new(), |text, b| text + &format!("{b:02x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, RegionSpec, Slots};
+
+    fn served(history: Limits) -> (tempfile::TempDir, Arc<Region>, Server) {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [300_000])], BTreeMap::new()).unwrap();
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: ModelId::new("actor").unwrap(),
+            manifest: Arc::new(manifest),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };
+        let server = Server::start(Arc::clone(&region), config).unwrap();
+        (home, region, server)
+    }
+
+    fn publish(region: &Arc<Region>, server: &Server, versions: std::ops::Range<Version>) {
+        let stop = Stop::after(Duration::from_secs(30));
+        let mut writer = region.writer(0).unwrap();
+        for version in versions {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+        }
+    }
+
+    #[test]
+    fn digests_are_kept_for_as_long_as_deltas_are() {
+        for count in [0, 4] {
+            let (_home, region, server) = served(Limits { count, bytes: 1 << 20 });
+            publish(&region, &server, 1..40);
+            let state = server.inner.state();
+            assert!(state.digests.len() <= count + 2, "{} for {count} deltas", state.digests.len());
+            assert!(state.digests.contains_key(&39));
+        }
+    }
+
+    #[test]
+    fn offers_of_one_slot_share_one_lease_until_it_is_wanted_back() {
+        let (_home, region, server) = served(Limits { count: 4, bytes: 1 << 20 });
+        publish(&region, &server, 1..2);
+        let id = region.state().active.unwrap().id;
+        let inner = &server.inner;
+        let first = inner.slot_lease(id, Duration::from_mins(1)).unwrap();
+        let second = inner.slot_lease(id, Duration::from_mins(10)).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        publish(&region, &server, 2..3);
+        let stop = Stop::after(Duration::from_secs(30));
+        std::thread::scope(|scope| {
+            // The next version but one wants this slot.
+            let writer = scope.spawn(|| publish(&region, &server, 3..4));
+            while !first.wanted_back() {
+                assert!(!stop.is_set());
+                std::thread::yield_now();
+            }
+            let error = inner.slot_lease(id, Duration::from_mins(1)).unwrap_err();
+            assert!(matches!(error, RegionError::LeaseGone { .. }), "{error}");
+            drop((first, second));
+            writer.join().unwrap();
+        });
+    }
 }
