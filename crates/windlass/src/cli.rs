@@ -301,6 +301,13 @@ pub enum Command {
     DemoRank(demo::rank::Rank),
 }
 
+impl Command {
+    /// Whether it has anything to log. Others say what they have to say at their end.
+    fn runs_for_long(&self) -> bool {
+        matches!(self, Command::Agent(_) | Command::Receive(_) | Command::DemoRank(_))
+    }
+}
+
 impl ParsedCommand {
     fn check(self) -> Result<Command, Error> {
         Ok(match self {
@@ -408,7 +415,9 @@ pub fn main() -> u8 {
     let json = parsed.json;
     let run = || -> Result<u8, Error> {
         let command = parsed.command.check()?;
-        start_log();
+        if command.runs_for_long() {
+            start_log();
+        }
         let session = Session::start(json)?;
         dispatch(command, &session)
     };
