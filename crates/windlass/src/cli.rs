@@ -195,7 +195,7 @@ struct ParsedDemo {
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
     receivers: u16,
     /// Training steps
-    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
     steps: u32,
     /// TCP streams of a transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
