@@ -120,6 +120,16 @@ pub enum Error {
     /// A pass over an image that failed.
     #[error(transparent)]
     Seal(SealError),
+    /// A part of the data plane that failed.
+    #[error("cannot {doing}")]
+    Plane {
+        /// What was tried, as a verb with its object.
+        doing: &'static str,
+        /// What sort of failure it is.
+        kind: Kind,
+        /// Why not.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
@@ -186,6 +196,7 @@ impl Error {
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             Error::Seal(e) => e.kind(),
+            Error::Plane { kind, .. } => *kind,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -238,6 +249,7 @@ impl Error {
             | Error::File(_)
             | Error::Synth(_)
             | Error::Seal(_)
+            | Error::Plane { .. }
             | Error::Deadline
             | Error::Bug(_) => self.kind().row().advice.into(),
         }
