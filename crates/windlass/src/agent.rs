@@ -17,6 +17,7 @@
 use std::fmt::Write as _;
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +31,7 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::watch;
-use windlass_core::address::{Host, Token};
+use windlass_core::address::{Host, HostPort, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, Version};
 use windlass_core::wire::control::{
@@ -117,7 +118,11 @@ impl Agent {
         };
         let config = ServerConfig {
             advertise_host: advertise_host.clone(),
-            tcp: SenderConfig { bind: self.bind, ports: self.ports, ..SenderConfig::default() },
+            tcp: SenderConfig {
+                bind: self.bind,
+                ports: self.ports.0..=self.ports.1,
+                ..SenderConfig::default()
+            },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes },
             threads: self.threads,
             streams: self.streams,
@@ -135,9 +140,7 @@ impl Agent {
             .map_err(|e| Error::Usage(format!("cannot listen on {}: {e}", self.bind)))?;
         let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
         // The region's report of what the system refused belongs to the start, and is said once.
-        for refused in region.report().refused() {
-            tracing::info!(what = %refused, "the system refused; transfers still work");
-        }
+        tracing::info!(memory = %region.report(), "region");
         let server = Arc::new(Server::start(Arc::clone(&region), config)?);
         let local = match LocalServer::start(Arc::clone(&region)) {
             Ok(local) => Some(local),
@@ -146,16 +149,32 @@ impl Agent {
                 None
             }
         };
+        let port = NonZeroU16::new(address.port()).unwrap_or(NonZeroU16::MIN);
         let here = Whereabouts {
-            endpoint: format!("http://{}", windlass_core::address::HostPort::new(advertise_host, address.port())),
+            endpoint: format!("http://{}", HostPort::new(advertise_host, port)),
             data_port: server.data_endpoint().port(),
             token_file,
             pid: std::process::id(),
         };
         let path = region.dir().join(WHEREABOUTS);
         write_whole(&path, &serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?)?;
-        session.event(&json!({ "event": "listening", "endpoint": here.endpoint, "data_port": here.data_port,
-            "region": region.dir(), "model_id": region.model_id(), "incarnation": region.incarnation() }));
+        let event = json!({
+            "event": "listening",
+            "endpoint": here.endpoint,
+            "data_port": here.data_port,
+            "token_file": here.token_file,
+            "region": region.dir(),
+            "model_id": region.model_id(),
+            "incarnation": region.incarnation(),
+        });
+        session.event(&event, || {
+            let token = here.token_file.as_ref().map_or("the one given".into(), |f| f.display().to_string());
+            let (model, dir) = (region.model_id(), region.dir().display());
+            format!(
+                "serving {model} from {dir} at {} (data port {}), token: {token}",
+                here.endpoint, here.data_port
+            )
+        });
         let result = runtime.block_on(self.serve(listener, Arc::clone(&server), address, token, session));
         let _ = std::fs::remove_file(&path);
         drop(local);
@@ -288,10 +307,8 @@ async fn blocking<T: Send + 'static>(
 
 fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
     let status = |r: &JsonRejection| r.status();
-    json.map(|Json(value)| value).map_err(|r| Failure {
-        status: Some(status(&r)),
-        ..Failure::new(Kind::Invalid, r.body_text())
-    })
+    json.map(|Json(value)| value)
+        .map_err(|r| Failure { status: Some(status(&r)), ..Failure::new(Kind::Invalid, r.body_text()) })
 }
 
 #[derive(Debug, Deserialize)]
@@ -344,10 +361,7 @@ struct SumsQuery {
     version: Option<Version>,
 }
 
-async fn get_sums(
-    State(shared): State<Shared>,
-    Query(query): Query<SumsQuery>,
-) -> Result<Response, Failure> {
+async fn get_sums(State(shared): State<Shared>, Query(query): Query<SumsQuery>) -> Result<Response, Failure> {
     let sums = shared.server.sums(query.version).map_err(failure)?;
     Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
 }
@@ -413,7 +427,7 @@ async fn status(State(shared): State<Shared>) -> Response {
         "open_transfers": server.open_transfers(),
         "counters": server.counters(),
         "failure": server.failure(),
-        "region": server.region().report(),
+        "region": server.region().dir(),
     }))
     .into_response()
 }
@@ -434,17 +448,32 @@ fn metrics_text(server: &Server) -> String {
     };
     let n = |c: &AtomicU64| c.load(Relaxed) as f64;
     let (info, c) = (server.version(), server.counters());
-    put("version", "gauge", "Newest sealed version; -1 before the first.", info.version.map_or(-1.0, |v| v as f64));
+    put(
+        "version",
+        "gauge",
+        "Newest sealed version; -1 before the first.",
+        info.version.map_or(-1.0, |v| v as f64),
+    );
     put("incarnation", "gauge", "Life of the publisher.", info.incarnation.0 as f64);
     put("receivers", "gauge", "Receivers that are known.", server.instances().len() as f64);
     put("transfers_open", "gauge", "Transfers under way.", server.open_transfers() as f64);
     let delta = server.delta();
     put("delta_bytes", "gauge", "Size of the newest delta.", delta.map_or(0.0, |d| d.bytes as f64));
-    put("delta_changes", "gauge", "Elements changed by the newest delta.", delta.map_or(0.0, |d| d.changes as f64));
+    put(
+        "delta_changes",
+        "gauge",
+        "Elements changed by the newest delta.",
+        delta.map_or(0.0, |d| d.changes as f64),
+    );
     put("delta_seconds", "gauge", "Time to make the newest delta.", delta.map_or(0.0, |d| d.seconds));
     put("image_bytes", "gauge", "Bytes of one image.", server.region().manifest().data_bytes() as f64);
     put("sealed_total", "counter", "Versions sealed.", n(&c.sealed));
-    put("sealed_without_delta_total", "counter", "Versions sealed without a delta.", n(&c.sealed_without_delta));
+    put(
+        "sealed_without_delta_total",
+        "counter",
+        "Versions sealed without a delta.",
+        n(&c.sealed_without_delta),
+    );
     put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
     put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
     put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));

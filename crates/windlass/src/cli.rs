@@ -4,11 +4,14 @@
 //! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
 //! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
 
+mod service;
+
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
+use self::service::{ParsedAgent, ParsedGc, ParsedReceive};
 use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
 use crate::delta::make::Make;
@@ -16,8 +19,8 @@ use crate::delta::show::show;
 use crate::error::Error;
 use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
-use crate::synth::{self, SynthConfig};
-use crate::{demo, diff, doctor, inspect, verify};
+use crate::synth::SynthConfig;
+use crate::{agent, demo, diff, doctor, gc, inspect, receive, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
@@ -80,8 +83,24 @@ enum ParsedCommand {
         #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
         region_dir: PathBuf,
     },
-    /// Train a made-up model for some steps and keep several receivers in sync with it
+    /// Serve the versions of a region to receivers
+    ///
+    /// Started by the trainer, which makes the region. Receivers need the token: it is made in the region's
+    /// directory unless one is given.
+    Agent(ParsedAgent),
+    /// Keep images of models on this host at the newest versions of their publishers
+    ///
+    /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
+    Receive(ParsedReceive),
+    /// Remove regions and images that dead processes left; nothing that is in use is touched
+    Gc(ParsedGc),
+    /// Train a made-up model with several processes, and keep receivers in sync with it
+    ///
+    /// Starts real processes: ranks that own and change the weights, an agent, receivers. Kills one receiver and the
+    /// agent on the way. In the end every image is compared with the ranks' own memory.
     Demo(ParsedDemo),
+    #[command(hide = true)]
+    DemoRank(ParsedRank),
 }
 
 #[derive(Debug, Subcommand)]
@@ -205,23 +224,61 @@ struct ParsedPlane {
 
 #[derive(Debug, Args)]
 struct ParsedDemo {
-    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
-    #[arg(long, default_value = "16Mi", value_parser = parse_count, value_name = "N")]
-    elements: u64,
-    /// Share of elements that change in a step, in percent
-    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
-    change: f64,
-    /// Training steps
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=i64::from(synth::MAX_STEPS)), value_name = "N")]
-    steps: u32,
+    #[command(flatten)]
+    model: ParsedDemoModel,
+    /// Trainer ranks
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
+    ranks: u16,
     /// Receivers kept in sync
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
     receivers: u16,
-    #[command(flatten)]
-    threads: Threads,
+    /// Training steps
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
+    steps: u32,
+    /// TCP streams of a transfer
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
+    streams: u16,
+    /// Where region and images are kept while it runs
+    #[arg(long, default_value = "/dev/shm", value_name = "DIR")]
+    dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct ParsedDemoModel {
+    /// Bytes of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
+    #[arg(long, default_value = "1Gi", value_parser = parse_count, value_name = "BYTES")]
+    model_bytes: u64,
+    /// Take the shapes from the config.json of a Llama or Qwen style model instead
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Share of elements that change in a step, in percent
+    #[arg(long, default_value = "1.0", value_parser = parse_percent, value_name = "P")]
+    change: f64,
     /// Another seed makes another model
     #[arg(long, default_value_t = 1)]
     seed: u64,
+}
+
+impl ParsedDemoModel {
+    fn check(self) -> Result<demo::Model, Error> {
+        let ParsedDemoModel { model_bytes: bytes, config, change, seed } = self;
+        if config.is_none() {
+            check_model(bytes / 2, change, seed)?;
+        }
+        Ok(demo::Model { bytes, config, change, seed })
+    }
+}
+
+#[derive(Debug, Args)]
+struct ParsedRank {
+    #[command(flatten)]
+    model: ParsedDemoModel,
+    #[arg(long)]
+    region: PathBuf,
+    #[arg(long)]
+    rank: u16,
+    #[arg(long)]
+    ranks: u16,
 }
 
 #[derive(Clone, Copy, Debug, Args)]
@@ -280,8 +337,16 @@ pub enum Command {
     BenchDigest(BenchConfig),
     /// `doctor`.
     Doctor(doctor::Doctor),
+    /// `agent`.
+    Agent(Box<agent::Agent>),
+    /// `receive`.
+    Receive(Box<receive::Receive>),
+    /// `gc`.
+    Gc(gc::Gc),
     /// `demo`.
     Demo(demo::Demo),
+    /// A rank of the demo.
+    DemoRank(demo::rank::Rank),
 }
 
 impl ParsedCommand {
@@ -327,10 +392,15 @@ impl ParsedCommand {
             // Every receiver has an image of its own.
             ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
             ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
+            ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
+            ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),
+            ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
             ParsedCommand::Demo(d) => {
-                let model = check_model(d.elements, d.change, d.seed)?;
-                let (steps, receivers) = (d.steps, usize::from(d.receivers));
-                Command::Demo(demo::Demo { model, steps, receivers, threads: d.threads.count() })
+                let ParsedDemo { model, ranks, receivers, steps, streams, dir } = d;
+                Command::Demo(demo::Demo { model: model.check()?, ranks, receivers, steps, streams, dir })
+            }
+            ParsedCommand::DemoRank(ParsedRank { model, region, rank, ranks }) => {
+                Command::DemoRank(demo::rank::Rank { region, rank, ranks, model: model.check()? })
             }
         })
     }
@@ -402,10 +472,21 @@ pub fn main() -> u8 {
     let json = parsed.json;
     let run = || -> Result<u8, Error> {
         let command = parsed.command.check()?;
+        start_log();
         let session = Session::start(json)?;
         dispatch(command, &session)
     };
     run().unwrap_or_else(|e| report(&e, json))
+}
+
+/// Logs go to standard error: warnings unless WINDLASS_LOG asks for more, such as `info` or `windlass_data=debug`.
+fn start_log() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("WINDLASS_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let log =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    // A program that embeds this crate may have a subscriber already.
+    let _ = log.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init();
 }
 
 fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
@@ -425,7 +506,11 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::BenchCodec(config) => bench::codec::run(&config, session)?,
         Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
         Command::Doctor(doctor) => return doctor.run(session),
+        Command::Agent(agent) => agent.run(session)?,
+        Command::Receive(receive) => receive.run(session)?,
+        Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),
+        Command::DemoRank(rank) => rank.run(session)?,
     }
     Ok(0)
 }

@@ -16,7 +16,8 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone, TransferRequest,
+    VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::serve::Peer;
@@ -111,7 +112,12 @@ impl HttpControl {
         Err(ControlError::Refused { peer: peer(), what, kind, message })
     }
 
-    fn get<T: DeserializeOwned>(&self, what: &'static str, path: &str, stop: &Stop) -> Result<T, ControlError> {
+    fn get<T: DeserializeOwned>(
+        &self,
+        what: &'static str,
+        path: &str,
+        stop: &Stop,
+    ) -> Result<T, ControlError> {
         let bytes = self.call(what, path, None::<&()>, stop)?;
         serde_json::from_slice(&bytes).map_err(|e| self.answer(what, e))
     }
@@ -163,8 +169,10 @@ impl Control for HttpControl {
             None => self.get(what, "/get_version", stop),
             Some((incarnation, version)) => {
                 let wait = stop.left().map_or(POLL, |left| left.min(POLL)).as_millis();
-                let path =
-                    format!("/get_version?newer_than={version}&incarnation={}&timeout_ms={wait}", incarnation.0);
+                let path = format!(
+                    "/get_version?newer_than={version}&incarnation={}&timeout_ms={wait}",
+                    incarnation.0
+                );
                 self.get(what, &path, stop)
             }
         }

@@ -10,7 +10,11 @@ use std::path::{Path, PathBuf};
 use windlass_core::StateDigest;
 use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
+use windlass_data::local::LocalError;
+use windlass_data::receiver::ReceiverError;
+use windlass_data::region::RegionError;
 use windlass_data::seal::SealError;
+use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
 
 use crate::synth::SynthError;
@@ -130,6 +134,28 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A region.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// What an agent does.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// What a receiver does.
+    #[error(transparent)]
+    Receiver(#[from] ReceiverError),
+    /// The way into a region on this host.
+    #[error(transparent)]
+    Local(#[from] LocalError),
+    /// A process of the demo.
+    #[error("the demo's {who}: {what}")]
+    Child {
+        /// Which process.
+        who: String,
+        /// What is wrong with it.
+        what: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
     /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
@@ -197,6 +223,11 @@ impl Error {
             Error::Busy { .. } => Kind::Denied,
             Error::Seal(e) => e.kind(),
             Error::Plane { kind, .. } => *kind,
+            Error::Region(e) => e.kind(),
+            Error::Serve(e) => e.kind(),
+            Error::Receiver(e) => e.kind(),
+            Error::Local(e) => e.kind(),
+            Error::Child { kind, .. } => *kind,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -250,6 +281,11 @@ impl Error {
             | Error::Synth(_)
             | Error::Seal(_)
             | Error::Plane { .. }
+            | Error::Region(_)
+            | Error::Serve(_)
+            | Error::Receiver(_)
+            | Error::Local(_)
+            | Error::Child { .. }
             | Error::Deadline
             | Error::Bug(_) => self.kind().row().advice.into(),
         }
@@ -257,17 +293,22 @@ impl Error {
 
     /// The message with its causes, each said once.
     pub fn chain(&self) -> String {
-        let mut text = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(c) = cause {
-            let said = c.to_string();
-            if !text.contains(&said) {
-                let _ = write!(text, ": {said}");
-            }
-            cause = c.source();
-        }
-        text
+        chain(self)
     }
+}
+
+/// An error's message with its causes, each said once.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(c) = cause {
+        let said = c.to_string();
+        if !text.contains(&said) {
+            let _ = write!(text, ": {said}");
+        }
+        cause = c.source();
+    }
+    text
 }
 
 fn io_advice(source: &io::Error, path: &Path) -> String {

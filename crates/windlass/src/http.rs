@@ -175,7 +175,7 @@ pub async fn serve(
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = ended.wait_for(|e| *e) => break,
+            () = until(&mut ended) => break,
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
@@ -203,7 +203,7 @@ pub async fn serve(
             tokio::select! {
                 // What went wrong on a connection concerns the peer alone.
                 _ = connection.as_mut() => {}
-                _ = ended.wait_for(|e| *e) => {
+                () = until(&mut ended) => {
                     connection.as_mut().graceful_shutdown();
                     let _ = tokio::time::timeout(grace, connection).await;
                 }
@@ -214,6 +214,11 @@ pub async fn serve(
     // Each ends by itself within the grace; what does not is dropped with the set.
     let all = async { while tasks.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(grace + Duration::from_millis(100), all).await;
+}
+
+/// Returns when the value is true, or nobody can set it any more.
+async fn until(ended: &mut watch::Receiver<bool>) {
+    let _ = ended.wait_for(|e| *e).await;
 }
 
 /// A body of bytes.

@@ -15,19 +15,31 @@
 //! | [`bench`](mod@bench) | `windlass bench` |
 //! | [`doctor`] | `windlass doctor` |
 //! | [`demo`] | `windlass demo` |
+//! | [`http`] | HTTP as all services speak it: bounded and authenticated |
+//! | [`token`] | the secret of the control connection |
+//! | [`agent`] | `windlass agent` |
+//! | [`control`] | the receiver's end of the control connection |
+//! | [`receive`] | `windlass receive` |
+//! | [`gc`] | `windlass gc` |
 
+pub mod agent;
 pub mod bench;
 pub mod cli;
+pub mod control;
 pub mod delta;
 pub mod demo;
 pub mod diff;
 pub mod doctor;
 pub mod error;
+pub mod gc;
+pub mod http;
 pub mod image;
 pub mod inspect;
 pub mod outfile;
+pub mod receive;
 pub mod session;
 pub mod synth;
+pub mod token;
 pub mod verify;
 
 use windlass_core::kernel::Kernels;

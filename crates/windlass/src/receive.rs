@@ -7,7 +7,7 @@
 //! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,9 @@ use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
-use windlass_data::receiver::{Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced};
+use windlass_data::receiver::{
+    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
+};
 use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
@@ -27,17 +29,15 @@ use crate::agent::whereabouts;
 use crate::control::HttpControl;
 use crate::error::Error;
 use crate::session::{Session, bytes};
-use crate::{sums, token};
+use crate::{image, token};
 
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
 pub struct Receive {
-    /// The publishers' endpoints.
-    pub from: Vec<String>,
+    /// The publishers' endpoints, each with its token.
+    pub publishers: Vec<(String, Option<Token>)>,
     /// Regions on this host whose slots are read in place.
-    pub local: Vec<PathBuf>,
-    /// The token of all of them.
-    pub token: Option<Token>,
+    pub in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
     pub dir: PathBuf,
     /// What people call this receiver.
@@ -64,16 +64,12 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
-        let stop = session.stop();
+        let stop = session.cancel();
         let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
-            let remote = self.from.iter().map(|url| {
-                let stop = stop.clone();
-                scope.spawn(move || self.remote(url, session, &stop))
-            });
-            let local = self.local.iter().map(|dir| {
-                let stop = stop.clone();
-                scope.spawn(move || self.in_place(dir, session, &stop))
-            });
+            let remote = self.publishers.iter();
+            let remote = remote
+                .map(|(url, token)| scope.spawn(move || self.remote(url, token.as_ref(), session, stop)));
+            let local = self.in_place.iter().map(|dir| scope.spawn(move || self.mapped(dir, session, stop)));
             let all: Vec<_> = remote.chain(local).collect();
             all.into_iter()
                 .map(|t| t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into()))))
@@ -97,23 +93,22 @@ impl Receive {
             transfer_timeout: self.timeout,
             open_timeout: self.timeout,
             pull: PullConfig::default(),
+            allow: None,
         }
     }
 
     /// Keeps one model's image up to date.
-    fn remote(&self, url: &str, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let token = self.token.clone().ok_or_else(|| {
+    fn remote(&self, url: &str, token: Option<&Token>, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let token = token.ok_or_else(|| {
             Error::Usage(format!("{url} needs a token: give --token-file or set {}", token::VARIABLE))
         })?;
-        let control = Arc::new(HttpControl::new(url, token)?);
+        let control = Arc::new(HttpControl::new(url, token.clone())?);
         let model_id = self.patiently(session, stop, || Ok(control.version(None, stop)?.model_id))?;
-        let events = session.clone();
-        let listener: Listener = Arc::new(move |event: &Event| {
+        let listener: Listener = Arc::new(|event: &Event| {
             // A whole version is told with its figures, below.
             if !matches!(event, Event::Whole { .. }) {
                 tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
             }
-            let _ = &events;
         });
         std::fs::create_dir_all(&self.dir).map_err(Error::io("create", &self.dir))?;
         let config = self.config(model_id.clone());
@@ -138,7 +133,7 @@ impl Receive {
     }
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
-    fn in_place(&self, dir: &std::path::Path, session: &Session, stop: &Stop) -> Result<(), Error> {
+    fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
         let region = local::attach(dir)?;
         let (mut seen, mut got) = (0, 0);
         let mut known = None;
@@ -152,7 +147,8 @@ impl Receive {
             };
             let start = Instant::now();
             let Ok(lease) = region.lease(slot.id, LeaseKind::Map, self.timeout) else { continue };
-            let found = sums::digest_of(region.manifest(), lease.data(), self.threads, stop)?;
+            let found = image::sum(crate::kernels(), region.manifest(), lease.data(), (self.threads, stop))?
+                .digest(region.manifest());
             let identity = windlass_core::identity::Identity {
                 model_id: region.model_id().clone(),
                 incarnation: region.incarnation(),
@@ -194,7 +190,12 @@ impl Receive {
             };
             stop.check().map_err(|_| Error::Cancelled)?;
             match error.kind() {
-                Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::NotFound | Kind::Exhausted | Kind::Corrupt => {}
+                Kind::PeerLost
+                | Kind::Timeout
+                | Kind::Stale
+                | Kind::NotFound
+                | Kind::Exhausted
+                | Kind::Corrupt => {}
                 Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => {
                     return Err(error.into());
                 }
@@ -237,7 +238,7 @@ fn line(image: &Known, s: &Synced) -> String {
 }
 
 /// The directory of a region's agent on this host gives endpoint and token.
-pub fn from_region(dir: &std::path::Path) -> Result<(String, Option<Token>), Error> {
+pub fn from_region(dir: &Path) -> Result<(String, Option<Token>), Error> {
     let here = whereabouts(dir)?;
     let token = here.token_file.as_deref().map(token::read).transpose()?;
     Ok((here.endpoint, token))

@@ -58,6 +58,13 @@ impl Session {
         print(&text)
     }
 
+    /// Something that happened in a command that runs for long: a line of JSON, or what `human` says.
+    pub fn event(&self, object: &Value, human: impl FnOnce() -> String) {
+        let line = if self.json { object.to_string() } else { human() };
+        // Whoever listened is gone; the work goes on.
+        let _ = print(&format!("{line}\n"));
+    }
+
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
     pub fn progress(&self, what: &'static str, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
@@ -68,6 +75,18 @@ impl Session {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
         bar.set_style(style.progress_chars("=> "));
         bar.set_message(what);
+        Progress(bar)
+    }
+
+    /// A bar over steps with a word about the present one. Hidden like [`Session::progress`].
+    pub fn steps(&self, total: u64) -> Progress {
+        if self.json || !io::stderr().is_terminal() {
+            return Progress(ProgressBar::hidden());
+        }
+        let template = "{bar:20} {pos}/{len}  {wide_msg}";
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
+        bar.set_style(style.progress_chars("=> "));
         Progress(bar)
     }
 
@@ -117,7 +136,13 @@ pub fn report(error: &Error, json: bool) -> u8 {
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// So many bytes more.
+    /// What is going on.
+    pub fn say(&self, text: &str) {
+        self.0.set_message(text.to_owned());
+        self.0.tick();
+    }
+
+    /// So many bytes or steps more.
     pub fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }

@@ -7,9 +7,10 @@ use serde_json::json;
 use windlass_core::StateDigest;
 use windlass_data::file::Checkpoint;
 use windlass_data::seal::pass::{self, Run};
+use windlass_data::stop::Stop;
 
 use crate::error::Error;
-use crate::session::{Session, bytes, count};
+use crate::session::{Progress, Session, bytes, count};
 
 /// The checked arguments of `verify`.
 #[derive(Debug)]
@@ -29,17 +30,8 @@ impl Verify {
         let image = Checkpoint::open(&self.path)?;
         let manifest = image.manifest();
         let progress = session.progress("summing", manifest.data_bytes());
-        let watch = |bytes| progress.add(bytes);
-        let run = Run {
-            kernels: crate::kernels(),
-            threads: self.threads,
-            stop: session.cancel(),
-            progress: &watch,
-        };
-        let all = (0..manifest.cuts().blocks()).into();
-        let table = pass::sum::<Error>(run, manifest, &all, |t| image.tensor(t))?;
+        let digest = digest(&image, self.threads, session.cancel(), &progress)?;
         drop(progress);
-        let digest = table.digest(manifest);
         if let Some(expected) = self.expect.filter(|&e| e != digest) {
             return Err(Error::Digest { path: self.path.clone(), found: digest, expected });
         }
@@ -61,4 +53,18 @@ impl Verify {
             }
         })
     }
+}
+
+/// The state digest of a checkpoint, from its bytes.
+pub fn digest(
+    image: &Checkpoint,
+    threads: usize,
+    stop: &Stop,
+    progress: &Progress,
+) -> Result<StateDigest, Error> {
+    let manifest = image.manifest();
+    let watch = |bytes| progress.add(bytes);
+    let run = Run { kernels: crate::kernels(), threads, stop, progress: &watch };
+    let all = (0..manifest.cuts().blocks()).into();
+    Ok(pass::sum::<Error>(run, manifest, &all, |t| image.tensor(t))?.digest(manifest))
 }

@@ -13,7 +13,7 @@ use windlass_data::file::io_kind;
 use super::Check;
 use crate::bench::baseline;
 use crate::error::Error;
-use crate::session::Cancel;
+use windlass_data::stop::Stop;
 
 /// Streams of a transfer if nothing else is said.
 pub const STREAMS: usize = 6;
@@ -45,7 +45,7 @@ pub struct Speed {
 
 impl Speed {
     /// Measures, using at most a fifth of the memory that is to `spare`.
-    pub fn measure(spare: Option<u64>, cancel: &Cancel) -> Result<Speed, Error> {
+    pub fn measure(spare: Option<u64>, cancel: &Stop) -> Result<Speed, Error> {
         let len = spare.map_or(IMAGE, |s| (s / 16).min(IMAGE)) as usize;
         // What it is filled with makes no difference, but pages that were never written to are all the same one.
         let (Some(mut a), Some(mut b)) = (filled(len), filled(len)) else {
@@ -146,7 +146,7 @@ fn in_memory(contents: &[u8]) -> io::Result<File> {
 /// threads asleep, is not counted.
 fn middle(
     budget: Duration,
-    cancel: &Cancel,
+    cancel: &Stop,
     mut round: impl FnMut() -> io::Result<Duration>,
 ) -> Result<io::Result<Duration>, Error> {
     let mut times = Vec::new();
@@ -172,12 +172,12 @@ mod tests {
     fn the_middle_round_counts_and_the_first_does_not() {
         let mut rounds = [90, 5, 1, 3].into_iter();
         let round = || rounds.next().map(Duration::from_millis).ok_or(io::ErrorKind::Other.into());
-        let time = middle(Duration::ZERO, &Cancel::default(), round);
+        let time = middle(Duration::ZERO, &Stop::never(), round);
         assert_eq!(time.unwrap().unwrap(), Duration::from_millis(3));
-        let cancelled = Cancel::default();
+        let cancelled = Stop::never();
         cancelled.set();
         assert!(matches!(middle(BUDGET, &cancelled, || Ok(Duration::ZERO)), Err(Error::Cancelled)));
-        assert!(middle(BUDGET, &Cancel::default(), || Err(io::ErrorKind::Other.into())).unwrap().is_err());
+        assert!(middle(BUDGET, &Stop::never(), || Err(io::ErrorKind::Other.into())).unwrap().is_err());
     }
 
     #[test]
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn measuring_keeps_to_the_memory_there_is() {
-        let speed = Speed::measure(Some(16 << 20), &Cancel::default()).unwrap();
+        let speed = Speed::measure(Some(16 << 20), &Stop::never()).unwrap();
         for rate in [&speed.copy, &speed.read2, &speed.loopback] {
             assert!(rate.as_ref().unwrap() > &0.0, "{speed:?}");
         }

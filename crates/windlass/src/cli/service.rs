@@ -1,0 +1,229 @@
+//! Arguments of the commands that run for long: `agent`, `receive`, and of `gc`.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use windlass_core::address::{Host, Token};
+use windlass_core::wire::MAX_STREAMS;
+use windlass_core::wire::control::RequestMode;
+
+use super::{Threads, parse_count};
+use crate::agent::Agent;
+use crate::error::Error;
+use crate::gc::Gc;
+use crate::receive::{Receive, from_region};
+use crate::token;
+
+/// Where regions and images are kept unless said otherwise.
+const SHM: &str = "/dev/shm";
+
+#[derive(Debug, Args)]
+pub(super) struct ParsedAgent {
+    /// The region to serve: the directory that the trainer made
+    #[arg(long, value_name = "DIR")]
+    region: PathBuf,
+    /// The address to listen on
+    #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), value_name = "IP")]
+    bind: IpAddr,
+    /// The ports to listen on, such as 7000-7099: the first free one for requests, another for data; any if not
+    /// given
+    #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
+    ports: (u16, u16),
+    /// The host that receivers are told to connect to; the address of --bind if not given
+    #[arg(long, value_name = "HOST")]
+    advertise_host: Option<String>,
+    #[command(flatten)]
+    token: TokenArgs,
+    /// Deltas to keep for receivers that are behind
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
+    history: u32,
+    /// Bytes of deltas to keep
+    #[arg(long, default_value = "4Gi", value_parser = parse_count, value_name = "BYTES")]
+    history_bytes: u64,
+    /// TCP streams of a transfer
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
+    streams: u16,
+    /// How long a transfer may take, in seconds
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
+    timeout: u64,
+    /// An agent that holds another part of the model; may be given several times
+    #[arg(long = "peer", value_name = "URL")]
+    peers: Vec<String>,
+    /// End when standard input ends: whoever started this is gone
+    #[arg(long)]
+    with_parent: bool,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct TokenArgs {
+    /// The file with the token that both sides must know; WINDLASS_TOKEN holds the token itself
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+}
+
+impl TokenArgs {
+    /// The token of the environment, if no file is named.
+    fn from_environment(&self) -> Result<Option<Token>, Error> {
+        if self.token_file.is_some() {
+            return Ok(None);
+        }
+        match std::env::var(token::VARIABLE) {
+            Ok(secret) => {
+                let token = Token::new(secret);
+                token.map(Some).map_err(|e| Error::Usage(format!("{}: {e}", token::VARIABLE)))
+            }
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+impl ParsedAgent {
+    pub(super) fn check(self) -> Result<Agent, Error> {
+        let host = self.advertise_host.map(|h| Host::new(&h));
+        Ok(Agent {
+            region: self.region,
+            bind: self.bind,
+            ports: self.ports,
+            advertise_host: host.transpose().map_err(|e| Error::Usage(e.to_string()))?,
+            token: self.token.from_environment()?,
+            token_file: self.token.token_file,
+            history: self.history as usize,
+            history_bytes: self.history_bytes,
+            threads: self.threads.count(),
+            streams: self.streams,
+            timeout: Duration::from_secs(self.timeout),
+            peers: self.peers,
+            with_parent: self.with_parent,
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ParsedMode {
+    /// A delta where one serves, the full image otherwise
+    Auto,
+    /// Always the full image
+    Full,
+    /// Deltas only; fails where none serves
+    Delta,
+}
+
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place"])))]
+pub(super) struct ParsedReceive {
+    /// The agent of a publisher, such as http://10.0.0.5:7000; may be given several times, one for each model
+    #[arg(long, value_name = "URL")]
+    from: Vec<String>,
+    /// The region of a publisher on this host: endpoint and token are found there
+    #[arg(long, value_name = "DIR")]
+    region: Vec<PathBuf>,
+    /// The region of a publisher on this host, read where it is instead of copied
+    #[arg(long, value_name = "DIR")]
+    in_place: Vec<PathBuf>,
+    #[command(flatten)]
+    token: TokenArgs,
+    /// Where images are kept, each in a directory named after its model
+    #[arg(long, default_value = SHM, value_name = "DIR")]
+    dir: PathBuf,
+    /// What people call this receiver
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// What to ask for
+    #[arg(long, value_enum, default_value_t = ParsedMode::Auto)]
+    mode: ParsedMode,
+    /// TCP streams of a transfer; the publisher's default if not given
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
+    streams: Option<u16>,
+    /// How long a transfer may take, in seconds
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
+    timeout: u64,
+    /// End after this many new versions
+    #[arg(long, value_name = "N")]
+    versions: Option<u64>,
+    /// End once this version is there
+    #[arg(long, value_name = "VERSION")]
+    until: Option<u64>,
+    /// Let the group read the image
+    #[arg(long)]
+    group: bool,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+impl ParsedReceive {
+    pub(super) fn check(self) -> Result<Receive, Error> {
+        let mut from = self.from;
+        let mut token = self.token.from_environment()?;
+        if let Some(file) = &self.token.token_file {
+            token = Some(token::read(file)?);
+        }
+        let mut publishers: Vec<(String, Option<Token>)> =
+            from.drain(..).map(|url| (url, token.clone())).collect();
+        for region in &self.region {
+            let (endpoint, its) = from_region(region)?;
+            publishers.push((endpoint, its.or(token.clone())));
+        }
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Ok(Receive {
+            publishers,
+            in_place: self.in_place,
+            dir: self.dir,
+            name: self.name.unwrap_or_else(|| format!("{host}:{}", std::process::id())),
+            mode: match self.mode {
+                ParsedMode::Auto => RequestMode::Auto,
+                ParsedMode::Full => RequestMode::Full,
+                ParsedMode::Delta => RequestMode::Delta,
+            },
+            streams: self.streams,
+            threads: self.threads.count(),
+            timeout: Duration::from_secs(self.timeout),
+            versions: self.versions,
+            until: self.until,
+            group: self.group,
+        })
+    }
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ParsedGc {
+    /// Where regions and images are kept
+    #[arg(default_value = SHM, value_name = "DIR")]
+    dir: PathBuf,
+}
+
+impl ParsedGc {
+    pub(super) fn check(self) -> Gc {
+        Gc { dir: self.dir }
+    }
+}
+
+/// A port, or a first and a last one.
+fn parse_ports(text: &str) -> Result<(u16, u16), String> {
+    let port = |t: &str| t.trim().parse::<u16>().map_err(|_| format!("{t:?} is not a port"));
+    let (first, last) = match text.split_once('-') {
+        Some((first, last)) => (port(first)?, port(last)?),
+        None => (port(text)?, port(text)?),
+    };
+    if first > last || (first == 0) != (last == 0) {
+        return Err(format!("{text:?} is not a range of ports: expected FIRST-LAST"));
+    }
+    Ok((first, last))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_one_or_a_range() {
+        assert_eq!(parse_ports("0"), Ok((0, 0)));
+        assert_eq!(parse_ports("7000-7099"), Ok((7000, 7099)));
+        for bad in ["", "x", "7099-7000", "0-7000", "1-99999", "7000-"] {
+            assert!(parse_ports(bad).is_err(), "{bad}");
+        }
+    }
+}
