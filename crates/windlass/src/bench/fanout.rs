@@ -11,7 +11,7 @@
 
 use std::fs::File;
 use std::sync::Barrier;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use windlass_core::identity::{StateDigest, Version};
@@ -19,7 +19,7 @@ use windlass_data::shm::Mapping;
 use windlass_data::tcp::{ImageLanding, PayloadLanding, PullConfig, Watch, pull};
 
 use super::rig::{Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Timing, baseline, merge, reached, round, write_bars};
+use super::{Bar, Images, PlaneConfig, Spent, Timing, baseline, merge, reached, round, write_bars};
 use crate::error::Error;
 use crate::session::{Session, Table, bytes};
 
@@ -55,8 +55,11 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     for turn in 0..=config.bench.repeats.max(1) {
         session.cancel().check()?;
         let mut whole = landed[0].lend(0..landed[0].len()).map_err(failed!("write an image"))?;
-        let bare = baseline::loopback(config.streams.into(), &file, &mut whole, PATIENCE);
-        let bare = bare.map_err(Error::io("send", "the image".as_ref()))?.as_secs_f64();
+        let (wall, bare) = Spent::on(|| {
+            let bare = baseline::loopback(config.streams.into(), &file, &mut whole, PATIENCE);
+            bare.map_err(Error::io("send", "the image".as_ref()))
+        })?;
+        let bare = Spent { wall: wall.as_secs_f64(), ..bare };
         drop(whole);
         if turn > 0 {
             link.push(bare);
@@ -84,24 +87,24 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
             let (mode, receivers) = (MODES[case / RECEIVERS.len()], RECEIVERS[case % RECEIVERS.len()]);
             let each = if mode == "full" { images.base.len() as f64 } else { delta as f64 };
             let share = each * receivers as f64 / images.base.len() as f64;
-            let one = &times_of_one(&link, share);
-            Row { mode, receivers, each, ratio: reached(times, one), timing: Timing::from_rounds(times) }
+            let needed = &link_times(&link, share);
+            Row { mode, receivers, each, ratio: reached(times, needed), timing: Timing::from_rounds(times) }
         })
         .collect();
     report(&rows, &link, &images, config, session)
 }
 
 /// What the link would have needed in each round for this many images.
-fn times_of_one(link: &[f64], share: f64) -> Vec<f64> {
-    link.iter().map(|t| t * share).collect()
+fn link_times(link: &[Spent], share: f64) -> Vec<Spent> {
+    link.iter().map(|t| Spent { wall: t.wall * share, cpu: t.cpu * share }).collect()
 }
 
-/// All receivers at once, in seconds.
+/// All receivers at once.
 fn all_pull(
     publisher: &Publisher<'_>,
     memory: &[Mapping],
     have: Option<(Version, StateDigest)>,
-) -> Result<f64, Error> {
+) -> Result<Spent, Error> {
     let ready = Barrier::new(memory.len() + 1);
     std::thread::scope(|scope| {
         let threads: Vec<_> = memory
@@ -114,12 +117,13 @@ fn all_pull(
                 })
             })
             .collect();
-        let start = Instant::now();
-        ready.wait();
-        threads.into_iter().try_for_each(|t| {
-            t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into())))
+        let ((), spent) = Spent::on(|| {
+            ready.wait();
+            threads.into_iter().try_for_each(|t| {
+                t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into())))
+            })
         })?;
-        Ok(start.elapsed().as_secs_f64())
+        Ok(spent)
     })
 }
 
@@ -166,7 +170,7 @@ impl Row {
 
 fn report(
     rows: &[Row],
-    link: &[f64],
+    link: &[Spent],
     images: &Images,
     config: &PlaneConfig,
     session: &Session,

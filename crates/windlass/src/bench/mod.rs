@@ -159,9 +159,9 @@ impl Timing {
         Ok(rounds(repeats, probes)?.map(|times| Timing::from_rounds(&times)))
     }
 
-    /// What these rounds, in seconds, come to. There is at least one.
-    pub fn from_rounds(times: &[f64]) -> Timing {
-        let mut t = times.to_vec();
+    /// What these rounds come to by the clock. There is at least one.
+    pub fn from_rounds(times: &[Spent]) -> Timing {
+        let mut t: Vec<f64> = times.iter().map(|t| t.wall).collect();
         t.sort_by(f64::total_cmp);
         Timing { median: t[t.len() / 2], min: t[0], max: t[t.len() - 1] }
     }
@@ -177,17 +177,39 @@ impl Timing {
     }
 }
 
-/// Seconds that each probe took, round by round: all of them in turn, so many times, after one turn that is not
-/// counted.
-pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Vec<f64>; N], Error> {
+/// What a round took.
+#[derive(Clone, Copy, Debug)]
+pub struct Spent {
+    /// Seconds by the clock.
+    pub wall: f64,
+    /// Seconds of processor time, of all threads of this process. Where others use the machine as well this says
+    /// more about the code than the clock does.
+    pub cpu: f64,
+}
+
+impl Spent {
+    /// Measures `work`.
+    pub fn on<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<(T, Spent), Error> {
+        let (start, cpu) = (Instant::now(), cpu_seconds());
+        let result = work()?;
+        Ok((result, Spent { wall: start.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu }))
+    }
+}
+
+fn cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// What each probe took, round by round: all of them in turn, so many times, after one turn that is not counted.
+pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Vec<Spent>; N], Error> {
     let mut times = [const { Vec::new() }; N];
     for turn in 0..=repeats.max(1) {
         for (probe, times) in probes.iter_mut().zip(&mut times) {
             (probe.setup)()?;
-            let start = Instant::now();
-            (probe.round)()?;
+            let ((), spent) = Spent::on(&mut probe.round)?;
             if turn > 0 {
-                times.push(start.elapsed().as_secs_f64());
+                times.push(spent);
             }
         }
     }
@@ -196,9 +218,19 @@ pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Res
 
 /// How much of the limit was reached: the middle of `limit ÷ time` over the rounds. Taken round by round, because
 /// what slows the machine for a while then falls on both.
-pub fn reached(times: &[f64], limits: &[f64]) -> f64 {
-    let ratios: Vec<f64> = limits.iter().zip(times).map(|(limit, time)| limit / time).collect();
-    Timing::from_rounds(&ratios).median
+pub fn reached(times: &[Spent], limits: &[Spent]) -> f64 {
+    middle(times, limits, |limit, time| limit.wall / time.wall)
+}
+
+/// The same for processor time: how much of it the limit needed, relative to what was spent.
+pub fn reached_cpu(times: &[Spent], limits: &[Spent]) -> f64 {
+    middle(times, limits, |limit, time| limit.cpu / time.cpu)
+}
+
+fn middle(times: &[Spent], limits: &[Spent], ratio: impl Fn(&Spent, &Spent) -> f64) -> f64 {
+    let mut ratios: Vec<f64> = limits.iter().zip(times).map(|(limit, time)| ratio(limit, time)).collect();
+    ratios.sort_by(f64::total_cmp);
+    ratios[ratios.len() / 2]
 }
 
 /// A figure, its bar, and whether it is met.

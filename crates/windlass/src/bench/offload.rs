@@ -20,7 +20,8 @@ use windlass_data::stop::Stop;
 
 use super::rig::{self, Place, failed};
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, baseline, merge, reached, round, rounds, timing_row, write_bars,
+    Bar, Images, PlaneConfig, Probe, Timing, baseline, merge, reached, reached_cpu, round, rounds,
+    timing_row, write_bars,
 };
 use crate::error::Error;
 use crate::image;
@@ -60,7 +61,8 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     model.check(&images.base)?;
     small.check(&images.base)?;
     let len = images.base.len();
-    let ratio = reached(&time, &limit);
+    let (ratio, cpu_ratio) = (reached(&time, &limit), reached_cpu(&time, &limit));
+    let cpu_small = reached_cpu(&small_time, &limit) * small_len as f64 / len as f64;
     let ratio_small = reached(&small_time, &limit) * small_len as f64 / len as f64;
     let [limit, time, small_time] = [&limit, &time, &small_time].map(|t| Timing::from_rounds(t));
     let bar = |name: &str, value| Bar { name: name.into(), value, bar: 0.85, at_least: true };
@@ -70,8 +72,14 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
         "gbps": round(time.gbps(len)),
         "limit_gbps": round(limit.gbps(len)),
         "ratio": round(ratio),
+        "cpu_ratio": round(cpu_ratio),
         "tensors": tensors[0],
-        "small": { "gbps": round(small_time.gbps(small_len)), "ratio": round(ratio_small), "tensors": tensors[1] },
+        "small": {
+            "tensors": tensors[1],
+            "gbps": round(small_time.gbps(small_len)),
+            "ratio": round(ratio_small),
+            "cpu_ratio": round(cpu_small),
+        },
         "prepared": model.region.report().to_string(),
         "spread": {
             "offload": round(time.spread()),

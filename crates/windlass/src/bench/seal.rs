@@ -9,7 +9,8 @@ use windlass_data::seal::{self, Base, SealJob};
 
 use super::rig::Place;
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, baseline, merge, reached, round, rounds, timing_row, write_bars,
+    Bar, Images, PlaneConfig, Probe, Timing, baseline, merge, reached, reached_cpu, round, rounds,
+    timing_row, write_bars,
 };
 use crate::error::Error;
 use crate::image;
@@ -58,13 +59,15 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let Some(delta) = sealed.and_then(|s| s.delta) else {
         return Err(Error::Bug("the sealed version is not the newer one".into()));
     };
-    let (ratio, len) = (reached(&time, &limit), images.base.len());
+    let (ratio, cpu_ratio) = (reached(&time, &limit), reached_cpu(&time, &limit));
+    let len = images.base.len();
     let (limit, time) = (Timing::from_rounds(&limit), Timing::from_rounds(&time));
     let bars = [Bar { name: "seal / reading two images".into(), value: ratio, bar: 0.4, at_least: true }];
     let object = json!({
         "gbps": round(time.gbps(len)),
         "limit_gbps": round(limit.gbps(len)),
         "ratio": round(ratio),
+        "cpu_ratio": round(cpu_ratio),
         "delta_bytes": delta.bytes,
         "changed": delta.changes,
         "spread": { "seal": round(time.spread()), "limit": round(limit.spread()) },

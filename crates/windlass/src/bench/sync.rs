@@ -21,7 +21,7 @@ use windlass_data::shm::{Access, Mapping};
 use windlass_data::tcp::{PayloadLanding, PullConfig, Watch, pull};
 
 use super::rig::{Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Timing, merge, reached, round, write_bars};
+use super::{Bar, Images, PlaneConfig, Spent, Timing, merge, reached, round, write_bars};
 use crate::error::Error;
 use crate::image;
 use crate::session::{Session, Table, bytes};
@@ -195,7 +195,9 @@ impl<'a> Bench<'a> {
 }
 
 fn report(found: &[Round], images: &Images, config: &PlaneConfig, session: &Session) -> Result<(), Error> {
-    let all = |f: &dyn Fn(&Round) -> f64| -> Vec<f64> { found.iter().map(f).collect() };
+    let all = |f: &dyn Fn(&Round) -> f64| -> Vec<Spent> {
+        found.iter().map(f).map(|ms| Spent { wall: ms, cpu: 0.0 }).collect()
+    };
     let middle = |f: &dyn Fn(&Round) -> f64| Timing::from_rounds(&all(f)).median;
     let (total, alone) = (all(&|r| r.total), all(&Round::alone));
     let ratio = reached(&alone, &total);

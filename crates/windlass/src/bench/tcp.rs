@@ -7,14 +7,17 @@
 
 use std::fs::File;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 use windlass_data::image::{Image, Refresh};
 use windlass_data::tcp::{PullConfig, Watch, pull};
 
 use super::rig::{self, Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Timing, baseline, merge, reached, round, timing_row, write_bars};
+use super::{
+    Bar, Images, PlaneConfig, Spent, Timing, baseline, merge, reached, reached_cpu, round, timing_row,
+    write_bars,
+};
 use crate::error::Error;
 use crate::session::{Session, Table};
 
@@ -50,6 +53,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     link.check(&images.base)?;
 
     let (ratio, ratio_unchecked) = (reached(&checked, &limit), reached(&unchecked, &limit));
+    let (cpu, cpu_unchecked) = (reached_cpu(&checked, &limit), reached_cpu(&unchecked, &limit));
     let len = images.base.len();
     let [limit, checked, unchecked] = [&limit, &checked, &unchecked].map(|t| Timing::from_rounds(t));
     let bar = |name: &str, value, bar| Bar { name: name.into(), value, bar, at_least: true };
@@ -60,6 +64,8 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
         "limit_gbps": round(limit.gbps(len)),
         "ratio": round(ratio),
         "ratio_unchecked": round(ratio_unchecked),
+        "cpu_ratio": round(cpu),
+        "cpu_ratio_unchecked": round(cpu_unchecked),
         "spread": {
             "checked": round(checked.spread()),
             "unchecked": round(unchecked.spread()),
@@ -88,23 +94,29 @@ struct Link<'a> {
 }
 
 impl Link<'_> {
-    /// One pull, in seconds.
-    fn pull(&self, verify: bool) -> Result<f64, Error> {
+    /// One pull.
+    fn pull(&self, verify: bool) -> Result<Spent, Error> {
         let ticket = self.publisher.ticket(None)?;
         let config = PullConfig { verify, ..PullConfig::default() };
         let stop = self.publisher.stop();
-        let start = Instant::now();
-        let pulled =
-            self.refresh.land(&ticket, |land| pull(&ticket, land, &config, &stop, &Watch::default()));
-        pulled.map_err(failed!("pull the image"))?;
-        Ok(start.elapsed().as_secs_f64())
+        let ((), spent) = Spent::on(|| {
+            let pulled =
+                self.refresh.land(&ticket, |land| pull(&ticket, land, &config, &stop, &Watch::default()));
+            pulled.map_err(failed!("pull the image"))?;
+            Ok(())
+        })?;
+        Ok(spent)
     }
 
-    /// The same bytes over bare connections, in seconds.
-    fn bare(&self) -> Result<f64, Error> {
+    /// The same bytes over bare connections.
+    fn bare(&self) -> Result<Spent, Error> {
         self.with_data(|data| {
-            let took = baseline::loopback(self.streams.into(), &self.file, data, PATIENCE);
-            Ok(took.map_err(Error::io("send", "the image".as_ref()))?.as_secs_f64())
+            let (wall, spent) = Spent::on(|| {
+                let took = baseline::loopback(self.streams.into(), &self.file, data, PATIENCE);
+                took.map_err(Error::io("send", "the image".as_ref()))
+            })?;
+            // Connecting and starting threads are not in it.
+            Ok(Spent { wall: wall.as_secs_f64(), ..spent })
         })
     }
 
