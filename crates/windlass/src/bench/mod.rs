@@ -272,12 +272,13 @@ fn write_bars(bars: &[Bar], out: &mut String) {
     t.write(out);
 }
 
-/// One line of a table of timings: name, rate, milliseconds, spread.
-fn timing_row(name: &str, bytes: usize, timing: &Timing) -> [String; 4] {
+/// One line of a table of timings: name, rate, milliseconds, those of the quickest round, spread.
+fn timing_row(name: &str, bytes: usize, timing: &Timing) -> [String; 5] {
     [
         name.to_owned(),
         format!("{:.2}", timing.gbps(bytes)),
         format!("{:.2}", timing.median * 1e3),
+        format!("{:.2}", timing.min * 1e3),
         format!("{:.0} %", timing.spread() * 100.0),
     ]
 }

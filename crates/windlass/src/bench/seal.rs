@@ -75,7 +75,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     });
     session.finish(merge(config.json("seal", &images), object), |out| {
         config.title("seal", &images, out);
-        let mut t = Table::new(["", "GB/s of image", "ms", "spread"]);
+        let mut t = Table::new(["", "GB/s of image", "ms", "best", "spread"]);
         t.row(timing_row("reading two images", len, &limit));
         t.row(timing_row(&format!("seal, a delta of {}", bytes(delta.bytes)), len, &time));
         t.write(out);

@@ -66,6 +66,11 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
         "ratio_unchecked": round(ratio_unchecked),
         "cpu_ratio": round(cpu),
         "cpu_ratio_unchecked": round(cpu_unchecked),
+        "best_ms": {
+            "checked": round(checked.min * 1e3),
+            "unchecked": round(unchecked.min * 1e3),
+            "limit": round(limit.min * 1e3),
+        },
         "spread": {
             "checked": round(checked.spread()),
             "unchecked": round(unchecked.spread()),
@@ -75,7 +80,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     });
     session.finish(merge(config.json("tcp", &images), object), |out| {
         config.title("tcp", &images, out);
-        let mut t = Table::new(["", "GB/s", "ms", "spread"]);
+        let mut t = Table::new(["", "GB/s", "ms", "best", "spread"]);
         t.row(timing_row("sendfile to recv", len, &limit));
         t.row(timing_row("pull, checked", len, &checked));
         t.row(timing_row("pull, unchecked", len, &unchecked));
