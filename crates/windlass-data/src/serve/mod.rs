@@ -707,7 +707,7 @@ mod tests {
                 std::thread::yield_now();
             }
             let error = inner.slot_lease(id, Duration::from_mins(1)).unwrap_err();
-            assert!(matches!(error, RegionError::LeaseGone { .. }), "{error}");
+            assert!(matches!(error, crate::region::RegionError::LeaseGone { .. }), "{error}");
             drop((first, second));
             writer.join().unwrap();
         });
