@@ -8,23 +8,30 @@
 //! | connections | [`Limits::connections`]; more are closed at once |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of what a long-poll asks for |
+//! | time that a peer may take none of an answer | [`Limits::stall`] |
 //! | body | [`Limits::body`] |
 //! | requests per second, all connections together | [`Limits::rate`], with bursts of twice that |
+//!
+//! Requests with the token and those without are counted apart: strangers cannot use up what receivers need.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde_json::json;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use windlass_core::address::Token;
@@ -41,6 +48,8 @@ pub struct Limits {
     pub head: Duration,
     /// How long a request may take.
     pub request: Duration,
+    /// How long a peer may take none of what is sent to it.
+    pub stall: Duration,
     /// The longest body.
     pub body: usize,
     /// Requests per second.
@@ -53,6 +62,7 @@ impl Default for Limits {
             connections: 1024,
             head: Duration::from_secs(5),
             request: Duration::from_secs(60),
+            stall: Duration::from_secs(30),
             body: 16 << 20,
             rate: 2000.0,
         }
@@ -95,28 +105,39 @@ impl IntoResponse for Failure {
 struct Guard {
     token: Token,
     limits: Limits,
-    bucket: Mutex<(f64, Instant)>,
+    known: Bucket,
+    strangers: Bucket,
 }
 
-impl Guard {
+/// So many requests a second.
+struct Bucket {
+    rate: f64,
+    room: Mutex<(f64, Instant)>,
+}
+
+impl Bucket {
+    fn new(rate: f64) -> Bucket {
+        Bucket { rate, room: Mutex::new((rate, Instant::now())) }
+    }
+
     /// Takes one request out of the bucket.
     fn admit(&self) -> bool {
-        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let refill = now.duration_since(bucket.1).as_secs_f64() * self.limits.rate;
-        *bucket = ((bucket.0 + refill).min(self.limits.rate * 2.0), now);
-        let room = bucket.0 >= 1.0;
-        if room {
-            bucket.0 -= 1.0;
+        let refill = now.duration_since(room.1).as_secs_f64() * self.rate;
+        *room = ((room.0 + refill).min(self.rate * 2.0), now);
+        let admitted = room.0 >= 1.0;
+        if admitted {
+            room.0 -= 1.0;
         }
-        room
+        admitted
     }
 }
 
 /// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` needs no token.
 pub fn guarded(router: Router, token: Token, limits: Limits) -> Router {
-    let bucket = Mutex::new((limits.rate, Instant::now()));
-    let guard = Arc::new(Guard { token, limits, bucket });
+    let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.rate));
+    let guard = Arc::new(Guard { token, limits, known, strangers });
     router
         .route("/healthz", axum::routing::get(async || Json(json!({ "ok": true }))))
         .fallback(async |request: Request| {
@@ -131,17 +152,23 @@ pub fn guarded(router: Router, token: Token, limits: Limits) -> Router {
 }
 
 async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
-    if !guard.admit() {
-        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
-        return Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
-    }
     let given = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
-    if request.uri().path() != "/healthz" && !token::accepts(&guard.token, given) {
+    let known = token::accepts(&guard.token, given);
+    let bucket = if known { &guard.known } else { &guard.strangers };
+    if !bucket.admit() {
+        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
+        let mut response = Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        return response;
+    }
+    if request.uri().path() != "/healthz" && !known {
         let failure = Failure::new(
             Kind::Denied,
             "the token is missing or wrong: send the publisher's as `Authorization: Bearer …`",
         );
-        return Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
+        let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        return response;
     }
     let most = guard.limits.request + MAX_POLL;
     match tokio::time::timeout(most, next.run(request)).await {
@@ -151,7 +178,7 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
 }
 
 /// Binds the first free port of a range on one address; port 0 means any.
-pub async fn bind(address: std::net::IpAddr, ports: (u16, u16)) -> std::io::Result<TcpListener> {
+pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
     let mut last = None;
     for port in ports.0..=ports.1 {
         match TcpListener::bind(SocketAddr::new(address, port)).await {
@@ -159,7 +186,63 @@ pub async fn bind(address: std::net::IpAddr, ports: (u16, u16)) -> std::io::Resu
             Err(e) => last = Some(e),
         }
     }
-    Err(last.unwrap_or_else(|| std::io::Error::other("the port range is empty")))
+    Err(last.unwrap_or_else(|| io::Error::other("the port range is empty")))
+}
+
+/// A stream whose writes fail once the peer has taken nothing for [`Limits::stall`]: one that sends requests and never
+/// reads the answers would hold its connection for ever.
+struct Moving {
+    stream: TcpStream,
+    most: Duration,
+    stalled: Option<Pin<Box<tokio::time::Sleep>>>,
+}
+
+impl Moving {
+    fn bounded<T>(&mut self, cx: &mut Context<'_>, done: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if done.is_ready() {
+            self.stalled = None;
+            return done;
+        }
+        let most = self.most;
+        let timer = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(most)));
+        timer.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Moving {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(cx, into)
+    }
+}
+
+impl AsyncWrite for Moving {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let done = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        this.bounded(cx, done)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let done = Pin::new(&mut this.stream).poll_write_vectored(cx, bytes);
+        this.bounded(cx, done)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
 }
 
 /// Serves until `ended` is true, then gives open requests `grace`.
@@ -190,6 +273,7 @@ pub async fn serve(
             continue;
         };
         let _ = stream.set_nodelay(true);
+        let stream = Moving { stream, most: limits.stall, stalled: None };
         let service = TowerToHyperService::new(router.clone());
         let mut ended = ended.clone();
         while tasks.try_join_next().is_some() {}
