@@ -309,3 +309,149 @@ async fn until(ended: &mut watch::Receiver<bool>) {
 pub fn octets(bytes: Vec<u8>) -> Response {
     ([(header::CONTENT_TYPE, "application/octet-stream")], Body::from(bytes)).into_response()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+    /// A service with an echo of bodies and a long text, until it is dropped.
+    struct Service {
+        address: SocketAddr,
+        end: watch::Sender<bool>,
+        runtime: tokio::runtime::Runtime,
+    }
+
+    impl Service {
+        fn start(limits: Limits) -> Service {
+            let router = Router::new()
+                .route("/echo", axum::routing::post(async |body: String| body))
+                .route("/long", axum::routing::get(async || "x".repeat(32 << 20)));
+            let router = guarded(router, Token::new(TOKEN).unwrap(), limits);
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+            let listener = runtime.block_on(bind([127, 0, 0, 1].into(), (0, 0))).unwrap();
+            let address = listener.local_addr().unwrap();
+            let (end, ended) = watch::channel(false);
+            runtime.spawn(serve(listener, router, limits, ended, Duration::from_millis(100)));
+            Service { address, end, runtime }
+        }
+
+        fn connect(&self) -> TcpStream {
+            let stream = TcpStream::connect(self.address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            stream
+        }
+
+        /// The status line's number of one request on a connection of its own; none if it was closed unanswered.
+        fn ask(&self, head: &str, body: &[u8]) -> Option<u16> {
+            let mut stream = self.connect();
+            let length = body.len();
+            let head = format!("{head} HTTP/1.1\r\nhost: h\r\ncontent-length: {length}\r\nconnection: close");
+            let token = format!("authorization: Bearer {TOKEN}");
+            stream.write_all(format!("{head}\r\n{token}\r\n\r\n").as_bytes()).ok()?;
+            stream.write_all(body).ok()?;
+            let mut answer = String::new();
+            let _ = stream.read_to_string(&mut answer);
+            answer.split(' ').nth(1)?.parse().ok()
+        }
+    }
+
+    impl Drop for Service {
+        fn drop(&mut self) {
+            let _ = self.end.send(true);
+            let _ = &self.runtime;
+        }
+    }
+
+    fn small() -> Limits {
+        Limits {
+            connections: 3,
+            head: Duration::from_millis(300),
+            request: Duration::from_millis(300),
+            stall: Duration::from_millis(300),
+            body: 1024,
+            rate: 1e6,
+        }
+    }
+
+    #[test]
+    fn a_body_may_be_as_long_as_allowed_and_no_longer() {
+        let service = Service::start(small());
+        assert_eq!(service.ask("POST /echo", &[b'x'; 1024]), Some(200));
+        assert_eq!(service.ask("POST /echo", &[b'x'; 1025]), Some(413));
+    }
+
+    #[test]
+    fn a_head_that_trickles_in_is_cut_off() {
+        let service = Service::start(small());
+        let mut slow = service.connect();
+        let begun = Instant::now();
+        // A byte at a time does not buy more time. Nothing else ends this loop than the closed connection.
+        let head = format!("GET /healthz HTTP/1.1\r\nx: {}", "y".repeat(4096));
+        let closed = head.bytes().any(|b| {
+            slow.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+            slow.write_all(&[b]).is_err() || matches!(slow.read(&mut [0; 64]), Ok(0))
+        });
+        assert!(closed, "still open after {:?}", begun.elapsed());
+        assert_eq!(service.ask("GET /healthz", b""), Some(200));
+    }
+
+    #[test]
+    fn silent_connections_are_closed_and_more_than_allowed_are_not_kept() {
+        let service = Service::start(small());
+        let mut silent: Vec<TcpStream> = (0..3).map(|_| service.connect()).collect();
+        let mut one_more = service.connect();
+        // Closed at once, not after the time for a head, and without an answer.
+        assert_eq!(one_more.read(&mut [0; 8]).unwrap_or(0), 0);
+        for stream in &mut silent {
+            let mut rest = Vec::new();
+            let _ = stream.read_to_end(&mut rest);
+            assert!(!rest.starts_with(b"HTTP/1.1 200"));
+        }
+        let until = Instant::now() + Duration::from_secs(10);
+        while service.ask("GET /healthz", b"") != Some(200) {
+            assert!(Instant::now() < until, "no room again");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_never_reads_its_answers_is_let_go_of() {
+        let service = Service::start(Limits { connections: 1, ..small() });
+        let mut deaf = service.connect();
+        let token = format!("authorization: Bearer {TOKEN}");
+        deaf.write_all(format!("GET /long HTTP/1.1\r\nhost: h\r\n{token}\r\n\r\n").as_bytes()).unwrap();
+        // Its first bytes: it has the one place.
+        let mut first = [0; 8];
+        deaf.read_exact(&mut first).unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        while service.ask("GET /healthz", b"") != Some(200) {
+            assert!(Instant::now() < until, "it holds the connection still");
+        }
+    }
+
+    #[test]
+    fn strangers_run_into_the_rate_limit_alone() {
+        // Nothing is filled in again while the test runs.
+        let service = Service::start(Limits { rate: 1e-3, connections: 64, ..small() });
+        assert_eq!(service.ask("GET /healthz", b""), Some(429), "less than one request in the bucket");
+        let guard = Bucket::new(3.0);
+        assert_eq!((0..100).filter(|_| guard.admit()).count(), 3);
+        let limits = Limits { rate: 5.0, connections: 64, ..small() };
+        let service = Service::start(limits);
+        let mut stranger = service.connect();
+        let request = "GET /get_version HTTP/1.1\r\nhost: h\r\n\r\n".repeat(50);
+        let last = "GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n";
+        stranger.write_all(format!("{request}{last}").as_bytes()).unwrap();
+        let mut answers = String::new();
+        stranger.read_to_string(&mut answers).unwrap();
+        let count = |status: &str| answers.matches(&format!("HTTP/1.1 {status} ")).count();
+        assert!(count("401") >= 5 && count("429") >= 1, "{} {}", count("401"), count("429"));
+        assert_eq!(count("401") + count("429"), 51);
+        assert_eq!(service.ask("GET /healthz", b""), Some(200), "who has the token is not held up");
+    }
+}
