@@ -15,14 +15,13 @@
 //! the token, for processes on the same host. It is removed at a regular end.
 
 use std::fmt::Write as _;
-use std::io::Read as _;
 use std::net::IpAddr;
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::JsonRejection;
+use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -109,14 +108,14 @@ pub fn whereabouts(region: &Path) -> Result<Whereabouts, Error> {
 impl Agent {
     /// Serves until it is told to end.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let advertise_host = match &self.advertise_host {
+            Some(host) => host.clone(),
+            None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
+        };
         let region = Region::open(&self.region)?;
         let (token, token_file) = self.token(&region)?;
         let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
             Ok(Arc::new(HttpControl::new(url, token.clone())?))
-        };
-        let advertise_host = match &self.advertise_host {
-            Some(host) => host.clone(),
-            None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
         let config = ServerConfig {
             advertise_host: advertise_host.clone(),
@@ -139,7 +138,7 @@ impl Agent {
             .map_err(|e| Error::Bug(format!("no async runtime: {e}")))?;
         let listener = runtime
             .block_on(http::bind(self.bind, self.ports))
-            .map_err(|e| Error::Usage(format!("cannot listen on {}: {e}", self.bind)))?;
+            .map_err(|source| Error::Listen { bind: self.bind, ports: self.ports, source })?;
         let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
         // The region's report of what the system refused belongs to the start, and is said once.
         tracing::info!(memory = %region.report(), "region");
@@ -215,11 +214,9 @@ impl Agent {
         let (end, ended) = watch::channel(false);
         if self.with_parent {
             let end = end.clone();
-            std::thread::spawn(move || {
-                // Anything that is said here is ignored; the end is what counts.
-                let _ = std::io::stdin().lock().read_to_end(&mut Vec::new());
+            session.with_parent(move || {
                 let _ = end.send(true);
-            });
+            })?;
         }
         let cancel = session.cancel().clone();
         let ending = end.clone();
@@ -245,9 +242,10 @@ pub(crate) async fn answer(
     let (newest, versions) = watch::channel(server.version());
     let limits = Limits::default();
     let port = listener.local_addr().map_or(0, |a| a.port());
-    let router = http::guarded(routes(Shared { server: Arc::clone(&server), versions, port }), token, limits);
-    // Long-polls wait on this channel, so that a thousand of them cost no thread.
     let stop = Stop::never();
+    let shared = Shared { server: Arc::clone(&server), versions, port, stop: stop.clone() };
+    let router = http::guarded(routes(shared), token, limits);
+    // Long-polls wait on this channel, so that a thousand of them cost no thread.
     let watch_stop = stop.clone();
     let watcher = tokio::task::spawn_blocking(move || {
         let mut seen = None;
@@ -257,7 +255,14 @@ pub(crate) async fn answer(
             newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
         }
     });
+    // Whoever waits for something is answered at once when the end comes: the watcher closes the channel.
+    let (mut told, at_end) = (ended.clone(), stop.clone());
+    let ending = tokio::spawn(async move {
+        let _ = told.wait_for(|e| *e).await;
+        at_end.set();
+    });
     http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+    ending.abort();
     stop.set();
     let _ = watcher.await;
 }
@@ -281,6 +286,8 @@ struct Shared {
     server: Arc<Server>,
     versions: watch::Receiver<VersionInfo>,
     port: u16,
+    /// Set when the service ends.
+    stop: Stop,
 }
 
 fn routes(shared: Shared) -> Router {
@@ -329,6 +336,10 @@ fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
         .map_err(|r| Failure { status: Some(status(&r)), ..Failure::new(Kind::Invalid, r.body_text()) })
 }
 
+fn query<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, Failure> {
+    query.map(|Query(value)| value).map_err(|r| Failure::new(Kind::Invalid, r.body_text()))
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct VersionQuery {
@@ -339,9 +350,9 @@ struct VersionQuery {
 
 async fn get_version(
     State(shared): State<Shared>,
-    query: Result<Query<VersionQuery>, axum::extract::rejection::QueryRejection>,
+    asked: Result<Query<VersionQuery>, QueryRejection>,
 ) -> Result<Json<VersionInfo>, Failure> {
-    let Query(query) = query.map_err(|r| Failure::new(Kind::Invalid, r.body_text()))?;
+    let query = query(asked)?;
     let mut versions = shared.versions.clone();
     if query.newer_than.is_none() && query.incarnation.is_none() {
         // The server itself, not the channel: nobody may be told less than was already sealed.
@@ -379,8 +390,11 @@ struct SumsQuery {
     version: Option<Version>,
 }
 
-async fn get_sums(State(shared): State<Shared>, Query(query): Query<SumsQuery>) -> Result<Response, Failure> {
-    let sums = shared.server.sums(query.version).map_err(failure)?;
+async fn get_sums(
+    State(shared): State<Shared>,
+    asked: Result<Query<SumsQuery>, QueryRejection>,
+) -> Result<Response, Failure> {
+    let sums = shared.server.sums(query(asked)?.version).map_err(failure)?;
     Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
 }
 
@@ -392,10 +406,14 @@ struct PartQuery {
     timeout_ms: Option<u64>,
 }
 
-async fn get_part(State(shared): State<Shared>, Query(query): Query<PartQuery>) -> Result<Response, Failure> {
+async fn get_part(
+    State(shared): State<Shared>,
+    asked: Result<Query<PartQuery>, QueryRejection>,
+) -> Result<Response, Failure> {
+    let query = query(asked)?;
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
-    let server = shared.server;
-    let part = blocking(move || server.part(query.version, query.base, &Stop::after(wait))).await?;
+    let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
+    let part = blocking(move || server.part(query.version, query.base, &stop)).await?;
     Ok(Json(part).into_response())
 }
 
@@ -404,7 +422,7 @@ async fn share_ticket(
     json: Result<Json<SharedTicket>, JsonRejection>,
 ) -> Result<Response, Failure> {
     let ticket = body(json)?;
-    let stop = Stop::after(Limits::default().request);
+    let stop = shared.stop.with_timeout(Limits::default().request);
     blocking(move || shared.server.share(ticket, &stop)).await?;
     Ok(Json(json!({ "ok": true })).into_response())
 }
@@ -415,7 +433,13 @@ async fn register(
 ) -> Result<Response, Failure> {
     let registration = body(json)?;
     let registered = shared.server.register(&registration, shared.port).map_err(failure)?;
-    Ok(Json(registered).into_response())
+    let mut answer = serde_json::to_value(registered).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
+    if let Some(fields) = answer.as_object_mut() {
+        // Existing clients look for these. Nobody is let at the trainer's memory itself, so there is nothing in them.
+        fields.insert("trainer_session_ids".into(), json!([]));
+        fields.insert("trainer_buffer_ptr".into(), json!(0));
+    }
+    Ok(Json(answer).into_response())
 }
 
 async fn request_transfer(
@@ -423,7 +447,7 @@ async fn request_transfer(
     json: Result<Json<TransferRequest>, JsonRejection>,
 ) -> Result<Response, Failure> {
     let request = body(json)?;
-    let stop = Stop::after(Limits::default().request);
+    let stop = shared.stop.with_timeout(Limits::default().request);
     let answer = blocking(move || shared.server.request(&request, &stop)).await?;
     Ok(Json(answer).into_response())
 }

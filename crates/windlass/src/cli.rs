@@ -275,6 +275,8 @@ struct ParsedRank {
     model: ParsedDemoModel,
     #[arg(long)]
     region: PathBuf,
+    #[arg(long, default_value = "demo")]
+    model_id: String,
     #[arg(long)]
     rank: u16,
     #[arg(long)]
@@ -406,8 +408,9 @@ impl ParsedCommand {
                 let ParsedDemo { model, ranks, receivers, steps, streams, dir } = d;
                 Command::Demo(demo::Demo { model: model.check()?, ranks, receivers, steps, streams, dir })
             }
-            ParsedCommand::DemoRank(ParsedRank { model, region, rank, ranks }) => {
-                Command::DemoRank(demo::rank::Rank { region, rank, ranks, model: model.check()? })
+            ParsedCommand::DemoRank(ParsedRank { model, model_id, region, rank, ranks }) => {
+                let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
+                Command::DemoRank(demo::rank::Rank { region, model_id, rank, ranks, model: model.check()? })
             }
         })
     }

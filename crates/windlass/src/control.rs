@@ -2,14 +2,24 @@
 //!
 //! Owns: [`HttpControl`], which says what [`windlass_data::receiver::Control`] and
 //! [`windlass_data::serve::Peer`] want said. One endpoint, one token, no redirects, no proxies: a receiver talks to
-//! what it was configured for and to nothing else. Blocking; every call ends with its [`Stop`] or after
-//! [`PATIENCE`].
+//! what it was configured for and to nothing else. Where it was configured for a region on this host, it reads
+//! again where the agent is whenever it is lost: a restarted one listens elsewhere.
+//!
+//! Blocking; every call ends with its [`Stop`] or after [`PATIENCE`]. The client knows deadlines but no flags, so
+//! waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is not.
 
-use std::io::Read as _;
-use std::time::Duration;
+use std::cell::RefCell;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use ureq::unversioned::resolver::DefaultResolver;
+use ureq::unversioned::transport::{
+    Buffers, ConnectionDetails, Connector, NextTimeout, TcpConnector, Transport,
+};
 use windlass_core::address::{Endpoint, Token};
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
@@ -23,10 +33,16 @@ use windlass_data::receiver::{Control, ControlError};
 use windlass_data::serve::Peer;
 use windlass_data::stop::Stop;
 
-use crate::error::Error;
+use crate::agent::whereabouts;
+use crate::error::{self, Error};
+use crate::token;
 
 /// How long a request may take, long-polls aside.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+/// How long it may take to connect.
+pub const CONNECT: Duration = Duration::from_secs(5);
+/// How long a connection is kept for the next request: less than agents keep idle ones.
+const IDLE: Duration = Duration::from_secs(3);
 /// How long one long-poll waits at the other end.
 const POLL: Duration = Duration::from_secs(20);
 /// The longest answer: the manifest of a very large model.
@@ -35,37 +51,80 @@ const MAX_ANSWER: u64 = 1 << 30;
 /// A control connection to one agent.
 #[derive(Debug)]
 pub struct HttpControl {
-    endpoint: Endpoint,
-    token: Token,
+    source: Source,
     client: ureq::Agent,
+}
+
+/// Where the agent is, and what it wants to hear.
+type Place = (Endpoint, Token);
+
+#[derive(Debug)]
+enum Source {
+    Endpoint(Place),
+    Region {
+        dir: PathBuf,
+        /// For an agent whose token is in no file.
+        token: Option<Token>,
+        /// As far as is known.
+        place: Mutex<Option<Place>>,
+    },
 }
 
 impl HttpControl {
     /// Talks to the agent at `endpoint`, such as `http://10.0.0.5:7777`.
     pub fn new(endpoint: &str, token: Token) -> Result<HttpControl, Error> {
         let endpoint = endpoint.parse().map_err(|e| Error::Usage(format!("{e}")))?;
-        let client = ureq::Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .proxy(None)
-            .timeout_connect(Some(Duration::from_secs(5)))
-            .user_agent(concat!("windlass/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .into();
-        Ok(HttpControl { endpoint, token, client })
+        Ok(HttpControl { source: Source::Endpoint((endpoint, token)), client: client() })
     }
 
-    fn lost(&self, what: &'static str, error: ureq::Error) -> ControlError {
-        let kind = match &error {
-            ureq::Error::Timeout(_) => Kind::Timeout,
-            _ => Kind::PeerLost,
-        };
-        let peer = self.endpoint.to_string();
-        ControlError::Lost { peer, what, why: error.to_string(), kind }
+    /// Talks to whatever agent serves the region in `dir` on this host; one that is not there yet is a lost one.
+    /// `token` is for an agent that keeps its token in no file.
+    pub fn of_region(dir: &Path, token: Option<Token>) -> HttpControl {
+        let source = Source::Region { dir: dir.to_owned(), token, place: Mutex::new(None) };
+        HttpControl { source, client: client() }
+    }
+
+    fn place(&self, what: &'static str) -> Result<Place, ControlError> {
+        match &self.source {
+            Source::Endpoint(place) => Ok(place.clone()),
+            Source::Region { dir, token, place } => {
+                let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(place) = &*place {
+                    return Ok(place.clone());
+                }
+                let found = look(dir, token.as_ref()).map_err(|e| {
+                    let kind = match e.kind() {
+                        Kind::NotFound => Kind::PeerLost,
+                        kind => kind,
+                    };
+                    let why = format!("no agent is known to serve it: {}", error::chain(&e));
+                    ControlError::Lost { peer: dir.display().to_string(), what, why, kind }
+                })?;
+                Ok(place.insert(found).clone())
+            }
+        }
+    }
+
+    /// The agent does not answer: it may be elsewhere by the next request.
+    fn forget(&self) {
+        match &self.source {
+            Source::Endpoint(_) => {}
+            Source::Region { place, .. } => *place.lock().unwrap_or_else(PoisonError::into_inner) = None,
+        }
+    }
+
+    fn name(&self) -> String {
+        match &self.source {
+            Source::Endpoint((endpoint, _)) => endpoint.to_string(),
+            Source::Region { dir, place, .. } => {
+                let place = place.lock().unwrap_or_else(PoisonError::into_inner);
+                place.as_ref().map_or_else(|| dir.display().to_string(), |(endpoint, _)| endpoint.to_string())
+            }
+        }
     }
 
     fn answer(&self, what: &'static str, why: impl ToString) -> ControlError {
-        ControlError::Answer { peer: self.endpoint.to_string(), what, why: why.to_string() }
+        ControlError::Answer { peer: self.name(), what, why: why.to_string() }
     }
 
     /// One request. Without a body it is a GET.
@@ -76,14 +135,43 @@ impl HttpControl {
         body: Option<&impl Serialize>,
         stop: &Stop,
     ) -> Result<Vec<u8>, ControlError> {
-        let peer = || self.endpoint.to_string();
-        if let Err(stopped) = stop.check() {
-            let (why, kind) = (stopped.to_string(), stopped.kind());
-            return Err(ControlError::Lost { peer: peer(), what, why, kind });
+        let stopped = |peer: String| match stop.check() {
+            Ok(()) => Ok(()),
+            Err(s) => Err(ControlError::Lost { peer, what, why: s.to_string(), kind: s.kind() }),
+        };
+        stopped(self.name())?;
+        let (endpoint, token) = self.place(what)?;
+        let peer = || endpoint.to_string();
+        STOP.set(Some(stop.clone()));
+        let exchanged = self.exchange((&endpoint, &token), path, body, stop);
+        STOP.set(None);
+        let (status, bytes) = exchanged.or_else(|(kind, why)| {
+            self.forget();
+            // Whatever a call that was called off says, that is what happened to it.
+            stopped(peer())?;
+            Err(ControlError::Lost { peer: peer(), what, why, kind })
+        })?;
+        if bytes.len() as u64 > MAX_ANSWER {
+            return Err(self.answer(what, "it is longer than a gibibyte"));
         }
+        if (200..300).contains(&status) {
+            return Ok(bytes);
+        }
+        let (kind, message) = refusal(status, &bytes);
+        Err(ControlError::Refused { peer: peer(), what, kind, message })
+    }
+
+    /// Sends a request; answers the status and the body, or what went wrong.
+    fn exchange(
+        &self,
+        (endpoint, token): (&Endpoint, &Token),
+        path: &str,
+        body: Option<&impl Serialize>,
+        stop: &Stop,
+    ) -> Result<(u16, Vec<u8>), (Kind, String)> {
         let patience = stop.left().map_or(PATIENCE, |left| left.min(PATIENCE)).max(Duration::from_millis(1));
-        let url = format!("{}{path}", self.endpoint.as_str().trim_end_matches('/'));
-        let bearer = format!("Bearer {}", self.token.expose());
+        let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
+        let bearer = format!("Bearer {}", token.expose());
         let sent = match body {
             None => {
                 let request = self.client.get(&url).header("authorization", &bearer);
@@ -94,22 +182,17 @@ impl HttpControl {
                 request.config().timeout_global(Some(patience)).build().send_json(body)
             }
         };
-        let mut response = sent.map_err(|e| self.lost(what, e))?;
+        let mut response = sent.map_err(|e| match &e {
+            ureq::Error::Timeout(_) => (Kind::Timeout, e.to_string()),
+            _ => (Kind::PeerLost, e.to_string()),
+        })?;
         let mut bytes = Vec::new();
         let read = response.body_mut().as_reader().take(MAX_ANSWER + 1).read_to_end(&mut bytes);
-        if let Err(e) = read {
-            let kind = if e.kind() == std::io::ErrorKind::TimedOut { Kind::Timeout } else { Kind::PeerLost };
-            return Err(ControlError::Lost { peer: peer(), what, why: e.to_string(), kind });
+        match read {
+            Ok(_) => Ok((response.status().as_u16(), bytes)),
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err((Kind::Timeout, e.to_string())),
+            Err(e) => Err((Kind::PeerLost, e.to_string())),
         }
-        if bytes.len() as u64 > MAX_ANSWER {
-            return Err(self.answer(what, "it is longer than a gibibyte"));
-        }
-        if response.status().is_success() {
-            return Ok(bytes);
-        }
-        let status = response.status().as_u16();
-        let (kind, message) = refusal(status, &bytes);
-        Err(ControlError::Refused { peer: peer(), what, kind, message })
     }
 
     fn get<T: DeserializeOwned>(
@@ -131,6 +214,85 @@ impl HttpControl {
     ) -> Result<T, ControlError> {
         let bytes = self.call(what, path, Some(body), stop)?;
         serde_json::from_slice(&bytes).map_err(|e| self.answer(what, e))
+    }
+}
+
+fn client() -> ureq::Agent {
+    let config = ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .proxy(None)
+        .timeout_connect(Some(CONNECT))
+        .max_idle_age(IDLE)
+        .user_agent(concat!("windlass/", env!("CARGO_PKG_VERSION")))
+        .build();
+    ureq::Agent::with_parts(config, TcpConnector::default().chain(Glancing), DefaultResolver::default())
+}
+
+/// Where the agent of a region is and what it wants to hear.
+fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
+    let here = whereabouts(dir)?;
+    let its = here.token_file.as_deref().map(token::read).transpose()?;
+    let token = its.or_else(|| token.cloned()).ok_or_else(|| {
+        let name = token::VARIABLE;
+        Error::Usage(format!("its token is in no file: give it with --token-file or in {name}"))
+    })?;
+    let endpoint = here.endpoint.parse().map_err(|e| Error::Usage(format!("{e}")))?;
+    Ok((endpoint, token))
+}
+
+thread_local! {
+    /// What may end the request that this thread is waiting for. A connection outlives a request, so it cannot be
+    /// given to it when it is made.
+    static STOP: RefCell<Option<Stop>> = const { RefCell::new(None) };
+}
+
+/// Makes connections that look at [`STOP`] while they wait.
+#[derive(Debug)]
+struct Glancing;
+
+#[derive(Debug)]
+struct Glance<T>(T);
+
+impl<In: Transport> Connector<In> for Glancing {
+    type Out = Glance<In>;
+
+    fn connect(
+        &self,
+        _: &ConnectionDetails<'_>,
+        chained: Option<In>,
+    ) -> Result<Option<Glance<In>>, ureq::Error> {
+        Ok(chained.map(Glance))
+    }
+}
+
+impl<T: Transport> Transport for Glance<T> {
+    fn buffers(&mut self) -> &mut dyn Buffers {
+        self.0.buffers()
+    }
+
+    fn transmit_output(&mut self, amount: usize, timeout: NextTimeout) -> Result<(), ureq::Error> {
+        self.0.transmit_output(amount, timeout)
+    }
+
+    fn await_input(&mut self, timeout: NextTimeout) -> Result<bool, ureq::Error> {
+        let start = Instant::now();
+        loop {
+            if STOP.with_borrow(|stop| stop.as_ref().is_some_and(Stop::is_set)) {
+                // Not `Interrupted`, which readers take as a wish to go on.
+                return Err(io::Error::from(io::ErrorKind::ConnectionAborted).into());
+            }
+            let left = timeout.after.saturating_sub(start.elapsed());
+            let glance = NextTimeout { after: left.min(Stop::GLANCE).into(), ..timeout };
+            match self.0.await_input(glance) {
+                Err(ureq::Error::Timeout(_)) if left > Stop::GLANCE => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn is_open(&mut self) -> bool {
+        self.0.is_open()
     }
 }
 
@@ -156,7 +318,7 @@ fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
 
 impl Control for HttpControl {
     fn peer(&self) -> String {
-        self.endpoint.to_string()
+        self.name()
     }
 
     fn version(

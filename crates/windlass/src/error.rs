@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use windlass_core::StateDigest;
@@ -134,6 +135,16 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// No port to listen on.
+    #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
+    Listen {
+        /// The address.
+        bind: IpAddr,
+        /// The first and the last port tried.
+        ports: (u16, u16),
+        /// What the system said of the last one.
+        source: io::Error,
+    },
     /// A region.
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -221,6 +232,7 @@ impl Error {
             Error::Digest { .. } => Kind::Corrupt,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
+            Error::Listen { .. } => Kind::Exhausted,
             Error::Seal(e) => e.kind(),
             Error::Plane { kind, .. } => *kind,
             Error::Region(e) => e.kind(),
@@ -247,6 +259,9 @@ impl Error {
             }
             Error::File(FileError::IsDelta { .. }) => {
                 "give a safetensors file or a directory of shards; perhaps two arguments are swapped".into()
+            }
+            Error::Listen { .. } => {
+                "free a port, widen the range with --ports, or choose another address with --bind".into()
             }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),

@@ -19,6 +19,8 @@ pub struct Gc {
 impl Gc {
     /// Removes regions and images that no living process has open.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        // The library takes a directory that is not there for an empty one; somebody who names it mistyped.
+        std::fs::read_dir(&self.dir).map_err(Error::io("read", &self.dir))?;
         let removed = region::gc(&self.dir)?;
         let freed: u64 = removed.iter().map(|r| r.bytes).sum();
         let object = json!({

@@ -8,23 +8,30 @@
 //! | connections | [`Limits::connections`]; more are closed at once |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of what a long-poll asks for |
+//! | time that a peer may take none of an answer | [`Limits::stall`] |
 //! | body | [`Limits::body`] |
 //! | requests per second, all connections together | [`Limits::rate`], with bursts of twice that |
+//!
+//! Requests with the token and those without are counted apart: strangers cannot use up what receivers need.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde_json::json;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use windlass_core::address::Token;
@@ -41,6 +48,8 @@ pub struct Limits {
     pub head: Duration,
     /// How long a request may take.
     pub request: Duration,
+    /// How long a peer may take none of what is sent to it.
+    pub stall: Duration,
     /// The longest body.
     pub body: usize,
     /// Requests per second.
@@ -53,6 +62,7 @@ impl Default for Limits {
             connections: 1024,
             head: Duration::from_secs(5),
             request: Duration::from_secs(60),
+            stall: Duration::from_secs(30),
             body: 16 << 20,
             rate: 2000.0,
         }
@@ -95,28 +105,39 @@ impl IntoResponse for Failure {
 struct Guard {
     token: Token,
     limits: Limits,
-    bucket: Mutex<(f64, Instant)>,
+    known: Bucket,
+    strangers: Bucket,
 }
 
-impl Guard {
+/// So many requests a second.
+struct Bucket {
+    rate: f64,
+    room: Mutex<(f64, Instant)>,
+}
+
+impl Bucket {
+    fn new(rate: f64) -> Bucket {
+        Bucket { rate, room: Mutex::new((rate, Instant::now())) }
+    }
+
     /// Takes one request out of the bucket.
     fn admit(&self) -> bool {
-        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let refill = now.duration_since(bucket.1).as_secs_f64() * self.limits.rate;
-        *bucket = ((bucket.0 + refill).min(self.limits.rate * 2.0), now);
-        let room = bucket.0 >= 1.0;
-        if room {
-            bucket.0 -= 1.0;
+        let refill = now.duration_since(room.1).as_secs_f64() * self.rate;
+        *room = ((room.0 + refill).min(self.rate * 2.0), now);
+        let admitted = room.0 >= 1.0;
+        if admitted {
+            room.0 -= 1.0;
         }
-        room
+        admitted
     }
 }
 
 /// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` needs no token.
 pub fn guarded(router: Router, token: Token, limits: Limits) -> Router {
-    let bucket = Mutex::new((limits.rate, Instant::now()));
-    let guard = Arc::new(Guard { token, limits, bucket });
+    let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.rate));
+    let guard = Arc::new(Guard { token, limits, known, strangers });
     router
         .route("/healthz", axum::routing::get(async || Json(json!({ "ok": true }))))
         .fallback(async |request: Request| {
@@ -131,17 +152,23 @@ pub fn guarded(router: Router, token: Token, limits: Limits) -> Router {
 }
 
 async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
-    if !guard.admit() {
-        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
-        return Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
-    }
     let given = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
-    if request.uri().path() != "/healthz" && !token::accepts(&guard.token, given) {
+    let known = token::accepts(&guard.token, given);
+    let bucket = if known { &guard.known } else { &guard.strangers };
+    if !bucket.admit() {
+        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
+        let mut response = Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        return response;
+    }
+    if request.uri().path() != "/healthz" && !known {
         let failure = Failure::new(
             Kind::Denied,
             "the token is missing or wrong: send the publisher's as `Authorization: Bearer …`",
         );
-        return Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
+        let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        return response;
     }
     let most = guard.limits.request + MAX_POLL;
     match tokio::time::timeout(most, next.run(request)).await {
@@ -151,7 +178,7 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
 }
 
 /// Binds the first free port of a range on one address; port 0 means any.
-pub async fn bind(address: std::net::IpAddr, ports: (u16, u16)) -> std::io::Result<TcpListener> {
+pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
     let mut last = None;
     for port in ports.0..=ports.1 {
         match TcpListener::bind(SocketAddr::new(address, port)).await {
@@ -159,7 +186,63 @@ pub async fn bind(address: std::net::IpAddr, ports: (u16, u16)) -> std::io::Resu
             Err(e) => last = Some(e),
         }
     }
-    Err(last.unwrap_or_else(|| std::io::Error::other("the port range is empty")))
+    Err(last.unwrap_or_else(|| io::Error::other("the port range is empty")))
+}
+
+/// A stream whose writes fail once the peer has taken nothing for [`Limits::stall`]: one that sends requests and never
+/// reads the answers would hold its connection for ever.
+struct Moving {
+    stream: TcpStream,
+    most: Duration,
+    stalled: Option<Pin<Box<tokio::time::Sleep>>>,
+}
+
+impl Moving {
+    fn bounded<T>(&mut self, cx: &mut Context<'_>, done: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if done.is_ready() {
+            self.stalled = None;
+            return done;
+        }
+        let most = self.most;
+        let timer = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(most)));
+        timer.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Moving {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(cx, into)
+    }
+}
+
+impl AsyncWrite for Moving {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let done = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        this.bounded(cx, done)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let done = Pin::new(&mut this.stream).poll_write_vectored(cx, bytes);
+        this.bounded(cx, done)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
 }
 
 /// Serves until `ended` is true, then gives open requests `grace`.
@@ -190,6 +273,7 @@ pub async fn serve(
             continue;
         };
         let _ = stream.set_nodelay(true);
+        let stream = Moving { stream, most: limits.stall, stalled: None };
         let service = TowerToHyperService::new(router.clone());
         let mut ended = ended.clone();
         while tasks.try_join_next().is_some() {}
@@ -224,4 +308,150 @@ async fn until(ended: &mut watch::Receiver<bool>) {
 /// A body of bytes.
 pub fn octets(bytes: Vec<u8>) -> Response {
     ([(header::CONTENT_TYPE, "application/octet-stream")], Body::from(bytes)).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+    /// A service with an echo of bodies and a long text, until it is dropped.
+    struct Service {
+        address: SocketAddr,
+        end: watch::Sender<bool>,
+        runtime: tokio::runtime::Runtime,
+    }
+
+    impl Service {
+        fn start(limits: Limits) -> Service {
+            let router = Router::new()
+                .route("/echo", axum::routing::post(async |body: String| body))
+                .route("/long", axum::routing::get(async || "x".repeat(32 << 20)));
+            let router = guarded(router, Token::new(TOKEN).unwrap(), limits);
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+            let listener = runtime.block_on(bind([127, 0, 0, 1].into(), (0, 0))).unwrap();
+            let address = listener.local_addr().unwrap();
+            let (end, ended) = watch::channel(false);
+            runtime.spawn(serve(listener, router, limits, ended, Duration::from_millis(100)));
+            Service { address, end, runtime }
+        }
+
+        fn connect(&self) -> TcpStream {
+            let stream = TcpStream::connect(self.address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            stream
+        }
+
+        /// The status line's number of one request on a connection of its own; none if it was closed unanswered.
+        fn ask(&self, head: &str, body: &[u8]) -> Option<u16> {
+            let mut stream = self.connect();
+            let length = body.len();
+            let head = format!("{head} HTTP/1.1\r\nhost: h\r\ncontent-length: {length}\r\nconnection: close");
+            let token = format!("authorization: Bearer {TOKEN}");
+            stream.write_all(format!("{head}\r\n{token}\r\n\r\n").as_bytes()).ok()?;
+            stream.write_all(body).ok()?;
+            let mut answer = String::new();
+            let _ = stream.read_to_string(&mut answer);
+            answer.split(' ').nth(1)?.parse().ok()
+        }
+    }
+
+    impl Drop for Service {
+        fn drop(&mut self) {
+            let _ = self.end.send(true);
+            let _ = &self.runtime;
+        }
+    }
+
+    fn small() -> Limits {
+        Limits {
+            connections: 3,
+            head: Duration::from_millis(300),
+            request: Duration::from_millis(300),
+            stall: Duration::from_millis(300),
+            body: 1024,
+            rate: 1e6,
+        }
+    }
+
+    #[test]
+    fn a_body_may_be_as_long_as_allowed_and_no_longer() {
+        let service = Service::start(small());
+        assert_eq!(service.ask("POST /echo", &[b'x'; 1024]), Some(200));
+        assert_eq!(service.ask("POST /echo", &[b'x'; 1025]), Some(413));
+    }
+
+    #[test]
+    fn a_head_that_trickles_in_is_cut_off() {
+        let service = Service::start(small());
+        let mut slow = service.connect();
+        let begun = Instant::now();
+        // A byte at a time does not buy more time. Nothing else ends this loop than the closed connection.
+        let head = format!("GET /healthz HTTP/1.1\r\nx: {}", "y".repeat(4096));
+        let closed = head.bytes().any(|b| {
+            slow.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+            slow.write_all(&[b]).is_err() || matches!(slow.read(&mut [0; 64]), Ok(0))
+        });
+        assert!(closed, "still open after {:?}", begun.elapsed());
+        assert_eq!(service.ask("GET /healthz", b""), Some(200));
+    }
+
+    #[test]
+    fn silent_connections_are_closed_and_more_than_allowed_are_not_kept() {
+        let service = Service::start(small());
+        let mut silent: Vec<TcpStream> = (0..3).map(|_| service.connect()).collect();
+        let mut one_more = service.connect();
+        // Closed at once, not after the time for a head, and without an answer.
+        assert_eq!(one_more.read(&mut [0; 8]).unwrap_or(0), 0);
+        for stream in &mut silent {
+            let mut rest = Vec::new();
+            let _ = stream.read_to_end(&mut rest);
+            assert!(!rest.starts_with(b"HTTP/1.1 200"));
+        }
+        let until = Instant::now() + Duration::from_secs(10);
+        while service.ask("GET /healthz", b"") != Some(200) {
+            assert!(Instant::now() < until, "no room again");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_never_reads_its_answers_is_let_go_of() {
+        let service = Service::start(Limits { connections: 1, ..small() });
+        let mut deaf = service.connect();
+        let token = format!("authorization: Bearer {TOKEN}");
+        deaf.write_all(format!("GET /long HTTP/1.1\r\nhost: h\r\n{token}\r\n\r\n").as_bytes()).unwrap();
+        // Its first bytes: it has the one place.
+        let mut first = [0; 8];
+        deaf.read_exact(&mut first).unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        while service.ask("GET /healthz", b"") != Some(200) {
+            assert!(Instant::now() < until, "it holds the connection still");
+        }
+    }
+
+    #[test]
+    fn strangers_run_into_the_rate_limit_alone() {
+        // Nothing is filled in again while the test runs.
+        let service = Service::start(Limits { rate: 1e-3, connections: 64, ..small() });
+        assert_eq!(service.ask("GET /healthz", b""), Some(429), "less than one request in the bucket");
+        let guard = Bucket::new(3.0);
+        assert_eq!((0..100).filter(|_| guard.admit()).count(), 3);
+        let limits = Limits { rate: 5.0, connections: 64, ..small() };
+        let service = Service::start(limits);
+        let mut stranger = service.connect();
+        let request = "GET /get_version HTTP/1.1\r\nhost: h\r\n\r\n".repeat(50);
+        let last = "GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n";
+        stranger.write_all(format!("{request}{last}").as_bytes()).unwrap();
+        let mut answers = String::new();
+        stranger.read_to_string(&mut answers).unwrap();
+        let count = |status: &str| answers.matches(&format!("HTTP/1.1 {status} ")).count();
+        assert!(count("401") >= 5 && count("429") >= 1, "{} {}", count("401"), count("429"));
+        assert_eq!(count("401") + count("429"), 51);
+        assert_eq!(service.ask("GET /healthz", b""), Some(200), "who has the token is not held up");
+    }
 }

@@ -2,10 +2,14 @@
 //!
 //! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
 //! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a pause that
-//! grows, and said once.
+//! grows, and said once. A publisher that cannot be followed (a wrong token, no space for its image) is given up at
+//! once, and said; the others are followed on.
 //!
 //! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
+//!
+//! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
+//! versions and did not is interrupted.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +21,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::image::{ImageSpec, Known};
-use windlass_data::local;
+use windlass_data::local::{self, LocalError};
 use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
 };
@@ -25,17 +29,34 @@ use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 
-use crate::agent::whereabouts;
 use crate::control::HttpControl;
 use crate::error::Error;
+use crate::image;
 use crate::session::{Session, bytes};
-use crate::{image, token};
+
+/// Who is followed.
+#[derive(Clone, Debug)]
+pub enum Publisher {
+    /// The agent at an endpoint, and its token.
+    Endpoint(String, Token),
+    /// Whatever agent serves a region on this host, and the token if that is in no file.
+    Region(PathBuf, Option<Token>),
+}
+
+impl Publisher {
+    fn control(&self) -> Result<HttpControl, Error> {
+        match self {
+            Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone()),
+            Publisher::Region(dir, token) => Ok(HttpControl::of_region(dir, token.clone())),
+        }
+    }
+}
 
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
 pub struct Receive {
-    /// The publishers' endpoints, each with its token.
-    pub publishers: Vec<(String, Option<Token>)>,
+    /// The publishers.
+    pub publishers: Vec<Publisher>,
     /// Regions on this host whose slots are read in place.
     pub in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
@@ -56,26 +77,48 @@ pub struct Receive {
     pub until: Option<u64>,
     /// The image is readable by the group.
     pub group: bool,
+    /// End when standard input ends: the parent is gone.
+    pub with_parent: bool,
 }
 
 /// How long to wait for a publisher that is away: at first, and at most.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// How long a region that is read in place may be silent before it is asked whether it is still the one.
+const SILENCE: Duration = Duration::from_secs(1);
 
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
         let stop = session.cancel();
+        if self.with_parent {
+            let stop = stop.clone();
+            session.with_parent(move || stop.set())?;
+        }
+        let alone = self.publishers.len() + self.in_place.len() == 1;
+        // With several, the end of one must not wait for that of the others to be told.
+        let told = |result: Result<(), Error>| match result {
+            Err(e) if !alone && e.kind() != Kind::Cancelled => {
+                let (kind, text, advice) = (e.kind(), e.chain(), e.advice());
+                let event = json!({ "event": "failed", "kind": kind, "error": text, "advice": advice });
+                session.event(&event, || format!("given up: {text}\n  {advice}"));
+                Err(e)
+            }
+            result => result,
+        };
+        let told = &told;
         let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
             let remote = self.publishers.iter();
-            let remote = remote
-                .map(|(url, token)| scope.spawn(move || self.remote(url, token.as_ref(), session, stop)));
-            let local = self.in_place.iter().map(|dir| scope.spawn(move || self.mapped(dir, session, stop)));
+            let remote = remote.map(|p| scope.spawn(move || told(self.remote(p, session, stop))));
+            let local = self.in_place.iter();
+            let local = local.map(|dir| scope.spawn(move || told(self.mapped(dir, session, stop))));
             let all: Vec<_> = remote.chain(local).collect();
             all.into_iter()
                 .map(|t| t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into()))))
                 .collect()
         });
-        results.into_iter().collect()
+        let endless = self.versions.is_none() && self.until.is_none();
+        let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
+        results.into_iter().filter(|r| !regular(r)).collect()
     }
 
     fn config(&self, model_id: ModelId) -> ReceiverConfig {
@@ -98,12 +141,11 @@ impl Receive {
     }
 
     /// Keeps one model's image up to date.
-    fn remote(&self, url: &str, token: Option<&Token>, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let token = token.ok_or_else(|| {
-            Error::Usage(format!("{url} needs a token: give --token-file or set {}", token::VARIABLE))
+    fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let control = Arc::new(publisher.control()?);
+        let model_id = patiently(session, stop, || -> Result<_, ReceiverError> {
+            Ok(control.version(None, stop)?.model_id)
         })?;
-        let control = Arc::new(HttpControl::new(url, token.clone())?);
-        let model_id = self.patiently(session, stop, || Ok(control.version(None, stop)?.model_id))?;
         let listener: Listener = Arc::new(|event: &Event| {
             // A whole version is told with its figures, below.
             if !matches!(event, Event::Whole { .. }) {
@@ -120,10 +162,14 @@ impl Receive {
         }
         let mut got = 0;
         while !self.enough(got, receiver.current()) {
-            let synced = self.patiently(session, stop, || {
-                receiver.wait_newer(stop)?;
-                receiver.sync(stop)
+            let synced = patiently(session, stop, || {
+                // Nothing yet is no failure: there is just nothing to do but wait on.
+                match receiver.wait_newer(stop)?.version {
+                    Some(_) => receiver.sync(stop),
+                    None => Ok(Synced::default()),
+                }
             })?;
+            stop.check().map_err(|_| Error::Cancelled)?;
             if let Some(image) = &synced.image {
                 got += 1;
                 session.event(&report(&synced), || line(image, &synced));
@@ -134,11 +180,21 @@ impl Receive {
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
     fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let region = local::attach(dir)?;
+        let mut region = patiently(session, stop, || local::attach(dir))?;
         let (mut seen, mut got) = (0, 0);
-        let mut known = None;
+        let mut known: Option<Known> = None;
+        let mut heard = Instant::now();
         while !self.enough(got, known.as_ref()) {
             stop.check().map_err(|_| Error::Cancelled)?;
+            if heard.elapsed() > SILENCE {
+                // Nobody says so when a publisher dies; its successor makes another region in the same place, once
+                // this one has been let go of.
+                let was = region.incarnation();
+                drop(region);
+                region = patiently(session, stop, || local::attach(dir))?;
+                heard = Instant::now();
+                seen = if region.incarnation() == was { seen } else { 0 };
+            }
             let bell = region.bell();
             let fresh = region.state().active.filter(|s| s.id != seen && s.sealed.is_some());
             let Some(slot) = fresh else {
@@ -146,7 +202,15 @@ impl Receive {
                 continue;
             };
             let start = Instant::now();
-            let Ok(lease) = region.lease(slot.id, LeaseKind::Map, self.timeout) else { continue };
+            let lease = match region.lease(slot.id, LeaseKind::Map, self.timeout) {
+                Ok(lease) => lease,
+                Err(e) if e.kind() == Kind::Stale => continue,
+                Err(e) => {
+                    tracing::warn!(error = %e, "the slot cannot be leased now");
+                    region.wait(bell, stop.nap());
+                    continue;
+                }
+            };
             let found = image::sum(crate::kernels(), region.manifest(), lease.data(), (self.threads, stop))?
                 .digest(region.manifest());
             let identity = windlass_core::identity::Identity {
@@ -161,7 +225,7 @@ impl Receive {
             if let Some(expected) = slot.sealed.filter(|d| *d != found) {
                 return Err(Error::Digest { path: dir.to_owned(), found, expected });
             }
-            (seen, got) = (slot.id, got + 1);
+            (seen, got, heard) = (slot.id, got + 1, Instant::now());
             let image = Known { identity, digest: found };
             let ms = start.elapsed().as_secs_f64() * 1e3;
             session.event(
@@ -177,45 +241,70 @@ impl Receive {
         self.versions.is_some_and(|n| got >= n)
             || self.until.is_some_and(|v| image.is_some_and(|k| k.identity.version >= v))
     }
+}
 
-    /// Repeats what fails because the publisher is away, until it is back.
-    fn patiently<T>(
-        &self,
-        session: &Session,
-        stop: &Stop,
-        mut attempt: impl FnMut() -> Result<T, ReceiverError>,
-    ) -> Result<T, Error> {
-        let mut pause = PAUSE.0;
-        loop {
-            let error = match attempt() {
-                Ok(value) => return Ok(value),
-                Err(error) => error,
-            };
-            stop.check().map_err(|_| Error::Cancelled)?;
-            match error.kind() {
-                Kind::PeerLost
-                | Kind::Timeout
-                | Kind::Stale
-                | Kind::NotFound
-                | Kind::Exhausted
-                | Kind::Corrupt => {}
-                Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => {
-                    return Err(error.into());
-                }
+/// A failure that may be over when the publisher is back.
+trait Passing: std::error::Error + Into<Error> {
+    /// Whether it is.
+    fn passes(&self) -> bool;
+}
+
+impl Passing for ReceiverError {
+    fn passes(&self) -> bool {
+        match self.kind() {
+            Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::Corrupt => true,
+            // What this host has not got, waiting for the publisher does not bring.
+            Kind::NotFound | Kind::Exhausted => {
+                !matches!(self, ReceiverError::Image(_) | ReceiverError::Memory { .. })
             }
-            if pause == PAUSE.0 {
-                let text = crate::error::chain(&error);
-                session.event(&json!({ "event": "waiting", "kind": error.kind(), "error": text }), || {
-                    format!("{text}; trying again")
-                });
-            }
-            let until = Instant::now() + pause;
-            while Instant::now() < until {
-                stop.check().map_err(|_| Error::Cancelled)?;
-                std::thread::sleep(Duration::from_millis(20).min(pause));
-            }
-            pause = (pause * 2).min(PAUSE.1);
+            Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => false,
         }
+    }
+}
+
+impl Passing for LocalError {
+    fn passes(&self) -> bool {
+        match self {
+            // Nobody listens there, or not any more.
+            LocalError::Io { source, .. } => source.kind() != std::io::ErrorKind::PermissionDenied,
+            LocalError::Region(e) => {
+                matches!(e.kind(), Kind::NotFound | Kind::Stale | Kind::PeerLost | Kind::Timeout)
+            }
+            LocalError::TooLong { .. } | LocalError::Refused { .. } | LocalError::Answer { .. } => false,
+        }
+    }
+}
+
+/// Repeats what fails because the publisher is away, until it is back.
+fn patiently<T, E: Passing>(
+    session: &Session,
+    stop: &Stop,
+    mut attempt: impl FnMut() -> Result<T, E>,
+) -> Result<T, Error> {
+    let mut pause = PAUSE.0;
+    loop {
+        let error = match attempt() {
+            Ok(value) => return Ok(value),
+            Err(error) => error,
+        };
+        stop.check().map_err(|_| Error::Cancelled)?;
+        let text = crate::error::chain(&error);
+        let passes = error.passes();
+        let error: Error = error.into();
+        if !passes {
+            return Err(error);
+        }
+        if pause == PAUSE.0 {
+            session.event(&json!({ "event": "waiting", "kind": error.kind(), "error": text }), || {
+                format!("{text}; trying again")
+            });
+        }
+        let until = Instant::now() + pause;
+        while Instant::now() < until {
+            stop.check().map_err(|_| Error::Cancelled)?;
+            std::thread::sleep(Duration::from_millis(20).min(pause));
+        }
+        pause = (pause * 2).min(PAUSE.1);
     }
 }
 
@@ -238,11 +327,4 @@ fn line(image: &Known, s: &Synced) -> String {
         s.apply_ms,
         image.digest
     )
-}
-
-/// The directory of a region's agent on this host gives endpoint and token.
-pub fn from_region(dir: &Path) -> Result<(String, Option<Token>), Error> {
-    let here = whereabouts(dir)?;
-    let token = here.token_file.as_deref().map(token::read).transpose()?;
-    Ok((here.endpoint, token))
 }

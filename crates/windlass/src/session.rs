@@ -65,6 +65,18 @@ impl Session {
         let _ = print(&format!("{line}\n"));
     }
 
+    /// Calls `end` when standard input ends: whoever started this is gone. What is said there is ignored.
+    pub fn with_parent(&self, end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+        let watch = move || {
+            // A failed read says as much as the end.
+            let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
+            end();
+        };
+        // Ends with the process: nothing can take it out of that read.
+        let thread = std::thread::Builder::new().name("windlass-parent".into()).spawn(watch);
+        thread.map(drop).map_err(|e| Error::Bug(format!("no thread: {e}")))
+    }
+
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
     pub fn progress(&self, what: &'static str, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {

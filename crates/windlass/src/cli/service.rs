@@ -13,7 +13,7 @@ use super::{Threads, parse_count};
 use crate::agent::Agent;
 use crate::error::Error;
 use crate::gc::Gc;
-use crate::receive::{Receive, from_region};
+use crate::receive::{Publisher, Receive};
 use crate::token;
 
 /// Where regions and images are kept unless said otherwise.
@@ -157,23 +157,28 @@ pub(super) struct ParsedReceive {
     /// Let the group read the image
     #[arg(long)]
     group: bool,
+    /// End when standard input ends: whoever started this is gone
+    #[arg(long)]
+    with_parent: bool,
     #[command(flatten)]
     threads: Threads,
 }
 
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
-        let mut from = self.from;
         let mut token = self.token.from_environment()?;
         if let Some(file) = &self.token.token_file {
             token = Some(token::read(file)?);
         }
-        let mut publishers: Vec<(String, Option<Token>)> =
-            from.drain(..).map(|url| (url, token.clone())).collect();
-        for region in &self.region {
-            let (endpoint, its) = from_region(region)?;
-            publishers.push((endpoint, its.or(token.clone())));
-        }
+        let remote = self.from.into_iter().map(|url| match &token {
+            Some(token) => Ok(Publisher::Endpoint(url, token.clone())),
+            None => Err(Error::Usage(format!(
+                "{url} needs a token: give its file with --token-file, or set {}",
+                token::VARIABLE
+            ))),
+        });
+        let mut publishers: Vec<Publisher> = remote.collect::<Result<_, _>>()?;
+        publishers.extend(self.region.into_iter().map(|dir| Publisher::Region(dir, token.clone())));
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Ok(Receive {
             publishers,
@@ -191,6 +196,7 @@ impl ParsedReceive {
             versions: self.versions,
             until: self.until,
             group: self.group,
+            with_parent: self.with_parent,
         })
     }
 }

@@ -122,7 +122,6 @@ struct Stage<'a> {
     manifest: Manifest,
     ranks: Vec<Child>,
     agent: Option<Child>,
-    endpoint: String,
     receivers: Vec<Option<Child>>,
 }
 
@@ -149,7 +148,6 @@ impl Demo {
             manifest,
             ranks: Vec::new(),
             agent: None,
-            endpoint: String::new(),
             receivers: Vec::new(),
         };
         let start = Instant::now();
@@ -177,7 +175,7 @@ impl Stage<'_> {
         let bar = self.session.steps(u64::from(self.demo.steps) + 1);
         bar.say("starting the trainer");
         self.start_ranks()?;
-        self.start_agent(None)?;
+        self.start_agent()?;
         let mut steps = Vec::new();
         for version in 0..=self.demo.steps {
             bar.say(&format!("step {version}: training"));
@@ -201,7 +199,7 @@ impl Stage<'_> {
             if version == self.agent_dies() {
                 // The version was just committed; the next agent finds it in the region and seals it.
                 self.agent = None;
-                self.start_agent(Some(self.endpoint.clone()))?;
+                self.start_agent()?;
                 incident = Some("agent killed and restarted".to_owned());
             }
             let mut arrivals = Vec::new();
@@ -244,21 +242,16 @@ impl Stage<'_> {
         Ok(())
     }
 
-    fn start_agent(&mut self, endpoint: Option<String>) -> Result<(), Error> {
-        let mut args = vec![
+    fn start_agent(&mut self) -> Result<(), Error> {
+        let args = [
             "agent".to_owned(),
             format!("--region={}", self.region().display()),
             format!("--streams={}", self.demo.streams),
             "--with-parent".to_owned(),
         ];
-        // Receivers know the old address: the new agent takes it over.
-        if let Some(port) = endpoint.as_ref().and_then(|e| e.rsplit(':').next()) {
-            args.push(format!("--ports={port}"));
-        }
+        // Another port after a restart: receivers find it by the region.
         let mut agent = Child::start("agent", &self.home, args)?;
-        let text = |line: &Value| Some(line.get("endpoint")?.as_str()?.to_owned());
-        let wanted = |line: &Value| event(line, "listening").then(|| text(line)).flatten();
-        self.endpoint = agent.expect("listen", &self.stop(), wanted)?;
+        agent.expect("listen", &self.stop(), |line| event(line, "listening").then_some(()))?;
         self.agent = Some(agent);
         Ok(())
     }
@@ -270,10 +263,10 @@ impl Stage<'_> {
     fn start_receiver(&self, index: u16) -> Result<Child, Error> {
         let args = [
             "receive".to_owned(),
-            format!("--from={}", self.endpoint),
-            format!("--token-file={}", self.region().join("token").display()),
+            format!("--region={}", self.region().display()),
             format!("--dir={}", self.receiver_dir(index).display()),
             format!("--name=receiver-{index}"),
+            "--with-parent".to_owned(),
         ];
         Child::start(&format!("receiver-{index}"), &self.home, args)
     }

@@ -31,6 +31,8 @@ use crate::synth::Synth;
 pub struct Rank {
     /// The region.
     pub region: PathBuf,
+    /// What the policy is called.
+    pub model_id: ModelId,
     /// Which rank.
     pub rank: u16,
     /// How many ranks.
@@ -91,7 +93,7 @@ impl Rank {
         if self.rank == 0 {
             return Ok(Region::create(&RegionSpec {
                 dir: self.region.clone(),
-                model_id: ModelId::new("demo").map_err(|e| Error::Bug(e.to_string()))?,
+                model_id: self.model_id.clone(),
                 manifest: Arc::clone(manifest),
                 slots: Slots::Two,
                 ranks: self.ranks,
