@@ -148,7 +148,10 @@ impl RegionSender {
         })?;
         let writer = region.writer(0)?;
         let server = Arc::new(Server::start(Arc::clone(&region), server)?);
-        let local = match LocalServer::start(Arc::clone(&region)) {
+        // From here on, dropping it takes everything back.
+        let server = Some(server);
+        let mut sender = RegionSender { reachable: None, local: None, server, writer, region, threads };
+        sender.local = match LocalServer::start(Arc::clone(&sender.region)) {
             Ok(local) => Some(local),
             // Where a control plane was asked for, engines can still copy.
             Err(error) if plane.is_some() => {
@@ -157,8 +160,10 @@ impl RegionSender {
             }
             Err(error) => return Err(error.into()),
         };
-        let reachable = plane.map(|p| p.serve(&server)).transpose()?;
-        Ok(RegionSender { reachable, local, server: Some(server), writer, region, threads })
+        if let (Some(plane), Some(server)) = (plane, &sender.server) {
+            sender.reachable = Some(plane.serve(server)?);
+        }
+        Ok(sender)
     }
 
     /// The region.
@@ -169,6 +174,13 @@ impl RegionSender {
     /// What serves it, if this is the rank that does.
     pub fn server(&self) -> Option<&Arc<Server>> {
         self.server.as_ref()
+    }
+
+    /// Whether the server knows by now that the version is sealed, which it learns a moment later than the region.
+    fn is_served(&self, version: Version, stop: &Stop) -> bool {
+        let Some(server) = &self.server else { return true };
+        let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
+        server.wait_version(seen, &stop.with_timeout(Stop::GLANCE)).version >= Some(version)
     }
 
     fn identity(&self, version: Version) -> Identity {
@@ -235,7 +247,9 @@ impl WeightTransferSender for RegionSender {
         loop {
             let seen = self.region.bell();
             let state = self.region.state();
-            if let Some(digest) = sealed_digest(&state, version) {
+            if let Some(digest) = sealed_digest(&state, version)
+                && self.is_served(version, stop)
+            {
                 return Ok(Known { identity: self.identity(version), digest });
             }
             if let Some(newest) = state.active.map(|s| s.version).filter(|v| *v > version) {

@@ -63,9 +63,12 @@ impl SharedReceiver {
     }
 
     fn attached(&mut self) -> Result<Arc<Region>, RoleError> {
-        if let Some((region, _)) = &self.region {
+        if let Some((region, header)) = &self.region
+            && *header == self.header()
+        {
             return Ok(Arc::clone(region));
         }
+        self.region = None;
         // Before attaching: if the region is replaced in between, the next look finds another one.
         let header = self.header();
         let region = local::attach(&self.dir)?;
