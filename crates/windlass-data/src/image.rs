@@ -234,20 +234,19 @@ impl Image {
         })?;
         let blocks = manifest.cuts().blocks() as usize;
         let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
-        Image::with(
-            spec,
-            region,
-            Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] },
-            None,
-        )
+        let book = Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] };
+        let (writer, seat) = (region.writer(0)?, region.agent()?);
+        Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current: None })
     }
 
     /// Opens an image that a receiver left, and sums all of it. It is whole if the sums give the digest that
     /// it was left with.
     pub fn open(spec: ImageSpec, stop: &Stop) -> Result<Image, ImageError> {
         let region = Region::open(&spec.dir)?;
+        // First of all: a living receiver must not be looked at while it writes, and what a dead one left open is
+        // ended by this.
+        let (writer, seat) = (region.writer(0)?, region.agent()?);
         let manifest = Arc::clone(region.manifest());
-        let left = whole_state(&region)?;
         // Not by a lease: what a broken refresh left cannot be leased, and nobody else writes here.
         let path = region.slot_path(0);
         let range = region.data_start()..region.data_start() + manifest.data_bytes();
@@ -257,20 +256,12 @@ impl Image {
         let all = BlockRanges::from(0..manifest.cuts().blocks());
         let data = bytes.bytes(range);
         let sums = seal::sums(crate::simd::kernels(), &manifest, &all, data, spec.threads, stop)?;
-        let current = left.filter(|known| sums.digest(&manifest) == known.digest);
+        let digest = sums.digest(&manifest);
+        seal_left(&seat, digest)?;
+        let current = whole_state(&region)?.filter(|known| known.digest == digest);
         let version = current.as_ref().map(|k| k.identity.version);
         let blocks = manifest.cuts().blocks() as usize;
         let book = Book { sums, summed: vec![true; blocks], versions: vec![version; blocks] };
-        Image::with(spec, region, book, current)
-    }
-
-    fn with(
-        spec: ImageSpec,
-        region: Arc<Region>,
-        book: Book,
-        current: Option<Known>,
-    ) -> Result<Image, ImageError> {
-        let (writer, seat) = (region.writer(0)?, region.agent()?);
         Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current })
     }
 
@@ -314,6 +305,8 @@ impl Image {
     /// Opens the image for changes: waits for the leases of engines to end, and hides it until
     /// [`Refresh::finish`].
     pub fn refresh(&mut self, stop: &Stop) -> Result<Refresh<'_>, ImageError> {
+        let digest = locked(&self.book).sums.digest(self.region.manifest());
+        seal_left(&self.seat, digest)?;
         // The region numbers commits of its own: versions of the publisher may start over.
         let number = self.region.state().attempt + 1;
         let attempt = self.writer.begin(number, stop)?;
@@ -327,6 +320,15 @@ impl Image {
             current: &mut self.current,
         })
     }
+}
+
+/// Seals what was committed and, by a crash or a failure in between, not sealed: the next refresh would wait for that.
+/// It counts as whole only if `state.json` says the same digest.
+fn seal_left(seat: &AgentSeat, digest: StateDigest) -> Result<(), ImageError> {
+    if let Some(seal) = seat.seal()? {
+        seal.finish(digest);
+    }
+    Ok(())
 }
 
 /// The identity of the whole version in an image's region, if there is one.
@@ -344,7 +346,8 @@ fn whole_state(region: &Region) -> Result<Option<Known>, ImageError> {
     Ok(same.then_some(Known { identity: state.identity, digest: state.digest }))
 }
 
-/// A whole version that an engine reads in place. It cannot be changed while this is alive.
+/// A whole version that an engine reads in place. It cannot be changed while this is alive and its time is not over;
+/// after that a receiver that waits may take it back, and [`ImageView::finish`] says so.
 #[derive(Debug)]
 pub struct ImageView {
     lease: Lease,
@@ -363,11 +366,15 @@ impl ImageView {
             let seen = region.bell();
             if let Some(known) = whole_state(region)?
                 && let Some(slot) = region.state().active
-                && let Ok(lease) = region.lease(slot.id, LeaseKind::Map, load)
-                // The file may have been read before the commit and the slot after it.
-                && whole_state(region)?.as_ref() == Some(&known)
             {
-                return Ok(ImageView { lease, known, region: Arc::clone(region) });
+                match region.lease(slot.id, LeaseKind::Map, load) {
+                    // The file may have been read before the commit and the slot after it.
+                    Ok(lease) if whole_state(region)?.as_ref() == Some(&known) => {
+                        return Ok(ImageView { lease, known, region: Arc::clone(region) });
+                    }
+                    Ok(_) | Err(RegionError::LeaseGone { .. }) => {}
+                    Err(e) => return Err(e.into()),
+                }
             }
             if stop.is_set() {
                 let (model, dir) = (region.model_id().clone(), region.dir().to_owned());
@@ -395,6 +402,16 @@ impl ImageView {
     /// The safetensors file, for engines that load from a path. Valid while this is alive.
     pub fn path(&self) -> PathBuf {
         self.region.slot_path(self.lease.slot())
+    }
+
+    /// Gives it `load` from now. An error if it was taken back before.
+    pub fn renew(&self, load: std::time::Duration) -> Result<(), ImageError> {
+        Ok(self.lease.renew(load)?)
+    }
+
+    /// Ends the reading. An error if the image was taken back meanwhile: what was read may be of two versions.
+    pub fn finish(self) -> Result<(), ImageError> {
+        Ok(self.lease.finish()?)
     }
 
     /// The lease alone, which goes on holding the bytes.

@@ -4,20 +4,21 @@
 //! of an accepted user gets the descriptors of the header, the manifest and the slots, and nothing else is said. From
 //! then on it is attached like any other ([`Region::attach`]): it sees commits by the header's bell, takes map leases
 //! in its own name and reads the slots in place, without a copy and without the agent. Must not: hand out a
-//! descriptor before the peer's credentials were looked at.
+//! descriptor before the peer's credentials were looked at, or one by which a slot can be written.
 //!
 //! The message is one line of JSON, `{"windlass":1,"model_id":…}`, with the region's [descriptors](Region::descriptors)
 //! as ancillary data on its first byte. A refusal is `{"windlass":1,"error":…}` without descriptors.
 
+use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -35,6 +36,8 @@ pub const SOCKET: &str = "agent.sock";
 const MAX_MESSAGE: usize = 4096;
 /// The most descriptors of a message: directory, header, manifest and two slots.
 const MAX_DESCRIPTORS: usize = 5;
+/// Those that come before the slots.
+const BEFORE_SLOTS: usize = 3;
 /// How long a peer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -139,9 +142,10 @@ impl LocalServer {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))
             .map_err(io_error("protect", &path))?;
         listener.set_nonblocking(true).map_err(io_error("listen on", &path))?;
+        let slots = read_only(&region).map_err(io_error("open the slots for", &path))?;
         let stop = Stop::never();
         let ended = stop.clone();
-        let serve = move || serve(&listener, &region, &ended);
+        let serve = move || serve(&listener, &region, &slots, &ended);
         let thread = std::thread::Builder::new().name("windlass-local".into()).spawn(serve);
         let thread = thread.map_err(io_error("start a thread for", &path))?;
         Ok(LocalServer { path, stop, thread: Some(thread) })
@@ -164,14 +168,20 @@ fn for_group(region: &Region) -> bool {
     std::fs::metadata(region.dir()).is_ok_and(|m| m.permissions().mode() & 0o070 != 0)
 }
 
-fn serve(listener: &UnixListener, region: &Region, stop: &Stop) {
+/// The slots again, for reading: whoever attaches has no business writing them, least of all a member of the group.
+fn read_only(region: &Region) -> io::Result<Vec<File>> {
+    let again = |fd: &BorrowedFd<'_>| File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    region.descriptors().iter().skip(BEFORE_SLOTS).map(again).collect()
+}
+
+fn serve(listener: &UnixListener, region: &Region, slots: &[File], stop: &Stop) {
     while !stop.is_set() {
         let mut fds = [rustix::event::PollFd::new(listener, rustix::event::PollFlags::IN)];
         let glance = rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         let _ = rustix::event::poll(&mut fds, Some(&glance));
         match listener.accept() {
             Ok((peer, _)) => {
-                if let Err(error) = greet(&peer, region) {
+                if let Err(error) = greet(&peer, region, slots) {
                     tracing::debug!(%error, "a local peer went away");
                 }
             }
@@ -185,7 +195,7 @@ fn serve(listener: &UnixListener, region: &Region, stop: &Stop) {
     }
 }
 
-fn greet(peer: &UnixStream, region: &Region) -> io::Result<()> {
+fn greet(peer: &UnixStream, region: &Region, slots: &[File]) -> io::Result<()> {
     peer.set_nonblocking(false)?;
     peer.set_write_timeout(Some(PATIENCE))?;
     let theirs = rustix::net::sockopt::socket_peercred(peer)?;
@@ -198,7 +208,10 @@ fn greet(peer: &UnixStream, region: &Region) -> io::Result<()> {
         return send(peer, &Greeting { windlass: 1, model_id: None, error: Some(why) }, &[]);
     }
     let greeting = Greeting { windlass: 1, model_id: Some(region.model_id().to_string()), error: None };
-    send(peer, &greeting, &region.descriptors())
+    let mut fds = region.descriptors();
+    fds.truncate(BEFORE_SLOTS);
+    fds.extend(slots.iter().map(|f| f.as_fd()));
+    send(peer, &greeting, &fds)
 }
 
 fn send(mut peer: &UnixStream, greeting: &Greeting, fds: &[rustix::fd::BorrowedFd<'_>]) -> io::Result<()> {
@@ -217,8 +230,7 @@ fn send(mut peer: &UnixStream, greeting: &Greeting, fds: &[rustix::fd::BorrowedF
 pub fn attach(dir: &Path) -> Result<Arc<Region>, LocalError> {
     let path = dir.join(SOCKET);
     check_length(&path)?;
-    let peer = UnixStream::connect(&path).map_err(io_error("connect to", &path))?;
-    peer.set_read_timeout(Some(PATIENCE)).map_err(io_error("read from", &path))?;
+    let peer = connect(&path).map_err(io_error("connect to", &path))?;
     let (line, fds) = receive(&peer).map_err(io_error("read from", &path))?;
     let answer = |why: String| LocalError::Answer { path: path.clone(), why };
     let greeting: Greeting = serde_json::from_slice(&line).map_err(|e| answer(e.to_string()))?;
@@ -231,10 +243,23 @@ pub fn attach(dir: &Path) -> Result<Arc<Region>, LocalError> {
     Ok(Region::attach(Descriptors::new(fds)?)?)
 }
 
+/// Connects with a deadline: an agent that is stopped may leave a full queue.
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.connect(&socket2::SockAddr::unix(path)?)?;
+    Ok(UnixStream::from(OwnedFd::from(socket)))
+}
+
 /// Reads one line and the descriptors that come with it.
 fn receive(peer: &UnixStream) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let (mut line, mut fds) = (Vec::new(), Vec::new());
+    let start = Instant::now();
     while !line.ends_with(b"\n") {
+        if start.elapsed() > PATIENCE {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut buffer = [0; 1024];

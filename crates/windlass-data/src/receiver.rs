@@ -179,6 +179,41 @@ pub enum ReceiverError {
         /// What is wanted.
         ours: String,
     },
+    /// The publisher was replaced between two steps.
+    #[error("{peer} began a new life, incarnation {now} after {was}, during the sync: sync again")]
+    NewLife {
+        /// Who.
+        peer: String,
+        /// The incarnation that the sync began with.
+        was: Incarnation,
+        /// The one of the ticket.
+        now: Incarnation,
+    },
+    /// A publisher that was superseded.
+    #[error(
+        "{peer} is of incarnation {theirs}, this receiver has followed {ours} already: stop the old publisher, or \
+         remove the image to follow it after all"
+    )]
+    OldLife {
+        /// Who was asked.
+        peer: String,
+        /// Its incarnation.
+        theirs: Incarnation,
+        /// The newest that was followed.
+        ours: Incarnation,
+    },
+    /// A manifest that is not the announced one.
+    #[error(
+        "the manifest of {peer} is of layout {found}, but it announces {announced}: check what listens there"
+    )]
+    OtherLayout {
+        /// Who answered.
+        peer: String,
+        /// The layout of the manifest.
+        found: String,
+        /// The layout that was announced.
+        announced: String,
+    },
     /// It was called off between two steps.
     #[error("the sync with {peer} was given up while {stage}: {source}")]
     Stopped {
@@ -207,7 +242,8 @@ impl ReceiverError {
             ReceiverError::Image(e) => e.kind(),
             ReceiverError::Tcp(e) => e.kind(),
             ReceiverError::Ticket { source, .. } => source.kind(),
-            ReceiverError::OtherTicket { .. } => Kind::Corrupt,
+            ReceiverError::OtherTicket { .. } | ReceiverError::OtherLayout { .. } => Kind::Corrupt,
+            ReceiverError::NewLife { .. } | ReceiverError::OldLife { .. } => Kind::Stale,
             ReceiverError::Delta { source, .. } => source.kind(),
             ReceiverError::Refused { kind, .. } => *kind,
             ReceiverError::NothingYet { .. } => Kind::NotFound,
@@ -362,6 +398,12 @@ pub struct Synced {
     pub total_ms: f64,
 }
 
+/// How many new lives of the publisher a sync follows before it gives up.
+const LIVES: u32 = 3;
+/// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
+const STALE_TRIES: u32 = 20;
+const STALE_PAUSE: Duration = Duration::from_millis(50);
+
 /// Shared view of a receiver's status.
 #[derive(Clone, Default)]
 pub struct StatusHandle(Arc<Mutex<Shown>>);
@@ -393,6 +435,8 @@ pub struct Receiver {
     config: ReceiverConfig,
     control: Arc<dyn Control>,
     image: Option<Image>,
+    /// The image's, also while a refresh has the image.
+    layout: Option<Arc<Manifest>>,
     instance: Option<String>,
     incarnation: Option<Incarnation>,
     /// Digests of versions of this incarnation, from tickets.
@@ -403,7 +447,10 @@ pub struct Receiver {
 
 impl fmt::Debug for Receiver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Receiver").field("peer", &self.control.peer()).field("image", &self.image).finish()
+        f.debug_struct("Receiver")
+            .field("peer", &self.control.peer())
+            .field("image", &self.image)
+            .finish_non_exhaustive()
     }
 }
 
@@ -426,6 +473,7 @@ impl Receiver {
             config,
             control,
             image: None,
+            layout: None,
             instance: None,
             incarnation: None,
             digests: BTreeMap::new(),
@@ -447,6 +495,7 @@ impl Receiver {
             self.digests.insert(known.identity.version, known.digest);
         }
         self.status.set(|s| s.image.clone_from(&known));
+        self.layout = Some(Arc::clone(image.manifest()));
         self.image = Some(image);
         self.tell(&Event::Opened { image: known });
     }
@@ -475,15 +524,24 @@ impl Receiver {
     /// Waits until the publisher has something newer than the image, or some time has passed.
     pub fn wait_newer(&self, stop: &Stop) -> Result<VersionInfo, ReceiverError> {
         let seen = self.current().map(|k| (k.identity.incarnation, k.identity.version));
-        Ok(self.control.version(seen, stop)?)
+        // Without an image anything is newer; what matters is to wait while there is nothing.
+        Ok(self.control.version(Some(seen.unwrap_or((Incarnation(0), 0))), stop)?)
     }
 
     /// Brings the image to the newest version of the publisher.
     pub fn sync(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
-        let result = self.sync_once(stop);
+        let mut result = self.sync_once(stop);
+        for _ in 0..LIVES {
+            match &result {
+                Err(ReceiverError::NewLife { .. }) if !stop.is_set() => result = self.sync_once(stop),
+                Ok(_) | Err(_) => break,
+            }
+        }
+        let shown = self.current().cloned();
         self.status.set(|s| {
             s.stage = Stage::Idle;
+            s.image = shown;
             s.error = result.as_ref().err().map(ToString::to_string);
         });
         let mut synced = result?;
@@ -513,6 +571,9 @@ impl Receiver {
                 ours: self.config.image.model_id.to_string(),
             });
         }
+        if let Some(ours) = self.incarnation.filter(|ours| info.incarnation < *ours) {
+            return Err(ReceiverError::OldLife { peer: self.control.peer(), theirs: info.incarnation, ours });
+        }
         self.prepare(&info, stop)?;
         synced.ask_ms += millis(asked);
         if self.current().is_some_and(|k| k.identity == target && Some(k.digest) == info.digest) {
@@ -529,6 +590,9 @@ impl Receiver {
             // Something is not what it was thought to be. The sums will tell what.
             image.forget();
         }
+        // Only these can be lifted by a delta any more.
+        let held = image.versions();
+        self.digests.retain(|version, _| held.contains(version));
         self.image = Some(image);
         let known = result?;
         run.synced.image = Some(known);
@@ -546,6 +610,13 @@ impl Receiver {
         };
         if !self.image.as_ref().is_some_and(fits) {
             let manifest = Arc::new(self.control.manifest(stop)?);
+            if (manifest.layout_hash(), manifest.cuts_hash()) != (info.layout_hash, info.cuts_hash) {
+                return Err(ReceiverError::OtherLayout {
+                    peer: self.control.peer(),
+                    found: manifest.layout_hash().to_string(),
+                    announced: info.layout_hash.to_string(),
+                });
+            }
             // The old image must be let go of before its place can be taken.
             self.image = None;
             self.adopt_image(Image::create(self.config.image.clone(), manifest)?);
@@ -566,7 +637,9 @@ impl Receiver {
 
     /// Asks for what a whole image needs, and fetches it if it is a delta. A full ticket is kept for later.
     fn first_ticket(&mut self, run: &mut Run, stop: &Stop) -> Result<Option<Staged>, ReceiverError> {
-        let Some(known) = self.current().cloned() else { return Ok(None) };
+        let blocks = self.layout.as_ref().map_or(0, |m| m.cuts().blocks());
+        // There is nothing to ask for in an image without blocks.
+        let Some(known) = self.current().cloned().filter(|_| blocks > 0) else { return Ok(None) };
         let ticket = self.ask(self.config.mode, Some(&known.identity), None, None, run, stop)?;
         match &ticket.mode {
             Mode::Full => {
@@ -595,7 +668,7 @@ impl Receiver {
             version: h.version,
             digest,
         });
-        let mut tries = 0;
+        let (mut unknown, mut stale) = (0, 0);
         let answer = loop {
             let instance_id = self.instance(stop)?;
             let request = TransferRequest {
@@ -603,16 +676,23 @@ impl Receiver {
                 mode,
                 have: have.clone(),
                 version: to,
-                layout_hash: self.image.as_ref().map(|i| i.manifest().layout_hash()),
+                layout_hash: self.layout.as_ref().map(|m| m.layout_hash()),
                 wanted: wanted.clone(),
                 streams: self.config.streams,
                 timeout_ms: Some(self.config.transfer_timeout.as_millis() as u64),
             };
             match self.control.request(&request, stop) {
                 // An agent that was restarted does not know anybody.
-                Err(ControlError::Refused { kind: Kind::NotFound, .. }) if tries == 0 => {
-                    tries += 1;
+                Err(ControlError::Refused { kind: Kind::NotFound, .. }) if unknown == 0 => {
+                    unknown += 1;
                     self.instance = None;
+                }
+                // The version was replaced while the answer was made.
+                Err(ControlError::Refused { kind: Kind::Stale, .. })
+                    if stale < STALE_TRIES && !stop.is_set() =>
+                {
+                    stale += 1;
+                    std::thread::sleep(stop.nap().min(STALE_PAUSE));
                 }
                 other => break other?,
             }
@@ -631,6 +711,7 @@ impl Receiver {
             }
         };
         self.check_ticket(&ticket)?;
+        self.check_answer(&ticket, mode, have.as_ref(), to, wanted.as_ref())?;
         self.digests.insert(ticket.identity.version, ticket.digest);
         run.synced.ask_ms += millis(start);
         Ok(ticket)
@@ -648,11 +729,16 @@ impl Receiver {
 
     /// A ticket must be about this model, incarnation and layout.
     fn check_ticket(&self, ticket: &Ticket) -> Result<(), ReceiverError> {
-        let manifest = self.image.as_ref().map(Image::manifest);
-        let same_layout = manifest
-            .is_none_or(|m| (m.layout_hash(), m.cuts_hash()) == (ticket.layout_hash, ticket.cuts_hash));
-        let same_life = Some(ticket.identity.incarnation) == self.incarnation;
-        if ticket.identity.model_id == self.config.image.model_id && same_life && same_layout {
+        let same_layout = self
+            .layout
+            .as_ref()
+            .is_some_and(|m| (m.layout_hash(), m.cuts_hash()) == (ticket.layout_hash, ticket.cuts_hash));
+        let same_model = ticket.identity.model_id == self.config.image.model_id;
+        if let Some(was) = self.incarnation.filter(|was| *was != ticket.identity.incarnation && same_model) {
+            let (peer, now) = (self.control.peer(), ticket.identity.incarnation);
+            return Err(ReceiverError::NewLife { peer, was, now });
+        }
+        if same_model && same_layout {
             return Ok(());
         }
         let what = if same_layout {
@@ -661,6 +747,41 @@ impl Receiver {
             format!("{} of layout {}", ticket.identity, ticket.layout_hash)
         };
         Err(ReceiverError::OtherTicket { peer: self.control.peer(), what })
+    }
+
+    /// A ticket must be what was asked for: else a sync may go round in circles, or forget what it has.
+    fn check_answer(
+        &self,
+        ticket: &Ticket,
+        mode: RequestMode,
+        have: Option<&Have>,
+        to: Option<Version>,
+        wanted: Option<&BlockRanges>,
+    ) -> Result<(), ReceiverError> {
+        let other = |what: String| Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
+        match (&ticket.mode, mode) {
+            (Mode::Full, RequestMode::Delta) => other("a full image".into()),
+            (Mode::Delta { .. }, RequestMode::Full) => other("a delta".into()),
+            (Mode::Full, RequestMode::Full | RequestMode::Auto) => {
+                let all = BlockRanges::from(0..self.layout.as_ref().map_or(0, |m| m.cuts().blocks()));
+                if ticket.wanted != *wanted.unwrap_or(&all) {
+                    return other(format!("{} other blocks", ticket.wanted.len()));
+                }
+                Ok(())
+            }
+            (Mode::Delta { base, .. }, RequestMode::Delta | RequestMode::Auto) => {
+                let version = base.identity.version;
+                if have.is_none_or(|h| (h.version, h.digest) != (version, base.digest)) {
+                    return other(format!("a delta from version {version} with digest {}", base.digest));
+                }
+                match to {
+                    Some(to) if to != ticket.identity.version => {
+                        other(format!("a delta to {}", ticket.identity))
+                    }
+                    Some(_) | None => Ok(()),
+                }
+            }
+        }
     }
 
     fn begin_transfer(&self, ticket: &Ticket, bytes: u64, run: &mut Run) -> Arc<Watch> {
@@ -705,7 +826,7 @@ impl Receiver {
         let Mode::Delta { base, payloads } = &ticket.mode else {
             return Err(ReceiverError::OtherTicket { peer: peer(), what: "a full image".into() });
         };
-        let image = self.image.as_ref().map_or(0, |i| i.manifest().data_bytes());
+        let image = self.layout.as_ref().map_or(0, |m| m.data_bytes());
         let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
         // The densest delta is the image with its records; anything beyond that is not one of ours.
         if bytes > image.saturating_add(image / 8).saturating_add(16 << 20) {
@@ -824,9 +945,10 @@ impl Receiver {
         let parts = parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })?;
         let target = staged.ticket.identity.version;
         for part in &parts {
-            let identities = (part.header.base_identity().version, part.header.target_identity());
-            if identities != (staged.base, staged.ticket.identity.clone()) {
-                let what = format!("a delta to {}", identities.1);
+            let (base, to) = (part.header.base_identity(), part.header.target_identity());
+            let expected = Identity { version: staged.base, ..staged.ticket.identity.clone() };
+            if (&base, &to) != (&expected, &staged.ticket.identity) {
+                let what = format!("a delta from {base} to {to}");
                 return Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
             }
         }
@@ -889,4 +1011,60 @@ struct Run {
 
 fn millis(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, Region, RegionSpec, Slots};
+    use crate::serve::{Server, ServerConfig};
+
+    #[test]
+    fn digests_of_versions_that_no_block_is_of_are_forgotten() {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let model_id = ModelId::new("actor").unwrap();
+        let tensor = TensorSpec::new("w", Dtype::U8, [300_000]);
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: model_id.clone(),
+            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let server = ServerConfig::new(Host::new("127.0.0.1").unwrap());
+        let server = Arc::new(Server::start(Arc::clone(&region), server).unwrap());
+        let dir = home.path().join("image");
+        let config = ReceiverConfig {
+            image: ImageSpec { dir, model_id, group: false, memfd: Memfd::Never, threads: 1 },
+            name: "test".into(),
+            mode: RequestMode::Auto,
+            streams: None,
+            transfer_timeout: Duration::from_secs(20),
+            open_timeout: Duration::from_secs(5),
+            pull: PullConfig::default(),
+            allow: None,
+        };
+        let stop = Stop::after(Duration::from_secs(30));
+        let control = Arc::clone(&server) as Arc<dyn Control>;
+        let mut receiver = Receiver::open(config, control, None, &stop).unwrap();
+        let mut writer = region.writer(0).unwrap();
+        for version in 1..20 {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+            let known = receiver.sync(&stop).unwrap().image.unwrap();
+            assert_eq!(receiver.digests, BTreeMap::from([(version, known.digest)]));
+        }
+    }
 }

@@ -11,7 +11,11 @@
 //!   base gone), the version is sealed without one, and receivers get image bytes.
 //! - The **warden** watches for a writer that wants its slot back, ends the offers on that slot after a grace, and
 //!   thereby gives up their leases (W-4).
+//! - The **gatherer**, where there are other holders of parts, asks them for their share of what was sealed here, again
+//!   and again, so that a holder that was restarted is found. Neither sealing nor the writer waits for it.
 //! - The [link](crate::tcp) has its own.
+//!
+//! All offers of a slot share one lease: a region has only so many entries for them.
 //!
 //! # After a crash
 //!
@@ -96,7 +100,7 @@ impl ServerConfig {
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             streams: DEFAULT_STREAMS,
             stripe_bytes: DEFAULT_STRIPE_BYTES,
-            transfer_timeout: Duration::from_secs(600),
+            transfer_timeout: Duration::from_mins(10),
             revoke_grace: Duration::from_millis(200),
             dense_share: 0.8,
             max_instances: 4096,
@@ -132,10 +136,10 @@ pub enum ServeError {
     #[error(transparent)]
     Tcp(#[from] TcpError),
     /// A ticket that cannot be made.
-    #[error("no ticket can be made for this request")]
+    #[error("no ticket can be made for this request: {0}")]
     Ticket(#[from] TicketError),
     /// The holder of another part.
-    #[error("the holder of another part does not take part")]
+    #[error("the holder of another part does not take part: {0}")]
     Peer(#[from] ControlError),
     /// Nothing has been published yet.
     #[error("no version of {model} has been published yet: wait for the first")]
@@ -200,7 +204,11 @@ impl ServeError {
             ServeError::Table(e) => e.kind(),
             ServeError::Tcp(e) => e.kind(),
             ServeError::Ticket(e) => e.kind(),
-            ServeError::Peer(e) => e.kind(),
+            ServeError::Peer(e) => match e.kind() {
+                // It is not the requester that was not found: what it asked for is gone at a holder, or not there yet.
+                Kind::NotFound => Kind::Stale,
+                kind => kind,
+            },
             ServeError::NothingYet { .. }
             | ServeError::NoVersion { .. }
             | ServeError::UnknownInstance { .. } => Kind::NotFound,
@@ -210,6 +218,13 @@ impl ServeError {
         }
     }
 }
+
+/// How long the other holders may take to answer for a ticket.
+const PEER_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the gatherer waits for a holder to seal a version before it looks whether there is a newer one.
+const GATHER_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a request waits for the version that replaces one whose slot was taken back.
+const REPLACED_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What is known of a sealed slot.
 #[derive(Clone, Debug)]
@@ -254,8 +269,10 @@ struct Active {
 #[derive(Default)]
 struct State {
     slots: [Option<SealedSlot>; 2],
-    /// Which slot is served: the newest version that all holders have sealed.
-    served: Option<usize>,
+    /// The newest version that all holders have sealed. Its slot may have been taken back since.
+    served: Option<SealedSlot>,
+    /// The lease that the offers of a slot share, and until when it was given.
+    lease: Option<(Weak<Lease>, Instant)>,
     /// Digests of versions that deltas start from or lead to.
     digests: BTreeMap<Version, StateDigest>,
     delta: Option<DeltaStats>,
@@ -368,7 +385,10 @@ impl Server {
         inner.recover()?;
         let mut server = Server { inner, threads: Vec::new() };
         server.spawn("sealer", move |inner| inner.seal_loop(&seat))?;
-        server.spawn("warden", |inner| inner.watch_loop())?;
+        server.spawn("warden", Inner::watch_loop)?;
+        if !server.inner.config.peers.is_empty() {
+            server.spawn("gatherer", Inner::gather_loop)?;
+        }
         Ok(server)
     }
 
@@ -432,7 +452,8 @@ impl Server {
         let state = self.inner.state();
         let version = self.inner.version_info(&state).version;
         let delta = state.delta.filter(|d| Some(d.version) == version);
-        let units: u64 = self.inner.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        let units: u64 =
+            self.inner.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
         Capabilities {
             strategies: vec![RequestMode::Full, RequestMode::Delta, RequestMode::Auto],
             version,
@@ -447,7 +468,8 @@ impl Server {
         }
     }
 
-    /// The table of a sealed version that is still in a slot.
+    /// The table of a sealed version that is still in a slot. Blocks that are not held here have a sum of zero, which no
+    /// bytes have.
     pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
@@ -676,7 +698,7 @@ impl Inner {
     }
 
     fn version_info(&self, state: &State) -> VersionInfo {
-        let slot = state.served.and_then(|s| state.slots[s].as_ref());
+        let slot = state.served.as_ref();
         let manifest = self.region.manifest();
         VersionInfo {
             version: slot.map(|s| s.version),
@@ -701,7 +723,11 @@ impl Inner {
                 }
                 Ok(_) | Err(_) => {
                     // The bytes are there; only the table has to be made again.
-                    let lease = self.region.lease(slot.id, LeaseKind::Seal, Duration::from_secs(3600))?;
+                    let lease = match self.region.lease(slot.id, LeaseKind::Seal, Duration::MAX) {
+                        // A writer is taking it back.
+                        Err(RegionError::LeaseGone { .. }) => continue,
+                        other => other?,
+                    };
                     let blocks = blocks_of(&self.region);
                     let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
                     let sums = seal::sums(
@@ -713,7 +739,7 @@ impl Inner {
                         &self.stop,
                     )?;
                     if self.part_digest(sums.state()) == digest {
-                        table::write(&path, manifest, id, digest, &sums)?;
+                        self.keep_table(slot.slot, id, digest, &sums);
                         self.sealed(slot.slot, slot.id, slot.version, Arc::new(sums), None);
                     } else {
                         tracing::error!(
@@ -735,51 +761,74 @@ impl Inner {
         sum.digest(self.region.manifest().layout_hash())
     }
 
-    /// Notes a sealed slot, and serves it once all holders of parts have it.
-    fn sealed(&self, slot: usize, id: u64, version: Version, sums: Arc<SumTable>, delta: Option<DeltaStats>) {
-        let own = sums.state();
-        let digest = self.part_digest(own);
-        {
-            let mut state = self.state();
-            state.slots[slot] = Some(SealedSlot { id, version, sums, digest });
-            state.failure = None;
-            if delta.is_some() {
-                state.delta = delta;
-            }
-            if self.config.peers.is_empty() {
-                self.serve(&mut state, slot, digest);
-            }
-        }
-        self.changed.notify_all();
-        if self.config.peers.is_empty() {
-            return;
-        }
-        match self.gather(version, own) {
-            Ok(digest) => {
-                self.serve(&mut self.state(), slot, digest);
-                self.changed.notify_all();
-            }
-            Err(error) => {
-                tracing::warn!(version, %error, "the version is not whole: a part of it is missing");
-                self.state().failure = Some(error.to_string());
-            }
+    /// Puts the table of a slot into its file. Without it a later server makes it again.
+    fn keep_table(&self, slot: usize, id: TableId, digest: StateDigest, sums: &SumTable) {
+        let path = self.region.sums_path(slot);
+        if let Err(error) = table::write(&path, self.region.manifest(), id, digest, sums) {
+            tracing::warn!(version = id.version, %error, "the table of sums is not kept");
         }
     }
 
-    fn serve(&self, state: &mut State, slot: usize, digest: StateDigest) {
-        let Some(sealed) = &mut state.slots[slot] else { return };
-        sealed.digest = digest;
-        state.served = Some(slot);
-        state.digests.insert(sealed.version, digest);
-        if let Some((oldest, _)) = self.history.ends() {
-            let newest = sealed.version;
-            state.digests.retain(|v, _| *v >= oldest || *v == newest);
+    /// Notes a sealed slot, and serves it unless other holders have to be asked first.
+    fn sealed(&self, slot: usize, id: u64, version: Version, sums: Arc<SumTable>, delta: Option<DeltaStats>) {
+        let digest = self.part_digest(sums.state());
+        let sealed = SealedSlot { id, version, sums, digest };
+        let mut state = self.state();
+        state.slots[slot] = Some(sealed.clone());
+        if delta.is_some() {
+            state.delta = delta;
+        }
+        if self.config.peers.is_empty() {
+            state.failure = None;
+            self.serve(&mut state, sealed);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn serve(&self, state: &mut State, sealed: SealedSlot) {
+        let newest = sealed.version;
+        state.digests.insert(newest, sealed.digest);
+        let oldest = self.history.ends().map_or(newest, |(oldest, _)| oldest.min(newest));
+        state.digests.retain(|v, _| *v >= oldest);
+        state.served = Some(sealed);
+    }
+
+    /// Serves what was sealed here once the other holders have it.
+    fn gather_loop(&self) {
+        let mut told = None;
+        while !self.stop.is_set() {
+            let state = self.state();
+            let newest = state.slots.iter().flatten().max_by_key(|s| s.version).cloned();
+            let served = state.served.as_ref().map(|s| s.id);
+            let Some(sealed) = newest.filter(|s| Some(s.id) != served) else {
+                drop(self.changed.wait_timeout(state, Stop::GLANCE));
+                continue;
+            };
+            drop(state);
+            match self.gather(sealed.version, sealed.sums.state()) {
+                Ok(digest) => {
+                    let mut state = self.state();
+                    state.failure = None;
+                    self.serve(&mut state, SealedSlot { digest, ..sealed });
+                }
+                Err(error) => {
+                    if told != Some(sealed.id) && !self.stop.is_set() {
+                        tracing::warn!(version = sealed.version, %error, "a part of the version is missing");
+                        told = Some(sealed.id);
+                    }
+                    let mut state = self.state();
+                    state.failure = Some(error.to_string());
+                    drop(self.changed.wait_timeout(state, Stop::GLANCE));
+                }
+            }
+            self.changed.notify_all();
         }
     }
 
     /// The digest of the whole image: this part and those of the peers.
     fn gather(&self, version: Version, own: StateSum) -> Result<StateDigest, ServeError> {
-        let stop = self.stop.with_timeout(self.config.transfer_timeout);
+        let stop = self.stop.with_timeout(GATHER_PATIENCE);
         let mut sum = own;
         let mut held = blocks_of(&self.region);
         for peer in &self.config.peers {
@@ -835,9 +884,7 @@ impl Inner {
         });
         let blocks = blocks_of(&self.region);
         let sealed = self.seal_pass(&job, &blocks, version, base.as_ref())?;
-        let path = self.region.sums_path(slot);
-        let (manifest, table_id) = (self.region.manifest(), self.table_id(version, id));
-        table::write(&path, manifest, table_id, sealed.digest, &sealed.sums)?;
+        self.keep_table(slot, self.table_id(version, id), sealed.digest, &sealed.sums);
         let mut delta = None;
         if let Some(file) = sealed.delta {
             let (bytes, changes) = (file.bytes, file.changes);
@@ -847,7 +894,11 @@ impl Inner {
                     let seconds = start.elapsed().as_secs_f64();
                     delta = Some(DeltaStats { base, version, bytes, changes, seconds });
                 }
-                Err(error) => tracing::warn!(version, %error, "the delta is not kept"),
+                Err(error) => {
+                    tracing::warn!(version, %error, "the delta is not kept");
+                    // The history does not know it, so nobody else would remove it.
+                    let _ = std::fs::remove_file(self.history.path(base, version));
+                }
             }
         }
         let digest = sealed.digest;
@@ -949,12 +1000,6 @@ impl Inner {
         if let Some(ms) = request.timeout_ms.filter(|ms| !(1..=MAX_TIMEOUT_MS).contains(ms)) {
             return Err(bounds("timeout_ms", ms, format!("1 to {MAX_TIMEOUT_MS}")));
         }
-        let (slot, digest) = {
-            let state = self.state();
-            let slot = state.served.and_then(|s| state.slots[s].clone()).ok_or_else(|| self.nothing_yet())?;
-            let digest = slot.digest;
-            (slot, digest)
-        };
         if request.layout_hash.is_some_and(|h| h != self.region.manifest().layout_hash()) {
             return Ok(refused(
                 None,
@@ -962,16 +1007,36 @@ impl Inner {
                 "the layout is another one: fetch the manifest again".into(),
             ));
         }
+        let patience = stop.with_timeout(REPLACED_PATIENCE);
+        loop {
+            let slot = self.state().served.clone().ok_or_else(|| self.nothing_yet())?;
+            match self.answer(request, &slot, stop) {
+                // Its slot was taken back between the sealing of the next version and now.
+                Err(ServeError::Region(RegionError::LeaseGone { .. })) if !patience.is_set() => {
+                    let state = self.state();
+                    if state.served.as_ref().is_some_and(|s| s.id == slot.id) {
+                        drop(self.changed.wait_timeout(state, patience.nap()));
+                    }
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn answer(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
         let delta = match request.mode {
             RequestMode::Full => Err("a full image was asked for".to_owned()),
-            RequestMode::Delta | RequestMode::Auto => self.delta_for(request, &slot, stop),
+            RequestMode::Delta | RequestMode::Auto => self.delta_for(request, slot, stop),
         };
         match (delta, request.mode) {
             (Ok(segment), _) => self.grant_delta(request, &segment, stop),
             (Err(reason), RequestMode::Delta) => Ok(refused(Some(RequestMode::Full), Kind::Stale, reason)),
-            (Err(why), RequestMode::Full | RequestMode::Auto) => {
-                self.grant_full(request, &slot, digest, why, stop)
-            }
+            (Err(why), RequestMode::Full | RequestMode::Auto) => self.grant_full(request, slot, why, stop),
         }
     }
 
@@ -1045,11 +1110,11 @@ impl Inner {
         &self,
         request: &TransferRequest,
         slot: &SealedSlot,
-        digest: StateDigest,
         why: String,
         stop: &Stop,
     ) -> Result<TransferAnswer, ServeError> {
-        let mut fields = self.fields(request, slot.version, digest)?;
+        let stop = &stop.with_timeout(PEER_PATIENCE);
+        let mut fields = self.fields(request, slot.version, slot.digest)?;
         fields.why = why;
         if let Some(wanted) = &request.wanted {
             fields.wanted = wanted.clone();
@@ -1060,9 +1125,10 @@ impl Inner {
             fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
         }
         let ticket = Ticket::new(fields.clone())?;
+        self.share_with_peers(&fields, stop)?;
+        // After the peers, who may take their time: until the offer is made, nobody would end this lease for a writer.
         // The slot may have been taken back since it was looked up: then this says so.
         let body = self.image_body(slot, Duration::from_millis(ticket.deadline.timeout_ms))?;
-        self.share_with_peers(&fields, stop)?;
         self.offer(ticket, SourceId(0), body, request.instance_id.clone())?;
         count(&self.counters.tickets_full);
         Ok(TransferAnswer::Granted(Box::new(Granted {
@@ -1083,7 +1149,7 @@ impl Inner {
         slot: &SealedSlot,
         deadline: Duration,
     ) -> Result<(Body, Option<Weak<Lease>>), ServeError> {
-        let lease = Arc::new(self.region.lease(slot.id, LeaseKind::Stream, deadline)?);
+        let lease = self.slot_lease(slot.id, deadline)?;
         let body = Body::Image {
             manifest: Arc::clone(self.region.manifest()),
             file: Arc::clone(&self.files[lease.slot()]),
@@ -1094,12 +1160,34 @@ impl Inner {
         Ok((body, Some(Arc::downgrade(&lease))))
     }
 
+    /// The lease that all offers of a slot share, good for at least `time`.
+    fn slot_lease(&self, id: u64, time: Duration) -> Result<Arc<Lease>, RegionError> {
+        let until = Instant::now() + time;
+        let mut state = self.state();
+        if let Some((lease, given)) = &mut state.lease
+            && let Some(lease) = lease.upgrade().filter(|l| l.id() == id)
+        {
+            if lease.wanted_back() {
+                return Err(RegionError::LeaseGone { id });
+            }
+            if until > *given {
+                lease.renew(time)?;
+                *given = until;
+            }
+            return Ok(lease);
+        }
+        let lease = Arc::new(self.region.lease(id, LeaseKind::Stream, time)?);
+        state.lease = Some((Arc::downgrade(&lease), until));
+        Ok(lease)
+    }
+
     fn grant_delta(
         &self,
         request: &TransferRequest,
         segment: &Arc<Segment>,
         stop: &Stop,
     ) -> Result<TransferAnswer, ServeError> {
+        let stop = &stop.with_timeout(PEER_PATIENCE);
         let (base, target) = (segment.header.base.1, segment.header.target.1);
         let known = |v, or| self.state().digests.get(&v).copied().unwrap_or(or);
         let base_digest = known(base, segment.header.base_digest);
@@ -1127,7 +1215,8 @@ impl Inner {
         files[0] = Some(Arc::clone(&segment.file));
         self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
         count(&self.counters.tickets_delta);
-        let units: u64 = self.region.manifest().tensors().iter().map(|t| t.units()).sum();
+        let units: u64 =
+            self.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
         let stats = self.state().delta.filter(|d| (d.base, d.version) == (base.identity.version, target));
         Ok(TransferAnswer::Granted(Box::new(Granted {
             ok: true,
@@ -1192,5 +1281,85 @@ fn random<const N: usize>() -> Result<[u8; N], ServeError> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
+    bytes.iter().fold(String::new(), |text, b| text + &format!("{b:02x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, RegionSpec, Slots};
+
+    fn served(history: Limits) -> (tempfile::TempDir, Arc<Region>, Server) {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [300_000])], BTreeMap::new()).unwrap();
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: ModelId::new("actor").unwrap(),
+            manifest: Arc::new(manifest),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };
+        let server = Server::start(Arc::clone(&region), config).unwrap();
+        (home, region, server)
+    }
+
+    fn publish(region: &Arc<Region>, server: &Server, versions: std::ops::Range<Version>) {
+        let stop = Stop::after(Duration::from_secs(30));
+        let mut writer = region.writer(0).unwrap();
+        for version in versions {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+        }
+    }
+
+    #[test]
+    fn digests_are_kept_for_as_long_as_deltas_are() {
+        for count in [0, 4] {
+            let (_home, region, server) = served(Limits { count, bytes: 1 << 20 });
+            publish(&region, &server, 1..40);
+            let state = server.inner.state();
+            assert!(state.digests.len() <= count + 2, "{} for {count} deltas", state.digests.len());
+            assert!(state.digests.contains_key(&39));
+        }
+    }
+
+    #[test]
+    fn offers_of_one_slot_share_one_lease_until_it_is_wanted_back() {
+        let (_home, region, server) = served(Limits { count: 4, bytes: 1 << 20 });
+        publish(&region, &server, 1..2);
+        let id = region.state().active.unwrap().id;
+        let inner = &server.inner;
+        let first = inner.slot_lease(id, Duration::from_mins(1)).unwrap();
+        let second = inner.slot_lease(id, Duration::from_mins(10)).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        publish(&region, &server, 2..3);
+        let stop = Stop::after(Duration::from_secs(30));
+        std::thread::scope(|scope| {
+            // The next version but one wants this slot.
+            let writer = scope.spawn(|| publish(&region, &server, 3..4));
+            while !first.wanted_back() {
+                assert!(!stop.is_set());
+                std::thread::yield_now();
+            }
+            let error = inner.slot_lease(id, Duration::from_mins(1)).unwrap_err();
+            assert!(matches!(error, RegionError::LeaseGone { .. }), "{error}");
+            drop((first, second));
+            writer.join().unwrap();
+        });
+    }
 }

@@ -531,11 +531,11 @@ mod tests {
         let begun = Instant::now();
         futex_wait(memory.half(0), 0, Duration::from_millis(20));
         assert!(begun.elapsed() >= Duration::from_millis(20));
-        futex_wait(memory.half(0), 1, Duration::from_secs(60));
+        futex_wait(memory.half(0), 1, Duration::from_mins(1));
         let other = Arc::clone(&memory);
         let waiter = std::thread::spawn(move || {
             while other.half(0).load(Ordering::SeqCst) == 0 {
-                futex_wait(other.half(0), 0, Duration::from_secs(60));
+                futex_wait(other.half(0), 0, Duration::from_mins(1));
             }
         });
         memory.half(0).store(1, Ordering::SeqCst);

@@ -57,8 +57,10 @@ pub struct Agent {
     pub region: PathBuf,
     /// The address to listen on, for control and data.
     pub bind: IpAddr,
-    /// The first and the last port to try for control, then for data; zeros mean any.
+    /// The first and the last port to try for requests; zeros mean any.
     pub ports: (u16, u16),
+    /// The same for data.
+    pub data_ports: (u16, u16),
     /// The host that others are told; that of `bind` if not given.
     pub advertise_host: Option<Host>,
     /// The token; read or made in the region's directory if not given.
@@ -120,10 +122,10 @@ impl Agent {
             advertise_host: advertise_host.clone(),
             tcp: SenderConfig {
                 bind: self.bind,
-                ports: self.ports.0..=self.ports.1,
+                ports: self.data_ports.0..=self.data_ports.1,
                 ..SenderConfig::default()
             },
-            history: HistoryLimits { count: self.history, bytes: self.history_bytes },
+            history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
             threads: self.threads,
             streams: self.streams,
             transfer_timeout: self.timeout,
@@ -258,6 +260,14 @@ pub(crate) async fn answer(
     http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
     stop.set();
     let _ = watcher.await;
+}
+
+/// What the region was promised for deltas; a region that was made without a promise has no bound of its own.
+fn room(region: &Region) -> u64 {
+    match region.extra_bytes() {
+        0 => u64::MAX,
+        bytes => bytes,
+    }
 }
 
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {

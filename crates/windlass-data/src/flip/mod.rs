@@ -86,7 +86,8 @@
 //!   are not read. `loom_lead_dies_anywhere`, `a_killed_writer_leaves_the_old_version_whole_at_every_step`.
 //! - **F-5 A slot's words belong to the `control` they are read under.** `id` and `version` change only while their
 //!   slot is not whole, and readers look at `control` before and after. The digest counts when `sealed` equals `id`; it
-//!   is stored first, by a sealer whose lease keeps the slot. `loom_seal_against_guard`, `loom_agent_dies_anywhere`.
+//!   is stored first, by a sealer whose lease keeps the slot. `loom_snapshot_is_of_one_moment`,
+//!   `loom_seal_against_guard`, `loom_agent_dies_anywhere`.
 //! - **F-6 A rank learns the true fate of its attempt.** While `control` speaks of n, its phase says it. To move on from
 //!   *Quiet (n)*, the lead first stores `committed = n`; and no later attempt commits without this rank. So later,
 //!   `committed ≥ n` says it. `loom_outcome_is_the_same_for_all`.

@@ -2,6 +2,7 @@
 //!
 //! | module | what it owns |
 //! |---|---|
+//! | `chain` | which deltas there are, and which go when there are too many |
 //! | `reader` | a delta file read record by record |
 //! | `join` | consecutive deltas made one |
 //!
@@ -41,161 +42,38 @@
 //!
 //! # Invariants
 //!
-//! - H-1 A segment applied to its base gives its target.
-//! - H-2 The newest link is never thrown away for want of room.
-//! - H-3 A segment is composed once for all who ask for it at a time.
-//! - H-4 A killed agent leaves nothing that the next one takes for a delta and is not.
+//! | | must hold | test |
+//! |---|---|---|
+//! | H-1 | A segment applied to its base gives its target. | `any_segment_of_a_history_leads_to_its_target` |
+//! | H-2 | The newest link is never thrown away for want of room. | `composed_deltas_go_before_links_and_the_oldest_link_first` |
+//! | H-3 | A segment is composed once for all who ask for it at a time. | `callers_of_one_segment_share_one_composition` |
+//! | H-4 | A killed agent leaves nothing that the next one takes for a delta and is not. | `a_sealer_that_is_killed_leaves_nothing_that_counts`, `opening_a_history_removes_what_is_broken_foreign_or_unfinished` |
 
+mod chain;
+mod error;
 mod join;
 mod reader;
+#[cfg(test)]
+mod tests;
 
-use std::collections::{HashMap, VecDeque};
+pub use self::error::HistoryError;
+
 use std::ffi::OsStr;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use windlass_core::delta::{DeltaError, DeltaHeader};
-use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId, Version};
 use windlass_core::manifest::Manifest;
 
+use self::chain::{Held, Key, State, follows, open_file, open_segment, remove};
 use self::join::JoinFault;
 use self::reader::Fault;
-use crate::file::io_kind;
 use crate::seal::DeltaFile;
 use crate::seal::draft::{self, Draft};
 use crate::stop::{Stop, Stopped};
-
-/// Why a delta cannot be kept or had.
-#[derive(Debug, thiserror::Error)]
-pub enum HistoryError {
-    /// The operating system refused.
-    #[error("cannot {action} {}", path.display())]
-    Io {
-        /// What was tried, as a verb.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The base is older than the oldest delta.
-    #[error("version {base} is too old for a delta: the history begins at {oldest}; pull the full image")]
-    TooOld {
-        /// The base asked for.
-        base: Version,
-        /// The oldest base there is.
-        oldest: Version,
-    },
-    /// A version that the chain does not have.
-    #[error(
-        "version {version} is not one of the history, which leads from {oldest} to {newest}; pull the full image"
-    )]
-    Unknown {
-        /// The version asked for.
-        version: Version,
-        /// The oldest base there is.
-        oldest: Version,
-        /// The newest target there is.
-        newest: Version,
-    },
-    /// There is no delta at all.
-    #[error(
-        "the history is empty, so that nothing leads from version {base} to {target}; pull the full image"
-    )]
-    Empty {
-        /// The base asked for.
-        base: Version,
-        /// The target asked for.
-        target: Version,
-    },
-    /// The target is not newer than the base.
-    #[error("no delta leads from version {base} to {target}: deltas lead to newer versions only")]
-    Backwards {
-        /// The base asked for.
-        base: Version,
-        /// The target asked for.
-        target: Version,
-    },
-    /// A file is not the delta that it should be. It has been thrown away.
-    #[error("the delta {} is broken and was removed; pull the full image", path.display())]
-    Broken {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: DeltaError,
-    },
-    /// A delta of another model, incarnation, place or length.
-    #[error("{} does not belong in this history: its {what} is {found} instead of {expected}", path.display())]
-    Foreign {
-        /// The file.
-        path: PathBuf,
-        /// What differs.
-        what: &'static str,
-        /// What it has.
-        found: String,
-        /// What it should have.
-        expected: String,
-    },
-    /// A delta that does not compose.
-    #[error(
-        "the delta {} has context records, which do not compose without the image; seal a plain delta for the \
-         history, or pull the full image", path.display()
-    )]
-    Context {
-        /// The file.
-        path: PathBuf,
-    },
-    /// A composed record that no reader would take.
-    #[error(
-        "block {block} changed so much from version {base} to {target} that its changes are longer than the block; \
-         pull the full image"
-    )]
-    TooDense {
-        /// The base asked for.
-        base: Version,
-        /// The target asked for.
-        target: Version,
-        /// The block.
-        block: u32,
-    },
-    /// A link that leads to an older version than the chain has.
-    #[error("version {target} cannot be added to a history that leads to {newest}: versions only grow")]
-    NotNewer {
-        /// Where the new link leads.
-        target: Version,
-        /// Where the chain leads.
-        newest: Version,
-    },
-    /// The caller gave up.
-    #[error("waiting for the delta from version {base} to {target} was given up")]
-    Stopped {
-        /// The base asked for.
-        base: Version,
-        /// The target asked for.
-        target: Version,
-        /// Why.
-        source: Stopped,
-    },
-}
-
-impl HistoryError {
-    /// The kind of failure (see [`windlass_core::error`]).
-    pub fn kind(&self) -> Kind {
-        match self {
-            HistoryError::Io { source, .. } => io_kind(source),
-            HistoryError::TooOld { .. } | HistoryError::NotNewer { .. } => Kind::Stale,
-            HistoryError::Unknown { .. } | HistoryError::Empty { .. } => Kind::NotFound,
-            HistoryError::Backwards { .. } | HistoryError::Foreign { .. } => Kind::Invalid,
-            HistoryError::Broken { source, .. } => source.kind(),
-            HistoryError::Context { .. } | HistoryError::TooDense { .. } => Kind::Unsupported,
-            HistoryError::Stopped { source, .. } => source.kind(),
-        }
-    }
-}
 
 /// How much is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,35 +123,6 @@ pub struct History {
     state: Mutex<State>,
 }
 
-type Key = (Version, Version);
-
-#[derive(Debug, Default)]
-struct State {
-    links: VecDeque<Held>,
-    /// The number of the first link; the others follow. Only runs of links are aligned by it.
-    first: u64,
-    composed: HashMap<Key, Held>,
-    jobs: HashMap<Key, Arc<Job>>,
-    clock: u64,
-}
-
-#[derive(Debug)]
-struct Held {
-    file: DeltaFile,
-    open: Weak<Segment>,
-    used: u64,
-}
-
-impl Held {
-    fn new(file: DeltaFile) -> Held {
-        Held { file, open: Weak::new(), used: 0 }
-    }
-
-    fn key(&self) -> Key {
-        (self.file.header.base.1, self.file.header.target.1)
-    }
-}
-
 /// A composition under way.
 #[derive(Debug, Default)]
 struct Job {
@@ -320,6 +169,7 @@ impl History {
     /// Adds the delta that leads to a new version, which must be in its place already.
     pub fn add(&self, file: DeltaFile) -> Result<(), HistoryError> {
         if file.context_records > 0 {
+            remove(&file.path, "it does not compose");
             return Err(HistoryError::Context { path: file.path });
         }
         let (base, target) = (file.header.base.1, file.header.target.1);
@@ -342,7 +192,7 @@ impl History {
         loop {
             stop.check().map_err(stopped)?;
             let mut state = self.lock();
-            let span = state.span(base, target)?;
+            let pieces = state.pieces(state.span(base, target)?);
             if let Some(found) = state.get((base, target))? {
                 return Ok(found);
             }
@@ -350,15 +200,14 @@ impl History {
                 let task = Task { history: self, key: (base, target), job: Arc::default() };
                 state.jobs.insert(task.key, Arc::clone(&task.job));
                 drop(state);
-                let made = self.compose((base, target), span, stop);
+                let made = self.compose((base, target), &pieces, stop);
                 task.over(made.as_ref().ok());
                 return made;
             };
             drop(state);
-            match job.wait(stop).map_err(stopped)? {
-                Some(made) => return Ok(made),
-                // Whoever composed it failed or gave up; that is not the end of it for this caller.
-                None => continue,
+            // Whoever composes it may fail or give up; that is not the end of it for this caller.
+            if let Some(made) = job.wait(stop).map_err(stopped)? {
+                return Ok(made);
             }
         }
     }
@@ -433,23 +282,32 @@ impl History {
             match self.examine(&path) {
                 Ok(file) => found.push(file),
                 Err(_) if path.file_name().is_some_and(draft::is_draft) => {
-                    remove(&path, "an unfinished draft")
+                    tracing::info!(path = %path.display(), "removing a draft that a killed agent left");
+                    remove(&path, "an unfinished draft");
                 }
-                Err(why) => remove(&path, &chain(&why)),
+                Err(why) => {
+                    let why = with_cause(&why);
+                    tracing::warn!(path = %path.display(), why, "removing what is no delta of this history");
+                    remove(&path, &why);
+                }
             }
         }
         Ok(found)
     }
 
     /// Composes the delta between two versions from what is there, and keeps it.
-    fn compose(&self, key: Key, span: Span, stop: &Stop) -> Result<Arc<Segment>, HistoryError> {
-        let keys = self.lock().pieces(span);
-        let inputs: Vec<_> =
-            keys.into_iter().map(|(b, t)| self.segment(b, t, stop)).collect::<Result<_, _>>()?;
+    fn compose(&self, key: Key, pieces: &[Key], stop: &Stop) -> Result<Arc<Segment>, HistoryError> {
+        let input = |&(b, t): &Key| self.segment(b, t, stop).map_err(|e| for_key(e, key));
+        let inputs: Vec<Arc<Segment>> = pieces.iter().map(input).collect::<Result<_, _>>()?;
         let (Some(first), Some(last)) = (inputs.first(), inputs.last()) else {
             return Err(HistoryError::Empty { base: key.0, target: key.1 });
         };
         let (a, b) = (&first.header, &last.header);
+        if let Some(gap) = inputs.windows(2).find(|w| !follows(&w[0].header, &w[1].header)) {
+            let (first, second) = (gap[0].header.target_identity(), gap[1].header.base_identity());
+            let source = DeltaError::NotConsecutive { first: first.to_string(), second: second.to_string() };
+            return Err(HistoryError::Broken { path: gap[1].path.clone(), source });
+        }
         let header = DeltaHeader { base: a.base, base_digest: a.base_digest, ..b.clone() };
         let path = self.path(key.0, key.1);
         let write = |action| io_error(action, &path);
@@ -489,235 +347,6 @@ impl History {
             }
         }
     }
-}
-
-/// Links by their numbers: from the first to before the last.
-type Span = (u64, u64);
-
-impl State {
-    fn oldest(&self) -> Option<Version> {
-        self.links.front().map(|h| h.key().0)
-    }
-
-    fn newest(&self) -> Option<Version> {
-        self.links.back().map(|h| h.key().1)
-    }
-
-    fn bytes(&self) -> u64 {
-        self.links.iter().chain(self.composed.values()).map(|h| h.file.bytes).sum()
-    }
-
-    /// The links between two versions.
-    fn span(&self, base: Version, target: Version) -> Result<Span, HistoryError> {
-        let (Some(oldest), Some(newest)) = (self.oldest(), self.newest()) else {
-            return Err(HistoryError::Empty { base, target });
-        };
-        if base >= target {
-            return Err(HistoryError::Backwards { base, target });
-        }
-        if base < oldest {
-            return Err(HistoryError::TooOld { base, oldest });
-        }
-        let unknown = |version| HistoryError::Unknown { version, oldest, newest };
-        let from = self.links.binary_search_by_key(&base, |h| h.key().0).map_err(|_| unknown(base))?;
-        let to = self.links.binary_search_by_key(&target, |h| h.key().1).map_err(|_| unknown(target))?;
-        Ok((self.first + from as u64, self.first + to as u64 + 1))
-    }
-
-    /// The versions that a span leads from and to.
-    fn key(&self, (from, to): Span) -> Option<Key> {
-        let link = |n: u64| self.links.get(n.checked_sub(self.first)? as usize);
-        Some((link(from)?.key().0, link(to.checked_sub(1)?)?.key().1))
-    }
-
-    /// What to compose a span from.
-    fn pieces(&self, span: Span) -> Vec<Key> {
-        let spans = if is_aligned(span) { self.available(span) } else { runs(span) };
-        // A link that was thrown away meanwhile is missed when its segment is asked for.
-        spans.into_iter().filter_map(|s| self.key(s)).collect()
-    }
-
-    /// The fewest files that are there and make up a span of several links.
-    fn available(&self, (from, to): Span) -> Vec<Span> {
-        let mut spans = Vec::new();
-        let mut at = from;
-        while at < to {
-            let longest = (at + 2..=to).rev().find(|&end| {
-                (at, end) != (from, to) && self.key((at, end)).is_some_and(|k| self.composed.contains_key(&k))
-            });
-            let end = longest.unwrap_or(at + 1);
-            spans.push((at, end));
-            at = end;
-        }
-        spans
-    }
-
-    /// An existing file, opened.
-    fn get(&mut self, key: Key) -> Result<Option<Arc<Segment>>, HistoryError> {
-        self.clock += 1;
-        let clock = self.clock;
-        let link = self.links.binary_search_by_key(&key.0, |h| h.key().0).ok();
-        let link = link.and_then(|i| self.links.get_mut(i)).filter(|h| h.key() == key);
-        let Some(held) = link.or(self.composed.get_mut(&key)) else { return Ok(None) };
-        held.used = clock;
-        if let Some(open) = held.open.upgrade() {
-            return Ok(Some(open));
-        }
-        match open_segment(&held.file) {
-            Ok(segment) => {
-                held.open = Arc::downgrade(&segment);
-                Ok(Some(segment))
-            }
-            Err(e) => {
-                self.discard(key);
-                Err(e)
-            }
-        }
-    }
-
-    fn append(&mut self, file: DeltaFile) -> Result<(), HistoryError> {
-        let (base, target) = (file.header.base.1, file.header.target.1);
-        // A version that was sealed again after its agent was killed replaces itself.
-        if self.links.back().is_some_and(|h| h.key() == (base, target)) {
-            let same = self.links.pop_back().is_some_and(|h| h.file.header == file.header);
-            if !same {
-                self.forget(|key| key.1 >= target);
-            }
-        }
-        if let Some(newest) = self.newest().filter(|&newest| newest >= target) {
-            return Err(HistoryError::NotNewer { target, newest });
-        }
-        let follows = |h: &Held| follows(&h.file.header, &file.header);
-        if self.links.back().is_some_and(|h| !follows(h)) {
-            tracing::info!(base, target, "the delta does not follow the history, which begins anew");
-            while let Some(link) = self.links.pop_front() {
-                remove(&link.file.path, "nothing leads on from it");
-            }
-            self.forget(|_| true);
-        }
-        if self.links.is_empty() {
-            self.first = base;
-        }
-        self.links.push_back(Held::new(file));
-        Ok(())
-    }
-
-    /// Adds a composed delta, unless the chain has moved past it.
-    fn keep(&mut self, file: DeltaFile, segment: &Arc<Segment>, limits: Limits) {
-        self.clock += 1;
-        let held = Held { open: Arc::downgrade(segment), used: self.clock, ..Held::new(file) };
-        if self.span(held.key().0, held.key().1).is_err() {
-            return remove(&held.file.path, "its links are gone");
-        }
-        self.composed.insert(held.key(), held);
-        self.evict(limits);
-    }
-
-    fn evict(&mut self, limits: Limits) {
-        loop {
-            let (many, big) = (self.links.len() > limits.count.max(1), self.bytes() > limits.bytes);
-            if many || (big && self.composed.is_empty() && self.links.len() > 1) {
-                self.drop_oldest("the history is full");
-            } else if self.composed.len() > limits.count || (big && !self.composed.is_empty()) {
-                let unused = self.composed.values().min_by_key(|h| h.used).map(Held::key);
-                self.forget(|key| Some(*key) == unused);
-            } else {
-                return;
-            }
-        }
-    }
-
-    fn drop_oldest(&mut self, why: &str) {
-        let Some(link) = self.links.pop_front() else { return };
-        self.first += 1;
-        remove(&link.file.path, why);
-        let oldest = self.oldest();
-        self.forget(|key| oldest.is_none_or(|oldest| key.0 < oldest));
-    }
-
-    /// Throws composed deltas away.
-    fn forget(&mut self, which: impl Fn(&Key) -> bool) {
-        for (_, held) in self.composed.extract_if(|key, _| which(key)) {
-            remove(&held.file.path, "the history is full");
-        }
-    }
-
-    /// Throws a broken delta away, and with a link all that would lead over it.
-    fn discard(&mut self, key: Key) {
-        if self.composed.contains_key(&key) {
-            return self.forget(|k| *k == key);
-        }
-        let Some(at) = self.links.iter().position(|h| h.key() == key) else { return };
-        for _ in 0..=at {
-            self.drop_oldest("a delta on the way is broken");
-        }
-    }
-
-    /// Finds the chain that leads to the newest version among files that are right by themselves.
-    fn take_over(&mut self, files: Vec<DeltaFile>) {
-        let mut by_key: HashMap<Key, DeltaFile> =
-            files.into_iter().map(|f| ((f.header.base.1, f.header.target.1), f)).collect();
-        let mut end = by_key.keys().map(|k| k.1).max();
-        while let Some(target) = end {
-            // The shortest step is the link; longer ones were composed from it.
-            let Some(key) = by_key.keys().filter(|k| k.1 == target).max().copied() else { break };
-            let Some(file) = by_key.remove(&key) else { break };
-            if self.links.front().is_some_and(|next| !follows(&file.header, &next.file.header)) {
-                remove(&file.path, "it does not lead to the history");
-                break;
-            }
-            self.links.push_front(Held::new(file));
-            end = Some(key.0);
-        }
-        self.first = self.oldest().unwrap_or(0);
-        for (key, file) in by_key {
-            if self.spans(&file.header) {
-                self.composed.insert(key, Held::new(file));
-            } else {
-                remove(&file.path, "it does not lead to the history");
-            }
-        }
-    }
-
-    /// Whether a delta leads from one version of the chain to another, by number and by digest.
-    fn spans(&self, header: &DeltaHeader) -> bool {
-        let base = self.links.iter().any(|h| same(&h.file.header, header, Side::Base));
-        base && self.links.iter().any(|h| same(&h.file.header, header, Side::Target))
-    }
-}
-
-enum Side {
-    Base,
-    Target,
-}
-
-fn same(a: &DeltaHeader, b: &DeltaHeader, side: Side) -> bool {
-    match side {
-        Side::Base => (a.base, a.base_digest) == (b.base, b.base_digest),
-        Side::Target => (a.target, a.target_digest) == (b.target, b.target_digest),
-    }
-}
-
-fn follows(first: &DeltaHeader, second: &DeltaHeader) -> bool {
-    (first.target, first.target_digest) == (second.base, second.base_digest)
-}
-
-/// Whether a span is a power of two long and begins at a multiple of its length.
-fn is_aligned((from, to): Span) -> bool {
-    (to - from).is_power_of_two() && from.is_multiple_of(to - from)
-}
-
-/// The fewest aligned spans that make up a span.
-fn runs((mut from, to): Span) -> Vec<Span> {
-    let mut spans = Vec::new();
-    while from < to {
-        let room = 1 << (to - from).ilog2();
-        let aligned = if from == 0 { room } else { 1 << from.trailing_zeros() };
-        let len = room.min(aligned);
-        spans.push((from, from + len));
-        from += len;
-    }
-    spans
 }
 
 /// The duty to say how a composition ended, also when it panics.
@@ -767,30 +396,6 @@ impl Job {
     }
 }
 
-fn open_file(path: &Path) -> io::Result<File> {
-    // A link that somebody else put here, or a pipe that would never end, is not followed or waited for.
-    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
-}
-
-fn open_segment(held: &DeltaFile) -> Result<Arc<Segment>, HistoryError> {
-    let io = |source| HistoryError::Io { action: "open", path: held.path.clone(), source };
-    let file = open_file(&held.path).map_err(io)?;
-    let have = file.metadata().map_err(io)?.len();
-    if have != held.bytes {
-        let source = DeltaError::Truncated { what: "parts", need: held.bytes, have };
-        return Err(HistoryError::Broken { path: held.path.clone(), source });
-    }
-    Ok(Arc::new(Segment {
-        file: Arc::new(file),
-        path: held.path.clone(),
-        header: held.header.clone(),
-        bytes: held.bytes,
-        changes: held.changes,
-    }))
-}
-
 /// Removes what other incarnations left.
 fn sweep_others(dir: &Path, own: &OsStr) -> Result<(), HistoryError> {
     for entry in fs::read_dir(dir).map_err(io_error("read", dir))? {
@@ -808,17 +413,18 @@ fn sweep_others(dir: &Path, own: &OsStr) -> Result<(), HistoryError> {
         } else if is_dir {
             tracing::warn!(path = %path.display(), "a directory that is none of the history's is left alone");
         } else {
+            tracing::warn!(path = %path.display(), "removing a file that belongs to no incarnation");
             remove(&path, "it belongs to no incarnation");
         }
     }
     Ok(())
 }
 
-/// Removes a file of the history. That it cannot be is told and no reason to fail: it is no longer counted on.
-fn remove(path: &Path, why: &str) {
-    match draft::remove_if_there(path) {
-        Ok(()) => tracing::info!(path = %path.display(), why, "removed a delta"),
-        Err(e) => tracing::warn!(path = %path.display(), why, error = %e, "cannot remove a delta"),
+/// A wait for a part of the way is a wait for all of it.
+fn for_key(e: HistoryError, (base, target): Key) -> HistoryError {
+    match e {
+        HistoryError::Stopped { source, .. } => HistoryError::Stopped { base, target, source },
+        other => other,
     }
 }
 
@@ -836,7 +442,7 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Hist
 }
 
 /// An error with its causes, for the log.
-fn chain(e: &HistoryError) -> String {
+fn with_cause(e: &HistoryError) -> String {
     let cause = std::error::Error::source(e).map(|c| format!(": {c}")).unwrap_or_default();
     format!("{e}{cause}")
 }

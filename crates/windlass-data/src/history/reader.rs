@@ -74,8 +74,8 @@ pub(super) struct Records<'f> {
     entries: Vec<Entry>,
     next: usize,
     last: Option<u32>,
-    parts: u32,
-    records: u64,
+    /// Parts and records so far.
+    seen: (u32, u64),
 }
 
 impl<'f> Records<'f> {
@@ -91,8 +91,7 @@ impl<'f> Records<'f> {
             entries: Vec::new(),
             next: 0,
             last: None,
-            parts: 0,
-            records: 0,
+            seen: (0, 0),
         };
         records.load()?;
         Ok(records)
@@ -136,12 +135,11 @@ impl<'f> Records<'f> {
                     return Err(malformed("order", "its blocks do not ascend"));
                 }
                 self.last = entries.last().map(|e| e.block);
-                self.parts += 1;
-                self.records += entries.len() as u64;
+                self.seen = (self.seen.0 + 1, self.seen.1 + entries.len() as u64);
                 self.entries = entries;
                 Ok(())
             }
-            Piece::End { parts, records, .. } if (parts, records) != (self.parts, self.records) => {
+            Piece::End { parts, records, .. } if (parts, records) != self.seen => {
                 Err(malformed("end", "it counts other parts or records than there are"))
             }
             Piece::End { .. } if self.at != self.len => Err(malformed("end", "more bytes follow it")),

@@ -77,16 +77,31 @@ pub(super) struct Limits {
 
 const TMPFS: i64 = 0x0102_1994;
 
+/// How often a collector may remove what is being made before we say so.
+const TRIES: usize = 3;
+
 pub(super) fn create(spec: &RegionSpec, limits: &Limits) -> Result<Arc<Region>, RegionError> {
     let plan = Plan::new(spec)?;
+    let mut made = try_create(spec, &plan, limits);
+    for _ in 1..TRIES {
+        match made {
+            Err(RegionError::Absent { .. }) => made = try_create(spec, &plan, limits),
+            _ => break,
+        }
+    }
+    made
+}
+
+/// `Absent` if somebody removed the directory meanwhile.
+fn try_create(spec: &RegionSpec, plan: &Plan, limits: &Limits) -> Result<Arc<Region>, RegionError> {
     let (lock, is_new) = lock_directory(spec)?;
     let old_bytes = if is_new { 0 } else { gc::allocated(&spec.dir) };
-    let place = choose(spec, &plan, limits, old_bytes).inspect_err(|_| {
+    let place = choose(spec, plan, limits, old_bytes).inspect_err(|_| {
         if is_new {
             let _ = fs::remove_dir(&spec.dir);
         }
     })?;
-    let (facts, files) = fill(spec, &plan, place, &lock).inspect_err(|_| {
+    let (facts, files) = fill(spec, plan, place, &lock).inspect_err(|_| {
         // What was begun is of no use; the first error is what matters.
         let _ = gc::remove(&spec.dir);
     })?;
@@ -148,14 +163,18 @@ fn lock_directory(spec: &RegionSpec) -> Result<(File, bool), RegionError> {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,
         Err(e) => return Err(io_error("make", dir)(e)),
     };
-    let lock = File::open(dir).map_err(io_error("open", dir))?;
+    let absent = || RegionError::Absent { dir: dir.clone() };
+    let lock = match File::open(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(absent()),
+        other => other.map_err(io_error("open", dir))?,
+    };
     if !flock(&lock, FlockOperation::NonBlockingLockExclusive, dir)? {
         return Err(RegionError::Live { dir: dir.clone(), owners: gc::living(dir) });
     }
     let here = fs::metadata(dir).and_then(|m| Ok((m.ino(), lock.metadata()?.ino())));
     if !here.is_ok_and(|(path, held)| path == held) {
         // A collector removed it between our opening and our lock.
-        return Err(RegionError::Live { dir: dir.clone(), owners: Vec::new() });
+        return Err(absent());
     }
     if !is_new && !gc::is_region(dir) && fs::read_dir(dir).map_err(io_error("read", dir))?.next().is_some() {
         return Err(RegionError::Foreign { dir: dir.clone() });

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use windlass_core::identity::{StateDigest, Version};
 
-use super::owner::alive;
+use super::owner::{Owner, alive};
 use super::{LEASES, Region, RegionError, SlotState, deadline_after, digest_words, step};
 use crate::flip::{Held, LeaseKind, Refused};
 use crate::shm::Mapping;
@@ -22,7 +22,8 @@ impl Region {
     ) -> Result<Lease, RegionError> {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let until = deadline_after(deadline);
-        let held = self.flip().acquire(self.me.0, id, kind, until, serial, alive).map_err(|e| match e {
+        let owner = self.me();
+        let held = self.flip().acquire(owner.0, id, kind, until, serial, alive).map_err(|e| match e {
             Refused::Gone | Refused::Closing => RegionError::LeaseGone { id },
             Refused::Full => RegionError::LeasesFull { dir: self.dir.clone(), max: LEASES },
         })?;
@@ -32,6 +33,7 @@ impl Region {
         Ok(Lease {
             region: Arc::clone(self),
             held: Some(held),
+            owner,
             slot: held.slot,
             id,
             version,
@@ -41,13 +43,13 @@ impl Region {
 
     /// Takes the agent's seat; a dead agent's is free.
     pub fn agent(self: &Arc<Self>) -> Result<AgentSeat, RegionError> {
-        self.flip().claim_agent(self.me.0, alive).map_err(|owner| RegionError::AgentTaken {
-            dir: self.dir.clone(),
-            pid: super::Owner(owner).pid(),
-        })?;
+        let owner = self.me();
+        self.flip()
+            .claim_agent(owner.0, alive)
+            .map_err(|other| RegionError::AgentTaken { dir: self.dir.clone(), pid: Owner(other).pid() })?;
         self.ring();
         step("seated");
-        Ok(AgentSeat { region: Arc::clone(self) })
+        Ok(AgentSeat { region: Arc::clone(self), owner })
     }
 }
 
@@ -61,6 +63,7 @@ pub struct Lease {
     region: Arc<Region>,
     /// `None` once it has ended.
     held: Option<Held>,
+    owner: Owner,
     slot: usize,
     id: u64,
     version: Version,
@@ -115,7 +118,8 @@ impl Lease {
         self.held.as_ref().is_some_and(|h| self.region.flip().stands(h))
     }
 
-    /// Moves the deadline to `deadline` from now. An error if the lease was broken before.
+    /// Moves the deadline to `deadline` from now. An error if the lease was broken before. In good time: a guard that
+    /// has just seen the old deadline pass may still break it, which [`Lease::finish`] tells.
     pub fn renew(&self, deadline: Duration) -> Result<(), RegionError> {
         let flip = self.region.flip();
         let stands = self.held.as_ref().is_some_and(|h| flip.renew(h, deadline_after(deadline)));
@@ -133,8 +137,7 @@ impl Lease {
 
     fn end(&mut self) -> bool {
         // A child of fork holds copies of its parent's leases, which are not its to end.
-        let ours = self.region.me.pid() == std::process::id();
-        let Some(held) = self.held.take().filter(|_| ours) else { return true };
+        let Some(held) = self.held.take().filter(|_| self.owner.is_me()) else { return true };
         let stood = self.region.flip().release(&held);
         self.region.ring();
         stood
@@ -148,9 +151,13 @@ impl Drop for Lease {
 }
 
 /// The one agent of a region. Dropping it frees the seat.
+///
+/// While somebody sits here, the next attempt waits for what is committed to be sealed. An agent that cannot seal
+/// leaves the seat, so that publishing goes on without deltas.
 #[derive(Debug)]
 pub struct AgentSeat {
     region: Arc<Region>,
+    owner: Owner,
 }
 
 impl AgentSeat {
@@ -183,8 +190,8 @@ impl AgentSeat {
 
 impl Drop for AgentSeat {
     fn drop(&mut self) {
-        if self.region.me.pid() == std::process::id() {
-            self.region.flip().leave_agent(self.region.me.0);
+        if self.owner.is_me() {
+            self.region.flip().leave_agent(self.owner.0);
             self.region.ring();
         }
     }

@@ -26,7 +26,7 @@
 //!
 //! # Room
 //!
-//! All room is reserved up front, after [`space`] has found enough in the filesystem and under the memory limits.
+//! All room is reserved up front, after enough was found in the filesystem and under the memory limits ([`Shortage`]).
 //! Where `region_dir` is too small (64 MiB in many containers) the slots are memfds of the creator, and their names in
 //! the directory are links to `/proc/<pid>/fd/<n>`, which open as files do. Such a region ends with its creator.
 //! A region that holds only a part of the image reserves only that part; the rest of its slots are holes.
@@ -456,6 +456,11 @@ impl Region {
         Flip::new(&self.header.words()[PROTOCOL..], self.facts.shape())
     }
 
+    /// This process: another one than opened the region, in a child of fork.
+    fn me(&self) -> Owner {
+        Owner::me().unwrap_or(self.me)
+    }
+
     fn ring(&self) {
         let bell = self.header.half(PROTOCOL + BELL);
         bell.fetch_add(1, Ordering::SeqCst);
@@ -506,7 +511,7 @@ fn held_ranges(
     dir: &Path,
 ) -> Result<Vec<Range<u64>>, RegionError> {
     let len = manifest.data_bytes();
-    let Some(part) = part else { return Ok(if len == 0 { Vec::new() } else { vec![0..len] }) };
+    let Some(part) = part else { return Ok(Vec::from_iter((len > 0).then_some(0..len))) };
     let all = BlockRanges::from(0..manifest.cuts().blocks());
     let parts = Parts::new(manifest, vec![part.clone(), all.difference(part)])
         .map_err(|source| RegionError::Manifest { dir: dir.to_owned(), source })?;

@@ -11,6 +11,8 @@ use std::fs;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::process::{Pid, test_kill_process};
+
 /// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner(pub(crate) u64);
@@ -41,8 +43,15 @@ impl Owner {
     pub(crate) fn is_alive(self) -> bool {
         match fs::read_to_string(format!("/proc/{}/stat", self.pid())) {
             Ok(text) => Stat::parse(&text).is_none_or(|s| self.matches(&s)),
-            Err(e) => !matches!(e.kind(), io::ErrorKind::NotFound) && e.raw_os_error() != Some(ESRCH),
+            // Where /proc hides other people's processes, only a signal tells.
+            Err(_) => Pid::from_raw(self.pid() as i32)
+                .is_some_and(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH)),
         }
+    }
+
+    /// Whether it is this process, and not a copy made by fork.
+    pub(crate) fn is_me(self) -> bool {
+        self.pid() == std::process::id()
     }
 
     fn matches(self, stat: &Stat) -> bool {
@@ -50,9 +59,6 @@ impl Owner {
             && !(stat.zombie && stat.threads <= 1)
     }
 }
-
-/// What a read of `/proc/<pid>/stat` fails with when the process ends meanwhile.
-const ESRCH: i32 = 3;
 
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -116,7 +122,7 @@ mod tests {
     fn a_zombie_whose_threads_still_run_counts_as_alive() {
         let text =
             |state: &str, threads: u64| format!("7 (a) b) {state} {} {threads} 0 99 1 2", "0 ".repeat(16));
-        let owner = Owner(7 << 32 | 99);
+        let owner = Owner((7 << 32) + 99);
         let parse = |s: &str, t| Stat::parse(&text(s, t)).unwrap();
         assert_eq!(parse("S", 3), Stat { zombie: false, threads: 3, start: 99 });
         assert!(owner.matches(&parse("Z", 2)));

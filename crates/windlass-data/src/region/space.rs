@@ -2,8 +2,8 @@
 //!
 //! A page of a tmpfs that cannot be had is SIGBUS in the middle of a store, or the end of the process by the
 //! container's memory limit. So both limits are asked first: the free space of the filesystem, and the memory that
-//! the control groups above this process still allow (v2, v1 or both; the tightest counts). Page cache does not
-//! count as used there, since the kernel drops it before it kills.
+//! the control groups above this process still allow (v2, v1 or both) and that the machine has at all; the tightest
+//! counts. Page cache does not count as used there, since the kernel drops it before it kills.
 
 use std::fmt;
 use std::fs;
@@ -54,7 +54,8 @@ impl fmt::Display for Shortage {
                 needed,
                 room,
                 "memory limit",
-                "raise it (docker --memory, Kubernetes resources.limits.memory) or lower the history cap",
+                "raise it (docker --memory, Kubernetes resources.limits.memory), take a larger machine, or lower the \
+                 history cap",
             ),
         };
         write!(
@@ -91,12 +92,29 @@ pub(super) fn filesystem(dir: &Path) -> io::Result<Room> {
     })
 }
 
-/// The tightest memory limit over this process; `None` if there is none.
+/// The tightest memory limit over this process; `None` if none can be read.
 pub(super) fn memory() -> Option<Room> {
     let read = |path: &Path| fs::read_to_string(path).ok();
-    let mounts = read(Path::new("/proc/self/mountinfo"))?;
-    let groups = read(Path::new("/proc/self/cgroup"))?;
-    tightest(&mounts, &groups, read)
+    let mounts = read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
+    let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
+    let machine = read(Path::new(MEMINFO)).and_then(|text| machine(&text));
+    tightest(&mounts, &groups, read).into_iter().chain(machine).min_by_key(|r| r.free)
+}
+
+const MEMINFO: &str = "/proc/meminfo";
+
+/// What the machine itself can still give: a tmpfs may be larger than memory.
+fn machine(meminfo: &str) -> Option<Room> {
+    let bytes = |key: &str| {
+        let line = meminfo.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+    };
+    let swap = |key| bytes(key).unwrap_or(0);
+    Some(Room {
+        free: bytes("MemAvailable")?.saturating_add(swap("SwapFree")),
+        configured: bytes("MemTotal")?.saturating_add(swap("SwapTotal")),
+        place: MEMINFO.into(),
+    })
 }
 
 /// The names of the files of one version of control groups.
@@ -220,6 +238,14 @@ mod tests {
     }
 
     #[test]
+    fn the_memory_of_the_machine_is_a_limit_too() {
+        let text = "MemTotal:       100 kB\nMemFree:  1 kB\nMemAvailable:    40 kB\nSwapTotal: 8 kB\nSwapFree: 7 kB\n";
+        let room = machine(text).unwrap();
+        assert_eq!((room.free, room.configured), (47 * 1024, 108 * 1024));
+        assert_eq!(machine("MemTotal: 9 kB\n"), None);
+    }
+
+    #[test]
     fn a_shortage_says_needed_free_configured_and_what_to_set() {
         let room = Room { free: 60 << 20, configured: 64 << 20, place: "/dev/shm".into() };
         let text = Shortage::Filesystem { needed: 3 << 30, room: room.clone() }.to_string();
@@ -241,8 +267,7 @@ mod tests {
     fn this_machine_can_be_asked_for_room() {
         let room = filesystem(Path::new("/dev/shm")).unwrap();
         assert!(room.free <= room.configured && room.configured > 0);
-        if let Some(room) = memory() {
-            assert!(room.free <= room.configured);
-        }
+        let room = memory().unwrap();
+        assert!(room.free <= room.configured && room.free > 0);
     }
 }

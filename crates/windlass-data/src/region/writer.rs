@@ -30,15 +30,16 @@ impl Region {
                 let _ = s.write.set(mapping);
             }
         }
-        let claimed = self.flip().claim_rank(rank.into(), self.me.0, alive);
-        let last = claimed.map_err(|owner| RegionError::RankTaken {
+        let owner = self.me();
+        let claimed = self.flip().claim_rank(rank.into(), owner.0, alive);
+        let last = claimed.map_err(|other| RegionError::RankTaken {
             dir: self.dir.clone(),
             rank,
-            pid: Owner(owner).pid(),
+            pid: Owner(other).pid(),
         })?;
         self.ring();
         step("claimed");
-        Ok(Writer { region: Arc::clone(self), rank, last })
+        Ok(Writer { region: Arc::clone(self), owner, rank, last })
     }
 }
 
@@ -46,6 +47,7 @@ impl Region {
 #[derive(Debug)]
 pub struct Writer {
     region: Arc<Region>,
+    owner: Owner,
     rank: u16,
     /// The last attempt that this rank took part in.
     last: u64,
@@ -150,8 +152,8 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        if self.region.me.pid() == std::process::id() {
-            self.region.flip().leave_rank(self.rank.into(), self.region.me.0);
+        if self.owner.is_me() {
+            self.region.flip().leave_rank(self.rank.into(), self.owner.0);
             self.region.ring();
         }
     }
@@ -175,6 +177,7 @@ pub struct Committed {
 #[derive(Debug)]
 pub struct Attempt<'w> {
     region: Arc<Region>,
+    owner: Owner,
     rank: u16,
     id: u64,
     version: Version,
@@ -189,7 +192,8 @@ impl<'w> Attempt<'w> {
         let region = Arc::clone(&writer.region);
         // The target does not change while this rank takes part: nothing commits without it.
         let slot = region.flip().target(region.flip().control());
-        Attempt { region, rank: writer.rank, id, version, slot, over: false, writer: PhantomData }
+        let (owner, rank) = (writer.owner, writer.rank);
+        Attempt { region, owner, rank, id, version, slot, over: false, writer: PhantomData }
     }
 
     fn region(&self) -> &Region {
@@ -323,7 +327,7 @@ impl<'w> Attempt<'w> {
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
-        if !self.over && self.region.me.pid() == std::process::id() {
+        if !self.over && self.owner.is_me() {
             self.region.flip().abort(self.id);
             self.region.ring();
         }

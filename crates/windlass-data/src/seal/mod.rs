@@ -24,15 +24,21 @@
 //!
 //! # Invariants
 //!
-//! - S-1 The bytes of a delta do not depend on the number of threads.
-//! - S-2 A delta file is in its place only when it is whole.
-//! - S-3 Applying the delta to the base gives the new image, and the table is that of the new image.
-//! - S-4 State sums of disjoint parts add up to that of the whole.
-//! - S-5 A stop ends a pass within the time of a block for each thread, and leaves no file.
+//! | | must hold | test |
+//! |---|---|---|
+//! | S-1 | The bytes of a delta do not depend on the number of threads. | `a_sealed_delta_leads_to_the_new_image_whatever_the_number_of_threads` |
+//! | S-2 | A delta file is in its place only when it is whole. | `a_draft_is_in_its_place_when_it_is_whole_and_not_before`, `a_sealer_that_is_killed_leaves_nothing_that_counts` |
+//! | S-3 | Applying the delta to the base gives the new image, and the table is that of the new image. | as S-1 |
+//! | S-4 | State sums of disjoint parts add up to that of the whole. | `sealed_parts_add_up_to_the_whole` |
+//! | S-5 | A stop ends a pass with the blocks at hand and leaves no file. | `a_stopped_seal_ends_with_the_block_at_hand_and_leaves_no_file` |
 
 pub mod draft;
 pub mod pass;
 pub mod table;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;

@@ -215,7 +215,7 @@ pub enum TcpError {
     #[error("given up: {0}")]
     Stopped(#[from] Stopped),
     /// The transfer failed as a whole.
-    #[error("ticket {ticket}: {failure}{}", cause.as_ref().map_or(String::new(), |c| format!(" (last: {c})")))]
+    #[error("ticket {ticket}: {}", whole(failure, cause.as_deref()))]
     Transfer {
         /// The ticket.
         ticket: TicketId,
@@ -233,6 +233,15 @@ pub enum TcpError {
         /// Why.
         fault: Fault,
     },
+}
+
+/// A fault that a peer sent is told best by the error that names the peer.
+fn whole(failure: &Failure, cause: Option<&TcpError>) -> String {
+    match (failure, cause) {
+        (Failure::Ended(_), Some(cause)) => cause.to_string(),
+        (failure, Some(cause)) => format!("{failure} (last: {cause})"),
+        (failure, None) => failure.to_string(),
+    }
 }
 
 impl TcpError {

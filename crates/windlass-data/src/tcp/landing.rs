@@ -19,7 +19,7 @@ use crate::shm::{Loan, Mapping};
 
 /// Contiguous blocks that are received and then summed together, in bytes: few enough to stay in the cache,
 /// enough to make few calls.
-const PIECE: u64 = 256 << 10;
+const PIECE: u64 = 512 << 10;
 
 /// Reads bytes into the slice that it is given.
 pub type Fill<'f> = &'f mut dyn FnMut(&mut [u8]) -> Result<(), TcpError>;
@@ -155,7 +155,7 @@ struct ImageLander<'s> {
     scratch: Vec<u8>,
 }
 
-impl<'s> ImageLander<'s> {
+impl ImageLander<'_> {
     fn next_block(&mut self) -> Option<(u32, Block)> {
         self.next.take().or_else(|| {
             let id = self.blocks.next()?;

@@ -5,7 +5,7 @@
 //! been reset. So the caller's `hold` is dropped exactly when no connection can read the memory any more (W-4).
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,7 +18,8 @@ use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::{
-    Admission, Completion, Fault, Mode, SourceId, Stage, StripePlan, Ticket, TicketKey,
+    Admission, Completion, Fault, Mode, Proved, Sender as Side, SourceId, Stage, StripePlan, Ticket,
+    TicketKey, WireError,
 };
 
 use super::TcpError;
@@ -92,12 +93,14 @@ pub(super) struct Over {
     pub(super) until: Instant,
 }
 
-#[derive(Default)]
 struct State {
+    admission: Admission,
     ground: Option<Arc<Ground>>,
     /// Connections that have their own `Arc` of the ground.
     open: usize,
-    /// Proved connections: stream index → the sender's number of the connection.
+    /// The admitted connections, by the sender's numbers.
+    connections: BTreeSet<u64>,
+    /// The one that serves each stream now.
     streams: BTreeMap<u16, u64>,
     over: Option<Over>,
     /// When the last connection left, or the offer was made.
@@ -109,7 +112,6 @@ pub(super) struct Served {
     pub(super) ticket: Ticket,
     pub(super) content: Content,
     pub(super) plan: StripePlan,
-    pub(super) admission: Mutex<Admission>,
     state: Mutex<State>,
     changed: Condvar,
     /// Becomes readable when the offer is over, and stays so.
@@ -174,9 +176,16 @@ impl Served {
         };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| TcpError::Setup { what: "an offer's event descriptor", source: e.into() })?;
-        let state = State { ground: Some(Arc::new(ground)), left: Some(Instant::now()), ..State::default() };
+        let state = State {
+            admission: Admission::new(source),
+            ground: Some(Arc::new(ground)),
+            open: 0,
+            connections: BTreeSet::new(),
+            streams: BTreeMap::new(),
+            over: None,
+            left: Some(Instant::now()),
+        };
         Ok(Served {
-            admission: Mutex::new(Admission::new(source)),
             ticket,
 
             content,
@@ -232,7 +241,7 @@ impl Served {
             if state.over.is_some() {
                 return;
             }
-            state.streams.is_empty().then_some(state.left).flatten()
+            state.connections.is_empty().then_some(state.left).flatten()
         };
         let fault = |kind, message: &str| {
             Some(Fault { kind, stage: Stage::Claim, stripe: None, message: message.to_owned() })
@@ -245,33 +254,32 @@ impl Served {
         }
     }
 
-    /// A proved connection begins.
-    pub(super) fn enter(&self, stream: u16, connection: u64) {
-        self.lock().streams.insert(stream, connection);
+    /// Admits a proved connection. Gives the number of the one that it replaces: put that one out.
+    pub(super) fn enter(
+        &self,
+        proved: &Proved<Side>,
+        connection: u64,
+        now_unix_ms: u64,
+    ) -> Result<Option<u64>, WireError> {
+        let mut state = self.lock();
+        state.admission.admit(&self.ticket, proved, now_unix_ms)?;
+        state.connections.insert(connection);
+        Ok(state.streams.insert(proved.stream().index, connection))
     }
 
-    /// A proved connection is closed, and has given its ground back.
-    pub(super) fn leave(&self, stream: u16, connection: u64) {
+    /// An admitted connection is closed, and has given its ground back.
+    pub(super) fn leave(&self, connection: u64) {
         let mut state = self.lock();
-        if state.streams.get(&stream) == Some(&connection) {
-            state.streams.remove(&stream);
-        }
+        state.connections.remove(&connection);
+        state.streams.retain(|_, c| *c != connection);
         state.left = Some(Instant::now());
         self.changed.notify_all();
     }
 
-    /// The connection that serves a stream.
-    pub(super) fn connection(&self, stream: u16) -> Option<u64> {
-        self.lock().streams.get(&stream).copied()
-    }
-
-    /// Waits until this connection does not serve the stream any more.
-    pub(super) fn wait_left(&self, stream: u16, connection: u64, timeout: Duration) -> bool {
-        let state = self.lock();
-        let there = |s: &mut State| s.streams.get(&stream) == Some(&connection);
-        let (mut state, _) =
-            self.changed.wait_timeout_while(state, timeout, there).unwrap_or_else(PoisonError::into_inner);
-        !there(&mut state)
+    /// Waits until a connection has left.
+    pub(super) fn wait_left(&self, connection: u64, timeout: Duration) {
+        let there = |s: &mut State| s.connections.contains(&connection);
+        drop(self.changed.wait_timeout_while(self.lock(), timeout, there));
     }
 
     /// The memory, unless the offer is over.
@@ -286,7 +294,7 @@ impl Served {
     /// Whether the offer is over and no connection serves it.
     pub(super) fn is_over_and_left(&self) -> bool {
         let state = self.lock();
-        Self::is_free(&state) && state.streams.is_empty()
+        Self::is_free(&state) && state.connections.is_empty()
     }
 
     fn is_free(state: &State) -> bool {
@@ -369,7 +377,7 @@ impl OfferHandle {
             bytes_sent: self.served.sent.load(Ordering::Relaxed),
             bytes_acked: self.served.acked.load(Ordering::Relaxed),
             bad: self.served.bad.load(Ordering::Relaxed),
-            streams: state.streams.len(),
+            streams: state.connections.len(),
             free: Served::is_free(&state),
             done: state.over.as_ref().is_some_and(|o| o.fault.is_none()),
             fault: state.over.as_ref().and_then(|o| o.fault.clone()),

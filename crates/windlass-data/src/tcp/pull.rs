@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
-    ClaimPolicy, Claims, Dial, Endpoint, Fault, Grant, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, Message, Next,
-    Nonce, Outcome, PING_AFTER_MS, Progress, PullEvent, PullStream, Source, SourceId, Stage, StreamId,
-    StripePlan, Ticket, Verdict, WireError,
+    ClaimPolicy, Claims, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, Nonce, Outcome,
+    PING_AFTER_MS, Progress, PullStream, Source, SourceId, Stage, StreamId, StripePlan, Ticket, WireError,
 };
 
 use super::TcpError;
 use super::conn::{By, Conn, wait};
-use super::landing::{Lander, Landing};
+use super::landing::Landing;
+use super::lane::Lane;
 use super::watch::Watch;
 use crate::stop::{Stop, Stopped};
 
@@ -60,7 +60,7 @@ impl Default for PullConfig<'_> {
             handshake_timeout: Duration::from_millis(HANDSHAKE_TIMEOUT_MS),
             ping_after: Duration::from_millis(PING_AFTER_MS),
             lost_after: Duration::from_millis(LOST_AFTER_MS),
-            stripe_timeout: Duration::from_secs(60),
+            stripe_timeout: Duration::from_mins(1),
             max_bad: 4,
             reconnects: 6,
             backoff: Duration::from_millis(50),
@@ -91,12 +91,8 @@ pub struct Pulled {
     pub elapsed: Duration,
 }
 
-/// How long the other end gets to answer `Done`.
-const GOODBYE: Duration = Duration::from_secs(1);
-/// How often a stream without work looks at its socket.
-const IDLE: Duration = Duration::from_millis(10);
-/// The stack of a stream's thread; its buffers are on the heap.
-const STACK: usize = 256 << 10;
+/// The stack of a stream's thread. Its buffers are on the heap, but the landing's callbacks run on it.
+const STACK: usize = 1 << 20;
 
 /// Brings everything that the ticket is for into `landing`. Ends with everything in place, or with an error
 /// before the ticket's or `stop`'s deadline; what was acknowledged until then has been kept by the landing.
@@ -166,43 +162,53 @@ enum End {
     Fatal(TcpError, Fault),
 }
 
+/// Whether a refusal of this kind is worth no further attempt.
+const fn is_final(kind: Kind) -> bool {
+    match kind {
+        Kind::Denied | Kind::NotFound | Kind::Unsupported | Kind::Invalid | Kind::Bug => true,
+        Kind::Stale | Kind::Corrupt | Kind::Timeout | Kind::PeerLost | Kind::Exhausted | Kind::Cancelled => {
+            false
+        }
+    }
+}
+
 /// What the streams of one pull share.
-struct Transfer<'a> {
-    ticket: &'a Ticket,
-    landing: &'a dyn Landing,
-    config: &'a PullConfig<'a>,
-    stop: &'a Stop,
-    watch: &'a Watch,
+pub(super) struct Transfer<'a> {
+    pub(super) ticket: &'a Ticket,
+    pub(super) landing: &'a dyn Landing,
+    pub(super) config: &'a PullConfig<'a>,
+    pub(super) stop: &'a Stop,
+    pub(super) watch: &'a Watch,
     origin: Instant,
-    plan: StripePlan,
+    pub(super) plan: StripePlan,
     claims: Mutex<Claims>,
     /// The book has changed in a way that a waiting stream may care about.
-    changed: Condvar,
+    pub(super) changed: Condvar,
     /// The transfer has failed: streams leave.
-    over: AtomicBool,
+    pub(super) over: AtomicBool,
     /// Streams of each source that have not retired.
     lanes: Mutex<BTreeMap<SourceId, usize>>,
     /// Sources whose streams shall leave.
-    condemned: Mutex<Vec<SourceId>>,
+    pub(super) condemned: Mutex<Vec<SourceId>>,
     cause: Mutex<Option<TcpError>>,
     accepted: OnceLock<Result<(), Fault>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Transfer<'_> {
-    fn book(&self) -> MutexGuard<'_, Claims> {
+    pub(super) fn book(&self) -> MutexGuard<'_, Claims> {
         lock(&self.claims)
     }
 
-    fn now(&self) -> Duration {
+    pub(super) fn now(&self) -> Duration {
         self.origin.elapsed()
     }
 
     /// Changes the book and tells everybody.
-    fn update<T>(&self, change: impl FnOnce(&mut Claims, Duration) -> T) -> T {
+    pub(super) fn update<T>(&self, change: impl FnOnce(&mut Claims, Duration) -> T) -> T {
         let now = self.now();
         let mut claims = self.book();
         let result = change(&mut claims, now);
@@ -243,6 +249,9 @@ impl Transfer<'_> {
             let stream = StreamId { index, epoch };
             let mut progress = false;
             let end = self.connection(stream, source, &mut progress);
+            if matches!(end, End::Over) {
+                return;
+            }
             // The connection is closed and the thread has left the memory: others may have its stripes.
             self.update(|claims, _| claims.lost(stream));
             match end {
@@ -326,22 +335,7 @@ impl Transfer<'_> {
         self.update(|claims, now| claims.join(stream, source.id, now)).map_err(|e| conn.wire(e))?;
         self.watch.reach(Stage::Claim);
         let lander = self.landing.lander(self.ticket, &self.plan, self.config.verify);
-        let now = Instant::now();
-        let mut lane = Lane {
-            transfer: self,
-            source: source.id,
-            stream,
-            conn,
-            pull,
-            outbox: Vec::new(),
-            held: 0,
-            since: now,
-            looked: now,
-            pinged: false,
-            pings: 0,
-            body: Vec::new(),
-            progress,
-        };
+        let mut lane = Lane::new(self, source.id, stream, conn, pull, progress);
         let result = lane.run(lander);
         if let Err(error) = &result {
             lane.give_up(error);
@@ -354,41 +348,39 @@ impl Transfer<'_> {
         if self.over.load(Ordering::Relaxed) {
             return End::Over;
         }
-        match &error {
-            TcpError::Stopped(stopped) => {
-                self.stopped(*stopped);
-                End::Over
-            }
-            TcpError::Wire { source, .. } => match source {
-                WireError::Transfer(_) => End::Over,
-                WireError::Peer(fault) if fault.ends_ticket() => {
-                    let fault = fault.clone();
-                    End::Fatal(error, fault)
-                }
-                WireError::Refused(refusal) => match refusal.kind {
-                    Kind::Denied | Kind::NotFound | Kind::Unsupported | Kind::Invalid | Kind::Bug => {
-                        End::Gone(error)
-                    }
-                    Kind::Stale
-                    | Kind::Corrupt
-                    | Kind::Timeout
-                    | Kind::PeerLost
-                    | Kind::Exhausted
-                    | Kind::Cancelled => End::Lost(error),
-                },
-                WireError::Version { .. } | WireError::UnknownSource { .. } | WireError::Proof { .. } => {
-                    End::Gone(error)
-                }
-                // Whatever else breaks the protocol may be damage on the way.
-                _ => End::Lost(error),
-            },
-            TcpError::Ground { stripe, .. } => {
-                let (stage, stripe) = (Stage::Data, Some(*stripe));
-                let fault = Fault { kind: Kind::Bug, stage, stripe, message: error.to_string() };
-                End::Fatal(error, fault)
-            }
-            _ => End::Lost(error),
+        if let TcpError::Stopped(stopped) = error {
+            self.stopped(stopped);
+            return End::Over;
         }
+        if let TcpError::Ground { stripe, .. } = error {
+            let (kind, stage) = (Kind::Bug, Stage::Data);
+            let fault = Fault { kind, stage, stripe: Some(stripe), message: error.to_string() };
+            return End::Fatal(error, fault);
+        }
+        if let TcpError::Wire { source, .. } = &error {
+            if matches!(source, WireError::Transfer(_)) {
+                return End::Over;
+            }
+            if let WireError::Peer(fault) = source
+                && fault.ends_ticket()
+            {
+                let fault = fault.clone();
+                return End::Fatal(error, fault);
+            }
+            if let WireError::Refused(refusal) = source
+                && is_final(refusal.kind)
+            {
+                return End::Gone(error);
+            }
+            if matches!(
+                source,
+                WireError::Version { .. } | WireError::UnknownSource { .. } | WireError::Proof { .. }
+            ) {
+                return End::Gone(error);
+            }
+        }
+        // Whatever else breaks the protocol may be damage on the way.
+        End::Lost(error)
     }
 
     fn dial(&self, source: &Source) -> Result<Conn, TcpError> {
@@ -422,12 +414,11 @@ impl Transfer<'_> {
         let conn = Conn::new(Arc::new(stream), name.clone());
         let limit = self.config.connect_timeout;
         let by = By { until: Instant::now() + limit, limit, what: "the connection", stop: self.stop };
-        while pending {
+        let mut made = !pending;
+        while !made {
             if wait(conn.fd(), true, None, by.nap(&conn)?).map_err(failed)?.writable {
-                match conn.socket().take_error().map_err(failed)? {
-                    None => break,
-                    Some(e) => return Err(failed(e)),
-                }
+                conn.socket().take_error().map_err(failed)?.map_or(Ok(()), |e| Err(failed(e)))?;
+                made = true;
             }
         }
         let socket = conn.socket();
@@ -456,14 +447,14 @@ impl Transfer<'_> {
     }
 
     /// Whether the landing finds the whole right; asked once.
-    fn accept(&self) -> Result<(), Fault> {
+    pub(super) fn accept(&self) -> Result<(), Fault> {
         self.accepted.get_or_init(|| self.landing.finish()).clone()
     }
 
     fn result(self) -> Result<Pulled, TcpError> {
         let ticket = self.ticket.id;
         let mut claims = self.claims.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.watch.show(&claims.progress());
+        self.watch.show(&Progress { live: 0, ..claims.progress() });
         match claims.outcome(self.origin.elapsed()) {
             Outcome::Finished => {}
             Outcome::Failed(failure) => {
@@ -483,271 +474,5 @@ impl Transfer<'_> {
             .map_err(|fault| TcpError::Unaccepted { ticket, fault })?;
         let Progress { stripes, bytes, bad, lost, .. } = claims.progress();
         Ok(Pulled { bytes, stripes, bad, lost, elapsed: self.origin.elapsed() })
-    }
-}
-
-/// One connection of a stream, proved.
-struct Lane<'a> {
-    transfer: &'a Transfer<'a>,
-    source: SourceId,
-    stream: StreamId,
-    conn: Conn,
-    pull: PullStream,
-    /// Frames to send before the next wait.
-    outbox: Vec<u8>,
-    /// Stripes claimed and not acknowledged.
-    held: usize,
-    /// When it last claimed its first stripe or got rid of one.
-    since: Instant,
-    /// When it last looked around.
-    looked: Instant,
-    pinged: bool,
-    pings: u64,
-    body: Vec<u8>,
-    progress: &'a mut bool,
-}
-
-impl Lane<'_> {
-    fn run(&mut self, mut lander: Box<dyn Lander + '_>) -> Result<(), TcpError> {
-        self.conn.stage = Stage::Claim;
-        loop {
-            if self.claim()? {
-                self.flush()?;
-                return self.goodbye();
-            }
-            self.flush()?;
-            if self.held == 0 {
-                if !self.idle()? {
-                    continue;
-                }
-            }
-            self.frame(&mut *lander)?;
-        }
-    }
-
-    /// Claims as much as the window and the book allow. True when the transfer is finished.
-    fn claim(&mut self) -> Result<bool, TcpError> {
-        let transfer = self.transfer;
-        while self.pull.room() > 0 {
-            let grant = transfer.book().claim(self.stream, transfer.now()).map_err(|e| self.conn.wire(e))?;
-            match grant {
-                Grant::Stripe { stripe, attempt } => {
-                    let frame = self.pull.claim(stripe, attempt).map_err(|e| self.conn.wire(e))?;
-                    self.outbox.extend(frame);
-                    if self.held == 0 {
-                        self.since = Instant::now();
-                    }
-                    self.held += 1;
-                }
-                Grant::Wait => return Ok(false),
-                Grant::Finished => return Ok(true),
-            }
-        }
-        Ok(false)
-    }
-
-    fn flush(&mut self) -> Result<(), TcpError> {
-        while !self.outbox.is_empty() {
-            let sent = self.conn.send_now(&self.outbox, false)?;
-            self.outbox.drain(..sent);
-            if !self.outbox.is_empty() {
-                // The sender always reads, so this is a full pipe on the way; it must not hold up a stop.
-                wait(self.conn.fd(), true, None, Stop::GLANCE).map_err(|e| self.conn.io("wait", e))?;
-                self.look()?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Nothing is claimed: waits for work or for a frame. True if a frame has begun to come.
-    fn idle(&mut self) -> Result<bool, TcpError> {
-        if !self.conn.ahead().is_empty() {
-            return Ok(true);
-        }
-        let transfer = self.transfer;
-        let claims = transfer.book();
-        drop(transfer.changed.wait_timeout(claims, IDLE));
-        self.look()?;
-        let ready = wait(self.conn.fd(), false, None, Duration::ZERO).map_err(|e| self.conn.io("wait", e))?;
-        Ok(ready.readable)
-    }
-
-    /// Looks whether to go on: stop, failure elsewhere, a stripe overdue, silence. Sends a ping when it is due.
-    fn look(&mut self) -> Result<(), TcpError> {
-        let (transfer, config) = (self.transfer, self.transfer.config);
-        let now = Instant::now();
-        self.looked = now;
-        transfer.stop.check()?;
-        if transfer.over.load(Ordering::Relaxed) {
-            // The book has the failure; it is not this stream's.
-            return match transfer.book().outcome(transfer.now()) {
-                Outcome::Failed(failure) => Err(self.conn.wire(failure.into())),
-                Outcome::Running | Outcome::Finished => Ok(()),
-            };
-        }
-        if lock(&transfer.condemned).contains(&self.source) {
-            return Err(self.conn.wire(WireError::UnknownSource { source_id: self.source.0 }));
-        }
-        let (peer, stage) = (self.conn.peer(), self.conn.stage);
-        if self.held > 0 && now.duration_since(self.since) > config.stripe_timeout {
-            return Err(TcpError::TooSlow { peer, stage, what: "a stripe", after: config.stripe_timeout });
-        }
-        let silent = now.duration_since(self.conn.heard);
-        if silent >= config.lost_after {
-            return Err(TcpError::Silent { peer, stage, after: silent });
-        }
-        if silent >= config.ping_after && !self.pinged {
-            (self.pinged, self.pings) = (true, self.pings + 1);
-            let ping = self.pull.ping(self.pings).map_err(|e| self.conn.wire(e))?;
-            self.outbox.extend(ping);
-            let sent = self.conn.send_now(&self.outbox, false)?;
-            self.outbox.drain(..sent);
-        }
-        Ok(())
-    }
-
-    /// Fills `into` from the connection.
-    fn fill(&mut self, mut into: &mut [u8]) -> Result<(), TcpError> {
-        while !into.is_empty() {
-            let read = self.conn.read(into)?.unwrap_or(0);
-            into = &mut into[read..];
-            // Also when bytes keep trickling in.
-            if read == 0 || self.looked.elapsed() > Stop::GLANCE {
-                self.look()?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes one frame.
-    fn frame(&mut self, lander: &mut dyn Lander) -> Result<(), TcpError> {
-        let header = loop {
-            if let Some(header) = self.conn.header()? {
-                break header;
-            }
-            if self.conn.read_ahead(true)?.is_none() || self.looked.elapsed() > Stop::GLANCE {
-                self.look()?;
-            }
-        };
-        match self.pull.header(&header).map_err(|e| self.conn.wire(e))? {
-            Next::Payload { stripe, offset, len } => {
-                self.conn.stage = Stage::Data;
-                self.transfer.watch.reach(Stage::Data);
-                if offset == 0 {
-                    lander.begin(stripe)?;
-                }
-                lander.take(len, &mut |into| {
-                    self.fill(into)?;
-                    self.transfer.watch.received(into.len() as u64);
-                    Ok(())
-                })?;
-                self.pull.taken(len as usize).map_err(|e| self.conn.wire(e))
-            }
-            Next::Body(len) => {
-                let mut body = std::mem::take(&mut self.body);
-                body.resize(len as usize, 0);
-                self.fill(&mut body)?;
-                let event = self.pull.body(&body).map_err(|e| self.conn.wire(e));
-                self.body = body;
-                self.take(event?, lander)
-            }
-        }
-    }
-
-    fn take(&mut self, event: PullEvent, lander: &mut dyn Lander) -> Result<(), TcpError> {
-        match event {
-            PullEvent::StripeEnd { stripe, check } => {
-                self.conn.stage = Stage::Verify;
-                if stripe.bytes == 0 {
-                    lander.begin(stripe)?;
-                }
-                let verdict = lander.verdict(&check);
-                self.settle(stripe.id, verdict, lander)
-            }
-            PullEvent::Done => {
-                let frame = windlass_core::wire::FrameKind::Done;
-                Err(self.conn.wire(WireError::Unexpected { frame, state: "stripes" }))
-            }
-            PullEvent::Fault(fault) => Err(self.conn.wire(WireError::Peer(fault))),
-            PullEvent::Ping(number) => {
-                let pong = Message::Pong(number).encode(self.stream).map_err(|e| self.conn.wire(e))?;
-                self.outbox.extend(pong);
-                self.flush()
-            }
-            PullEvent::Pong => {
-                self.pinged = false;
-                Ok(())
-            }
-        }
-    }
-
-    /// A stripe is here and checked.
-    fn settle(&mut self, stripe: u32, verdict: Verdict, lander: &mut dyn Lander) -> Result<(), TcpError> {
-        let stream = self.stream;
-        let entered = match verdict {
-            Verdict::Good => self.transfer.update(|claims, now| claims.complete(stream, stripe, now)),
-            Verdict::BadBlock(_) | Verdict::BadStripe => {
-                tracing::warn!(peer = self.conn.peer(), stripe, ?verdict, "a stripe came with wrong sums");
-                self.transfer.update(|claims, now| claims.bad(stream, stripe, verdict, now))
-            }
-        };
-        // Acknowledged even if it was the one too many: the sender's memory is free either way.
-        let ack = self.pull.ack(stripe, verdict).map_err(|e| self.conn.wire(e))?;
-        self.outbox.extend(ack);
-        self.held = self.held.saturating_sub(1);
-        self.since = Instant::now();
-        entered.map_err(|e| self.conn.wire(e))?;
-        if verdict == Verdict::Good {
-            *self.progress = true;
-            lander.keep();
-        }
-        Ok(())
-    }
-
-    /// Every stripe is acknowledged: says so, and waits a little for the sender to agree.
-    fn goodbye(&mut self) -> Result<(), TcpError> {
-        self.conn.stage = Stage::Complete;
-        if let Err(fault) = self.transfer.accept() {
-            if let Ok(frame) = Message::Error(fault).encode(self.stream) {
-                self.conn.farewell(&frame, GOODBYE);
-            }
-            return Ok(());
-        }
-        let done = self.pull.done().map_err(|e| self.conn.wire(e))?;
-        let stop = self.transfer.stop;
-        let by = By { until: Instant::now() + GOODBYE, limit: GOODBYE, what: "the end", stop };
-        // The transfer is complete whether or not the sender hears of it here: it is told over the control
-        // connection as well.
-        if let Err(error) = self.conn.send_by(&done, &by).and_then(|()| self.await_done(&by)) {
-            tracing::debug!(%error, "the sender did not confirm the end");
-        }
-        Ok(())
-    }
-
-    fn await_done(&mut self, by: &By<'_>) -> Result<(), TcpError> {
-        loop {
-            let (header, body) = self.conn.frame_by(by)?;
-            self.pull.header(&header).map_err(|e| self.conn.wire(e))?;
-            if self.pull.body(&body).map_err(|e| self.conn.wire(e))? == PullEvent::Done {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Tells the sender why this side ends the stream, if it can be told at once.
-    fn give_up(&mut self, error: &TcpError) {
-        let kind = match error {
-            TcpError::Io { .. } | TcpError::Closed { .. } => return,
-            TcpError::Wire { source: WireError::Peer(_) | WireError::Refused(_), .. } => return,
-            TcpError::Wire { source: WireError::Transfer(failure), .. } => failure.kind(),
-            // Another stream's affair, or this connection's: the ticket goes on.
-            TcpError::Stopped(stopped) => stopped.kind(),
-            _ => Kind::PeerLost,
-        };
-        let fault = Fault { kind, stage: self.conn.stage, stripe: None, message: error.to_string() };
-        if let Ok(frame) = Message::Error(fault).encode(self.stream) {
-            self.outbox.extend(frame);
-            let _ = self.conn.send_now(&self.outbox, false);
-        }
     }
 }

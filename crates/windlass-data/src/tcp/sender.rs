@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -82,8 +82,8 @@ pub(super) struct Peer {
     pub(super) socket: Arc<TcpStream>,
     pub(super) address: SocketAddr,
     pub(super) proved: AtomicBool,
-    /// The offer and stream that it serves.
-    pub(super) serves: Mutex<Option<(Arc<Served>, u16)>>,
+    /// The offer that admitted it.
+    pub(super) serves: OnceLock<Arc<Served>>,
 }
 
 /// What a ticket id leads to.
@@ -167,8 +167,10 @@ impl Shared {
     }
 
     /// Makes room for a connection from `from`: puts out the oldest unproved ones where there are too many.
-    /// False if there is none.
+    /// False if the new one cannot be taken for now. A connection that was put out counts until its thread has
+    /// gone, so the bounds hold for threads and descriptors as well.
     fn make_room(&self, from: IpAddr) -> bool {
+        let config = &self.config;
         let peers = lock(&self.peers);
         let unproved = |only: Option<IpAddr>| {
             let counts = move |p: &Peer| {
@@ -176,21 +178,19 @@ impl Shared {
             };
             peers.values().filter(move |p| counts(p))
         };
-        // A connection that was put out stays in the list until its thread has gone: take the next older one.
-        let put_out = |only, excess: usize| {
-            for peer in unproved(only).take(excess) {
+        let put_out = |only, max: usize| {
+            let count = unproved(only).count();
+            for peer in unproved(only).take((count + 1).saturating_sub(max)) {
                 let _ = peer.socket.shutdown(Shutdown::Both);
             }
+            count
         };
-        let over = |count: usize, max: usize| (count + 1).saturating_sub(max);
-        put_out(Some(from), over(unproved(Some(from)).count(), self.config.max_handshakes_per_peer));
-        put_out(None, over(unproved(None).count(), self.config.max_handshakes));
-        let excess = over(peers.len(), self.config.max_connections);
-        // Those put out above are among the ones counted here; their places come free in a moment.
-        excess == 0 || {
-            put_out(None, excess);
-            unproved(None).count() >= excess
+        put_out(Some(from), config.max_handshakes_per_peer);
+        let handshakes = put_out(None, config.max_handshakes);
+        if peers.len() >= config.max_connections {
+            put_out(None, handshakes);
         }
+        peers.len() < config.max_connections && handshakes < config.max_handshakes.saturating_mul(2)
     }
 }
 
@@ -364,7 +364,7 @@ fn admit(
         socket: Arc::new(socket),
         address,
         proved: AtomicBool::new(false),
-        serves: Mutex::new(None),
+        serves: OnceLock::new(),
     });
     lock(&shared.peers).insert(number, Arc::clone(&peer));
     let for_thread = Arc::clone(shared);
@@ -406,12 +406,12 @@ fn connection(shared: &Arc<Shared>, number: u64, peer: Arc<Peer>) {
         // Stripes are unacknowledged: what the kernel still has of them must not be sent.
         let _ = SockRef::from(&*peer.socket).set_linger(Some(Duration::ZERO));
     }
-    let serves = lock(&peer.serves).take();
+    let serves = peer.serves.get().cloned();
     lock(&shared.peers).remove(&number);
     // The last reference: the socket is closed, or reset, here. Only then does the memory go.
     drop(peer);
     drop(open);
-    if let Some((served, stream)) = serves {
-        served.leave(stream, number);
+    if let Some(served) = serves {
+        served.leave(number);
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::{
     Check, Checks, Extent, Fault, FrameKind, Greeted, Message, Next, Nonce, Proved, Sender as SenderSide,
@@ -21,7 +22,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::TcpError;
 use super::conn::{By, Conn, wait};
 use super::offer::{Content, Open, Over, Served};
-use super::sender::{Peer, Shared, now_unix_ms};
+use super::sender::{Found, Peer, Shared, now_unix_ms};
 use crate::stop::Stop;
 
 /// Runs shorter than this are gathered into one write; longer ones go out by `sendfile`.
@@ -44,32 +45,25 @@ pub(super) fn converse(
     open: &mut Option<Open>,
 ) -> Result<(), TcpError> {
     let mut conn = Conn::new(Arc::clone(&peer.socket), peer.address.to_string());
-    let (served, proved) = match greet(shared, peer, &mut conn) {
-        Ok(both) => both,
+    let (served, proved) = match greet(shared, id, peer, &mut conn) {
+        Ok(greeting) => greeting,
         Err((error, stream)) => {
-            let word = match &error {
-                TcpError::Wire { source: WireError::Refused(_) | WireError::Peer(_), .. } => None,
-                TcpError::Wire { source, .. } => refuse(source, stream).ok(),
-                _ => None,
-            };
-            if let Some(word) = word {
+            if let TcpError::Wire { source, .. } = &error
+                && !matches!(source, WireError::Refused(_) | WireError::Peer(_))
+                && let Ok(word) = refuse(source, stream)
+            {
                 conn.farewell(&word, LINGER);
             }
             return Err(error);
         }
     };
-    let stream = proved.0.stream();
-    served.enter(stream.index, id);
-    let result = Serving::new(shared, &served, conn, proved, open).and_then(|mut serving| serving.run());
-    // The caller closes the socket before it tells the offer that the connection has left.
-    peer.serves.lock().unwrap_or_else(std::sync::PoisonError::into_inner).replace((served, stream.index));
-    result
+    Serving::new(shared, &served, conn, proved, open)?.run()
 }
 
 type Greeting = (Arc<Served>, (Proved<SenderSide>, Vec<u8>));
 
 /// The handshake up to, but without, sending `Accept`. With an error comes the stream to refuse.
-fn greet(shared: &Shared, peer: &Peer, conn: &mut Conn) -> Result<Greeting, (TcpError, StreamId)> {
+fn greet(shared: &Shared, id: u64, peer: &Peer, conn: &mut Conn) -> Result<Greeting, (TcpError, StreamId)> {
     let limit = shared.config.handshake_timeout;
     let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop: &shared.stop };
     let nobody = StreamId { index: 0, epoch: 0 };
@@ -91,24 +85,21 @@ fn greet(shared: &Shared, peer: &Peer, conn: &mut Conn) -> Result<Greeting, (Tcp
         challenged.proof(&header, &body, shared.config.window).map_err(|e| wire(conn, e))?;
     // From here on the peer has the key: it may know why its ticket is of no more use.
     let served = match found {
-        super::sender::Found::Offer(served) => served,
-        super::sender::Found::Ended(_, fault) => {
+        Found::Offer(served) => served,
+        Found::Ended(_, fault) => {
             if let Ok(frame) = Message::Error(fault.clone()).encode(stream) {
                 conn.farewell(&frame, LINGER);
             }
             return Err(wire(conn, WireError::Peer(fault)));
         }
     };
+    let replaced = served.enter(&proved, id, now_unix_ms()).map_err(|e| wire(conn, e))?;
     peer.proved.store(true, Ordering::Relaxed);
-    let replaced = {
-        let mut admission = served.admission.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        admission.admit(&served.ticket, &proved, now_unix_ms()).map_err(|e| wire(conn, e))?
-    };
-    if replaced.is_some()
-        && let Some(old) = served.connection(stream.index)
-    {
+    // Set once, here: a connection greets once.
+    let _ = peer.serves.set(Arc::clone(&served));
+    if let Some(old) = replaced {
         shared.put_out(old);
-        served.wait_left(stream.index, old, by.nap(conn).map_err(|e| (e, stream))?);
+        served.wait_left(old, LINGER);
     }
     Ok((served, (proved, accept)))
 }
@@ -193,8 +184,11 @@ impl<'a> Serving<'a> {
         if let Err(TcpError::Wire { source, stage, .. }) = &result
             && !matches!(source, WireError::Peer(_))
         {
-            let fault =
-                Fault { kind: source.kind(), stage: *stage, stripe: None, message: source.to_string() };
+            // A malformed frame is more likely damage than malice: it ends the stream, not the ticket. That the
+            // plans differ will not mend itself.
+            let damage = source.kind() == Kind::Invalid && !matches!(source, WireError::PlanDiffers { .. });
+            let kind = if damage { Kind::Corrupt } else { source.kind() };
+            let fault = Fault { kind, stage: *stage, stripe: None, message: source.to_string() };
             self.say(&Message::Error(fault));
         }
         result
@@ -241,14 +235,13 @@ impl<'a> Serving<'a> {
     /// Takes every whole frame that was read. Any body that a receiver may send fits the buffer.
     fn take_frames(&mut self) -> Result<(), TcpError> {
         while !self.ended {
-            let len = match self.body {
-                Some(len) => len,
-                None => {
-                    let Some(header) = self.conn.header()? else { return Ok(()) };
-                    match self.serve.header(&header).map_err(|e| self.conn.wire(e))? {
-                        Next::Body(len) => *self.body.insert(len),
-                        Next::Payload { .. } => 0,
-                    }
+            let len = if let Some(len) = self.body {
+                len
+            } else {
+                let Some(header) = self.conn.header()? else { return Ok(()) };
+                match self.serve.header(&header).map_err(|e| self.conn.wire(e))? {
+                    Next::Body(len) => *self.body.insert(len),
+                    Next::Payload { .. } => 0,
                 }
             };
             let Some(body) = self.conn.ahead().get(..len as usize) else { return Ok(()) };
@@ -354,13 +347,15 @@ impl<'a> Serving<'a> {
             let (peer, stage) = (self.conn.peer(), self.conn.stage);
             return Err(TcpError::Silent { peer, stage, after: silent });
         }
-        if silent >= config.ping_after && !self.pinged && self.sending.is_none() {
+        // Inside a frame nothing can be asked; the bytes that the peer takes are its answer.
+        let may_ping = !self.pinged && self.sending.is_none();
+        if silent >= config.ping_after && may_ping {
             (self.pinged, self.pings) = (true, self.pings + 1);
             let ping = self.serve.ping(self.pings).map_err(|e| self.conn.wire(e))?;
             self.out.extend(ping);
             return Ok(Duration::ZERO);
         }
-        let until = if self.pinged { config.lost_after } else { config.ping_after };
+        let until = if may_ping { config.ping_after } else { config.lost_after };
         let mut nap = until.saturating_sub(silent).clamp(Duration::from_millis(1), Stop::GLANCE * 10);
         if let Some(over) = over {
             nap = nap.min(over.until.saturating_duration_since(Instant::now()));

@@ -1,6 +1,10 @@
 //! A publisher and receivers in one process, with real regions and real sockets.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub(crate) mod child;
+pub(crate) mod proxy;
+pub(crate) mod remote;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +14,7 @@ use tempfile::TempDir;
 use windlass_core::address::Host;
 use windlass_core::digest::SumTable;
 use windlass_core::dtype::Dtype;
-use windlass_core::identity::{ModelId, StateDigest, Version};
+use windlass_core::identity::{Incarnation, ModelId, StateDigest, Version};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
@@ -39,6 +43,10 @@ impl Noise {
 
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.next() % n.max(1)
+    }
+
+    pub(crate) fn fill_fast(&mut self, bytes: &mut [u8]) {
+        bytes.chunks_mut(8).for_each(|c| c.copy_from_slice(&self.next().to_le_bytes()[..c.len()]));
     }
 
     pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
@@ -101,6 +109,16 @@ impl Publisher {
         part: Option<BlockRanges>,
         config: ServerConfig,
     ) -> Publisher {
+        Publisher::of(dir, manifest, part, None, config)
+    }
+
+    pub(crate) fn of(
+        dir: TempDir,
+        manifest: Manifest,
+        part: Option<BlockRanges>,
+        incarnation: Option<Incarnation>,
+        config: ServerConfig,
+    ) -> Publisher {
         let spec = RegionSpec {
             dir: dir.path().join("region"),
             model_id: ModelId::new("actor").unwrap(),
@@ -111,7 +129,7 @@ impl Publisher {
             group: false,
             memfd: Memfd::Never,
             extra_bytes: 0,
-            incarnation: None,
+            incarnation,
         };
         let region = Region::create(&spec).unwrap();
         let writer = region.writer(0).unwrap();
@@ -136,7 +154,19 @@ impl Publisher {
     /// Writes all bytes and commits.
     pub(crate) fn commit(&mut self, version: Version) {
         let attempt = self.writer.begin(version, &stop()).unwrap();
-        attempt.write(0, &self.data).unwrap();
+        match self.region.part() {
+            None => attempt.write(0, &self.data).unwrap(),
+            Some(part) => {
+                let manifest = self.region.manifest();
+                for block in part.iter() {
+                    let block = manifest.cuts().block(block).unwrap();
+                    for run in manifest.byte_runs(&block) {
+                        let bytes = &self.data[run.start as usize..run.end as usize];
+                        attempt.write(run.start, bytes).unwrap();
+                    }
+                }
+            }
+        }
         attempt.done(&stop()).unwrap();
     }
 
@@ -162,7 +192,11 @@ pub(crate) fn receiver(dir: &TempDir, control: Arc<dyn Control>) -> Receiver {
 }
 
 pub(crate) fn receiver_at(dir: PathBuf, control: Arc<dyn Control>, mode: RequestMode) -> Receiver {
-    let config = ReceiverConfig {
+    Receiver::open(receiver_config(dir, mode), control, None, &stop()).unwrap()
+}
+
+pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig {
+    ReceiverConfig {
         image: ImageSpec {
             dir,
             model_id: ModelId::new("actor").unwrap(),
@@ -177,8 +211,7 @@ pub(crate) fn receiver_at(dir: PathBuf, control: Arc<dyn Control>, mode: Request
         open_timeout: Duration::from_secs(5),
         pull: PullConfig::default(),
         allow: None,
-    };
-    Receiver::open(config, control, None, &stop()).unwrap()
+    }
 }
 
 /// What an engine would read: the whole version in the image.
@@ -190,4 +223,13 @@ pub(crate) fn image_bytes(receiver: &Receiver) -> Vec<u8> {
 
 pub(crate) fn peers(servers: &[Arc<Server>]) -> Vec<Arc<dyn Peer>> {
     servers.iter().map(|s| Arc::clone(s) as Arc<dyn Peer>).collect()
+}
+
+/// Looks until `done`, and fails with what `what` says if that takes too long.
+pub(crate) fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let stop = stop();
+    while !done() {
+        assert!(!stop.is_set(), "waited in vain until {what}");
+        std::thread::yield_now();
+    }
 }

@@ -27,10 +27,12 @@ pub(super) struct ParsedAgent {
     /// The address to listen on
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), value_name = "IP")]
     bind: IpAddr,
-    /// The ports to listen on, such as 7000-7099: the first free one for requests, another for data; any if not
-    /// given
+    /// The port for requests, or a range such as 7000-7099 whose first free one is taken; any if not given
     #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
     ports: (u16, u16),
+    /// The same for data; the range of --ports if that is one, else any
+    #[arg(long, value_parser = parse_ports, value_name = "PORT or FIRST-LAST")]
+    data_ports: Option<(u16, u16)>,
     /// The host that receivers are told to connect to; the address of --bind if not given
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
@@ -88,6 +90,7 @@ impl ParsedAgent {
             region: self.region,
             bind: self.bind,
             ports: self.ports,
+            data_ports: self.data_ports.unwrap_or(if self.ports.0 < self.ports.1 { self.ports } else { (0, 0) }),
             advertise_host: host.transpose().map_err(|e| Error::Usage(e.to_string()))?,
             token: self.token.from_environment()?,
             token_file: self.token.token_file,

@@ -106,7 +106,8 @@ impl Child {
                 }
             };
             if let Some(message) = line.pointer("/error/message").and_then(Value::as_str) {
-                return Err(self.failed(Kind::Bug, message));
+                let kind = line.pointer("/error/kind").and_then(|k| serde_json::from_value(k.clone()).ok());
+                return Err(self.failed(kind.unwrap_or(Kind::Bug), message));
             }
             if let Some(value) = wanted(&line) {
                 return Ok(value);
