@@ -1,4 +1,5 @@
 //! The four roles: extractors that are wrong, ranks, strategies, loads that take too long.
+#![allow(clippy::single_range_in_vec_init, reason = "lists of ranges that have one")]
 
 use std::collections::BTreeMap;
 use std::ops::Range;

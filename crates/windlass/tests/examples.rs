@@ -136,7 +136,7 @@ fn an_engine_in_shared_memory_follows_a_trainer_that_was_killed_and_came_back() 
     // Killed: nothing is cleaned up, and the engine still has the region open.
     drop(first);
     let second = place.trainer(&["--link", "shm", "--steps", "7", "--step-ms", "1"]);
-    let published = (0..=7).map(|_| second.line()).last().unwrap();
+    let published = (0..=7).fold(Vec::new(), |_, _| second.line());
     let loaded = loop {
         let line = engine.line();
         if line[0] == "7" {

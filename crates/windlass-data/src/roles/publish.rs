@@ -298,7 +298,7 @@ impl Drop for RegionSender {
         match self.region.discard() {
             Ok(true) => {}
             Ok(false) => {
-                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere")
+                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere");
             }
             Err(error) => tracing::warn!(%error, "the region was not removed; `windlass gc` will"),
         }

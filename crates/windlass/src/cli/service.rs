@@ -90,7 +90,11 @@ impl ParsedAgent {
             region: self.region,
             bind: self.bind,
             ports: self.ports,
-            data_ports: self.data_ports.unwrap_or(if self.ports.0 < self.ports.1 { self.ports } else { (0, 0) }),
+            data_ports: self.data_ports.unwrap_or(if self.ports.0 < self.ports.1 {
+                self.ports
+            } else {
+                (0, 0)
+            }),
             advertise_host: host.transpose().map_err(|e| Error::Usage(e.to_string()))?,
             token: self.token.from_environment()?,
             token_file: self.token.token_file,
