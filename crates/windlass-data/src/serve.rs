@@ -1206,6 +1206,7 @@ impl Inner {
             payloads.push(Payload { bytes, sources: vec![id] });
             fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
         }
+        fields.stripe_bytes = delta_stripe(&payloads, fields.streams, self.config.stripe_bytes);
         let parts = payloads.len();
         let base = Base { identity: self.identity(base), digest: base_digest };
         fields.mode = Mode::Delta { base: base.clone(), payloads };
@@ -1259,6 +1260,15 @@ fn refused(fallback: Option<RequestMode>, kind: Kind, reason: String) -> Transfe
 /// The blocks that a region holds.
 fn blocks_of(region: &Region) -> BlockRanges {
     region.part().cloned().unwrap_or_else(|| BlockRanges::from(0..region.manifest().cuts().blocks()))
+}
+
+/// The stripes of a delta: one for each stream where that leaves them large enough to be worth a connection, and
+/// none larger than those of images.
+fn delta_stripe(payloads: &[Payload], streams: u16, most: u32) -> u32 {
+    const WORTH_A_STREAM: u32 = 1 << 20;
+    let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
+    let share = bytes.div_ceil(u64::from(streams.max(1))).min(u64::from(u32::MAX)) as u32;
+    share.max(WORTH_A_STREAM).min(most)
 }
 
 fn sparsity(changes: u64, units: u64) -> f64 {

@@ -124,6 +124,16 @@ pub enum Error {
     /// A pass over an image that failed.
     #[error(transparent)]
     Seal(SealError),
+    /// A part of the data plane that failed.
+    #[error("cannot {doing}")]
+    Plane {
+        /// What was tried, as a verb with its object.
+        doing: &'static str,
+        /// What sort of failure it is.
+        kind: Kind,
+        /// Why not.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A region.
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -212,6 +222,7 @@ impl Error {
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             Error::Seal(e) => e.kind(),
+            Error::Plane { kind, .. } => *kind,
             Error::Region(e) => e.kind(),
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
@@ -269,6 +280,7 @@ impl Error {
             | Error::File(_)
             | Error::Synth(_)
             | Error::Seal(_)
+            | Error::Plane { .. }
             | Error::Region(_)
             | Error::Serve(_)
             | Error::Receiver(_)

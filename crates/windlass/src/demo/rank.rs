@@ -127,7 +127,7 @@ impl Trainer {
         let first = manifest.cuts().block(blocks.start).ok();
         // Default cuts are contiguous and in the order of the image.
         let start = first.and_then(|b| manifest.byte_runs(&b).next()).map_or(0, |run| run.start);
-        let weights = vec![0; manifest.bytes_of(&owned) as usize];
+        let weights = image::zeros(manifest.bytes_of(&owned))?;
         Ok(Trainer { synth, manifest, sources, blocks, weights, start })
     }
 
