@@ -276,6 +276,15 @@ const STAMP: usize = 97;
 /// Between two versions of a publisher that never rests: much less than it takes to fetch one.
 const PACE: Duration = Duration::from_millis(10);
 
+/// Ends the publisher's thread even if the case panics: its scope waits for it.
+struct Ender(Stop);
+
+impl Drop for Ender {
+    fn drop(&mut self) {
+        self.0.set();
+    }
+}
+
 /// Publishes again and again on a thread while `body` runs, each version [stamped](is_pure).
 fn while_publishing<T>(world: &mut World, body: impl FnOnce(&Stop) -> T) -> T {
     let over = Stop::never();
@@ -295,13 +304,6 @@ fn while_publishing<T>(world: &mut World, body: impl FnOnce(&Stop) -> T) -> T {
                 std::thread::sleep(PACE);
             }
         });
-        // Set even if the body panics: the scope waits for the thread.
-        struct Ender(Stop);
-        impl Drop for Ender {
-            fn drop(&mut self) {
-                self.0.set();
-            }
-        }
         let ender = Ender(over);
         body(&ender.0)
     })
