@@ -115,7 +115,7 @@ impl<'a> Bench<'a> {
     ) -> Result<(Round, StateDigest), Error> {
         let version = before.0 + 1;
         // Odd versions are the older image, even ones the newer.
-        let (old, new) = if version % 2 == 0 { (0, 1) } else { (1, 0) };
+        let (old, new) = if version.is_multiple_of(2) { (0, 1) } else { (1, 0) };
         let data = if new == 1 { &self.images.next } else { &self.images.base };
         let stop = publisher.stop();
 

@@ -108,7 +108,7 @@ impl Rank {
         loop {
             match Region::open(&self.region) {
                 Err(RegionError::Absent { .. }) if !stop.is_set() => {
-                    std::thread::sleep(Duration::from_millis(5))
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 other => return Ok(other?),
             }
