@@ -7,7 +7,7 @@
 //!
 //! Implement [`LinkUnderTest`] and instantiate the suite once; every case becomes a test of its own:
 //!
-//! ```ignore
+//! ```text
 //! struct Mine;
 //! impl LinkUnderTest for Mine {
 //!     fn strategy(&self, home: &Path) -> Arc<dyn WeightTransferStrategy> { … }
@@ -19,7 +19,7 @@
 //!
 //! Implement [`LoaderUnderTest`], which can also tell what the engine holds, and instantiate the suite with any link:
 //!
-//! ```ignore
+//! ```text
 //! windlass_data::loader_conformance!(my_engine, super::Mine, super::MyEngine::new());
 //! ```
 //!
