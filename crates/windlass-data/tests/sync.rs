@@ -140,3 +140,21 @@ fn a_new_incarnation_is_followed_whatever_its_versions() {
     assert_eq!(image.identity.incarnation, resumed.region.incarnation());
     assert_eq!(image_bytes(&receiver), resumed.data);
 }
+
+#[test]
+fn a_slot_that_changed_after_sealing_costs_a_delta_and_no_receiver_is_wrong() {
+    let mut publisher = Publisher::new(odd_manifest());
+    publisher.publish(1);
+    let dir = shm();
+    let mut receiver = receiver(&dir, publisher.server());
+    receiver.sync(&stop()).unwrap();
+    let slot = publisher.region.state().active.unwrap().slot;
+    let path = publisher.region.slot_path(slot);
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[0xA5], publisher.region.data_start() + 1000).unwrap();
+    publisher.change(5);
+    let digest = publisher.publish(2);
+    let synced = receiver.sync(&stop()).unwrap();
+    assert_eq!((synced.mode, synced.image.unwrap().digest), ("full", digest));
+    assert_eq!(image_bytes(&receiver), publisher.data);
+}

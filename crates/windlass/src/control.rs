@@ -9,10 +9,10 @@
 //! waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is not.
 
 use std::cell::RefCell;
+use std::fmt::Write as _;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;

@@ -213,6 +213,11 @@ pub fn run<S: Send + Default, E: From<SealError> + From<Stopped> + Send>(
                 lane.records.push((tile.number, e, lane.payload.len() - start));
             }
         }
+        // A table is a belief about the base. Summed from its own bytes, the new block shows whether it is right, and
+        // a mistake of the encoder too; otherwise both would be handed on with every delta.
+        if pair.old_sums.is_some() && sum_block(run.kernels, &tile.block, tile.unit, new) != new_sum {
+            return Err(SealError::BaseChanged { block: tile.number }.into());
+        }
         w.base.add(tile.block.tensor, old_sum);
         w.target.add(tile.block.tensor, new_sum);
         observe(&mut w.observed, &Visit { tile, old, new, old_sum, new_sum });

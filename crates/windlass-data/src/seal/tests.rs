@@ -149,15 +149,21 @@ fn an_unchanged_version_keeps_its_sums_and_has_no_records() {
 }
 
 #[test]
-fn known_sums_of_the_base_are_not_computed_again() {
+fn a_base_that_changed_after_it_was_sealed_is_noticed() {
     let (manifest, dir) = (odd_manifest(), tempfile::tempdir().unwrap());
-    let (old, new, sums) = two(&manifest, 11);
-    // Sums that are off by a constant stay off by it: they are added to and not looked into.
-    let off = BlockSum([1, 2]);
-    let shifted = SumTable::new(&manifest, sums.sums().iter().map(|s| s.plus(off)).collect());
-    let sealed = seal_step(&manifest, (1, 2), (&old, &shifted), &new, &dir.path().join("out")).unwrap();
-    let expected: Vec<BlockSum> = table(&manifest, &new).sums().iter().map(|s| s.plus(off)).collect();
-    assert_eq!(sealed.sums.sums(), expected);
+    let (mut old, new, sums) = two(&manifest, 11);
+    let at = old.len() / 2;
+    old[at] ^= 4;
+    let error = seal_step(&manifest, (1, 2), (&old, &sums), &new, &dir.path().join("out")).unwrap_err();
+    let blocks = 0..manifest.cuts().blocks();
+    let hit = |b: &u32| {
+        let block = manifest.cuts().block(*b).unwrap();
+        manifest.byte_runs(&block).any(|run| run.contains(&(at as u64)))
+    };
+    let expected = blocks.clone().find(hit).unwrap();
+    assert!(matches!(error, SealError::BaseChanged { block } if block == expected), "{error}");
+    assert_eq!(error.kind(), Kind::Corrupt);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "no delta is left");
 }
 
 #[test]
