@@ -8,11 +8,12 @@ PYTHON ?= python3
 CARGO ?= cargo
 TARGET ?=
 SECONDS ?= 60
+SYNCS ?= 1000
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test loom bench lint fmt layers contract testdata fuzz doc clean
+.PHONY: help demo test loom soak bench lint fmt layers contract testdata fuzz doc clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,9 +27,13 @@ test: contract testdata loom ## all tests: Rust with its doc tests, the contract
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
 
-bench: ## measure the codec and the digest beside the limits of this machine
-	$(CARGO) run --release --locked -p windlass -- bench codec
-	$(CARGO) run --release --locked -p windlass -- bench digest
+soak: ## 1,000 syncs over a bad network between killed processes, and a tensor of 3 GiB (SYNCS=n, WINDLASS_SEED=n)
+	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test faults -- --nocapture
+	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
+
+bench: ## measure every part beside the limits of this machine
+	for part in codec digest seal offload tcp sync fanout; do \
+	    $(CARGO) run --release --locked -p windlass -- bench $$part || exit; done
 
 lint: layers ## formatting, clippy, layers and documentation; warnings are errors
 	$(CARGO) fmt --all --check

@@ -11,7 +11,7 @@
 //! [`Refresh`] is under way or was broken off; no engine can lease it). Opening waits for the leases of engines to
 //! end. While it is open every block is of a known version or of none:
 //!
-//! - bytes that [landed](Refresh::landing) and were summed are of the version in their ticket;
+//! - bytes that [landed](Refresh::land) and were summed are of the version in their ticket;
 //! - a delta lifts blocks of exactly its base ([`Refresh::apply`]); others are left alone, and a block whose sums
 //!   show that it is not what it was thought to be is of no version from then on;
 //! - [`Refresh::finish`] needs every block to be of one version and the digest of the sums to be that of the

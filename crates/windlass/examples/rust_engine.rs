@@ -62,7 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let strategies = Strategies::ours(Arc::new(HttpPlane::loopback(token)), &arguments.region);
     let config = EngineConfig::new("rust_engine", &arguments.image);
-    let patience = Stop::after(Duration::from_secs(60));
+    let patience = Stop::after(Duration::from_mins(1));
     let receiver = strategies.named(&arguments.link)?.create_receiver(&info, config, &patience)?;
     let mut feed = Feed::new(receiver, Engine::default());
     loop {

@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             train(&mut weights, version);
             std::thread::sleep(Duration::from_millis(arguments.step_ms));
         }
-        let stop = Stop::after(Duration::from_secs(60));
+        let stop = Stop::after(Duration::from_mins(1));
         sender.publish(&weights, version, &stop)?;
         // Training could go on here; this program waits only to know the digest.
         let sealed = sender.wait_sealed(version, &stop)?;
@@ -86,7 +86,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn train(weights: &mut Tensors, version: u64) {
     let mut random = version.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     for tensor in weights.iter_mut().filter(|t| !t.is_empty()) {
-        for _ in 0..tensor.len() / 500 + 1 {
+        for _ in 0..=tensor.len() / 500 {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;

@@ -124,7 +124,7 @@ impl Agent {
                 ports: self.data_ports.0..=self.data_ports.1,
                 ..SenderConfig::default()
             },
-            history: HistoryLimits { count: self.history, bytes: self.history_bytes },
+            history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
             threads: self.threads,
             streams: self.streams,
             transfer_timeout: self.timeout,
@@ -265,6 +265,14 @@ pub(crate) async fn answer(
     ending.abort();
     stop.set();
     let _ = watcher.await;
+}
+
+/// What the region was promised for deltas; a region that was made without a promise has no bound of its own.
+fn room(region: &Region) -> u64 {
+    match region.extra_bytes() {
+        0 => u64::MAX,
+        bytes => bytes,
+    }
 }
 
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {

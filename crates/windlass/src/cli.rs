@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive};
-use crate::bench::{self, BenchConfig};
+use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
 use crate::delta::make::Make;
 use crate::delta::show::show;
@@ -23,6 +23,7 @@ use crate::synth::SynthConfig;
 use crate::{agent, demo, diff, doctor, gc, inspect, receive, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
+use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
 use windlass_data::seal::Names;
 
 /// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
@@ -164,6 +165,16 @@ enum ParsedBench {
     Codec(ParsedModel),
     /// Block sums and state digest, beside reading the image once
     Digest(ParsedModel),
+    /// A delta file and a table of sums from two images, beside reading both
+    Seal(ParsedPlane),
+    /// Tensors into a slot until it is committed, beside copying them
+    Offload(ParsedPlane),
+    /// A full image over loopback, with and without checks, beside bare sendfile and recv
+    Tcp(ParsedPlane),
+    /// A delta from commit to the receiver's image, beside encoding, sending and applying it alone
+    Sync(ParsedPlane),
+    /// The same version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry
+    Fanout(ParsedPlane),
 }
 
 #[derive(Debug, Args)]
@@ -185,6 +196,33 @@ struct ParsedModel {
 }
 
 #[derive(Debug, Args)]
+struct ParsedPlane {
+    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood [default: 128Mi, fanout 32Mi]
+    #[arg(long, value_parser = parse_count, value_name = "N", conflicts_with = "model_bytes")]
+    elements: Option<u64>,
+    /// The size of the model in bytes instead
+    #[arg(long, value_parser = parse_count, value_name = "N")]
+    model_bytes: Option<u64>,
+    /// Share of elements that change, in percent
+    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
+    change: f64,
+    /// Streams of a transfer
+    #[arg(long, default_value_t = DEFAULT_STREAMS, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
+    streams: u16,
+    #[command(flatten)]
+    threads: Threads,
+    /// Rounds of each measurement; the median counts
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
+    repeats: u16,
+    /// Another seed makes another model
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The directory that regions are made in
+    #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
+    region_dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
 struct ParsedDemo {
     #[command(flatten)]
     model: ParsedDemoModel,
@@ -195,7 +233,7 @@ struct ParsedDemo {
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
     receivers: u16,
     /// Training steps
-    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
     steps: u32,
     /// TCP streams of a transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
@@ -287,6 +325,16 @@ pub enum Command {
     Verify(verify::Verify),
     /// `bench codec`.
     BenchCodec(BenchConfig),
+    /// `bench seal`.
+    BenchSeal(PlaneConfig),
+    /// `bench offload`.
+    BenchOffload(PlaneConfig),
+    /// `bench tcp`.
+    BenchTcp(PlaneConfig),
+    /// `bench sync`.
+    BenchSync(PlaneConfig),
+    /// `bench fanout`.
+    BenchFanout(PlaneConfig),
     /// `bench digest`.
     BenchDigest(BenchConfig),
     /// `doctor`.
@@ -301,6 +349,13 @@ pub enum Command {
     Demo(demo::Demo),
     /// A rank of the demo.
     DemoRank(demo::rank::Rank),
+}
+
+impl Command {
+    /// Whether it has anything to log. Others say what they have to say at their end.
+    fn runs_for_long(&self) -> bool {
+        matches!(self, Command::Agent(_) | Command::Receive(_) | Command::DemoRank(_))
+    }
 }
 
 impl ParsedCommand {
@@ -339,6 +394,12 @@ impl ParsedCommand {
             }
             ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
             ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
+            ParsedCommand::Bench(ParsedBench::Seal(p)) => Command::BenchSeal(p.check(128 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Offload(p)) => Command::BenchOffload(p.check(128 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Tcp(p)) => Command::BenchTcp(p.check(128 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Sync(p)) => Command::BenchSync(p.check(128 << 20)?),
+            // Every receiver has an image of its own.
+            ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
             ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
             ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
             ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),
@@ -359,6 +420,16 @@ impl ParsedModel {
     fn check(self) -> Result<BenchConfig, Error> {
         let model = check_model(self.elements, self.change, self.seed)?;
         Ok(BenchConfig { model, threads: self.threads.count(), repeats: self.repeats.into() })
+    }
+}
+
+impl ParsedPlane {
+    fn check(self, elements: u64) -> Result<PlaneConfig, Error> {
+        let elements = self.elements.or(self.model_bytes.map(|b| b / 2)).unwrap_or(elements);
+        let model = check_model(elements, self.change, self.seed)?;
+        let (threads, repeats) = (self.threads.count(), self.repeats.into());
+        let bench = BenchConfig { model, threads, repeats };
+        Ok(PlaneConfig { bench, streams: self.streams, region_dir: self.region_dir })
     }
 }
 
@@ -411,7 +482,9 @@ pub fn main() -> u8 {
     let json = parsed.json;
     let run = || -> Result<u8, Error> {
         let command = parsed.command.check()?;
-        start_log();
+        if command.runs_for_long() {
+            start_log();
+        }
         let session = Session::start(json)?;
         dispatch(command, &session)
     };
@@ -437,6 +510,11 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Diff(diff) => diff.run(session)?,
         Command::Inspect(inspect) => inspect.run(session)?,
         Command::Verify(verify) => verify.run(session)?,
+        Command::BenchSeal(config) => bench::seal::run(&config, session)?,
+        Command::BenchOffload(config) => bench::offload::run(&config, session)?,
+        Command::BenchTcp(config) => bench::tcp::run(&config, session)?,
+        Command::BenchSync(config) => bench::sync::run(&config, session)?,
+        Command::BenchFanout(config) => bench::fanout::run(&config, session)?,
         Command::BenchCodec(config) => bench::codec::run(&config, session)?,
         Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
         Command::Doctor(doctor) => return doctor.run(session),

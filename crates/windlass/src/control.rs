@@ -12,6 +12,7 @@ use std::cell::RefCell;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -375,7 +376,7 @@ impl Peer for HttpControl {
         let wait = stop.left().map_or(POLL, |left| left.min(POLL)).as_millis();
         let mut path = format!("/get_part?version={version}&timeout_ms={wait}");
         if let Some(base) = base {
-            path.push_str(&format!("&base={base}"));
+            let _ = write!(path, "&base={base}");
         }
         self.get("get a part", &path, stop)
     }

@@ -125,6 +125,16 @@ pub enum Error {
     /// A pass over an image that failed.
     #[error(transparent)]
     Seal(SealError),
+    /// A part of the data plane that failed.
+    #[error("cannot {doing}")]
+    Plane {
+        /// What was tried, as a verb with its object.
+        doing: &'static str,
+        /// What sort of failure it is.
+        kind: Kind,
+        /// Why not.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// No port to listen on.
     #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
     Listen {
@@ -228,7 +238,7 @@ impl Error {
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
-            Error::Child { kind, .. } => *kind,
+            Error::Child { kind, .. } | Error::Plane { kind, .. } => *kind,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -284,6 +294,7 @@ impl Error {
             | Error::File(_)
             | Error::Synth(_)
             | Error::Seal(_)
+            | Error::Plane { .. }
             | Error::Region(_)
             | Error::Serve(_)
             | Error::Receiver(_)

@@ -27,8 +27,13 @@ pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
 
 /// Memory for an image, all zero.
 pub fn blank(manifest: &Manifest) -> Result<Vec<u8>, Error> {
-    let mut image = reserve(manifest.data_bytes())?;
-    image.resize(manifest.data_bytes() as usize, 0);
+    zeros(manifest.data_bytes())
+}
+
+/// So many zero bytes, or an error where there is no memory for them.
+pub fn zeros(bytes: u64) -> Result<Vec<u8>, Error> {
+    let mut image = reserve(bytes)?;
+    image.resize(bytes as usize, 0);
     Ok(image)
 }
 

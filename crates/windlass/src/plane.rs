@@ -1,7 +1,7 @@
 //! The control connections of the [roles](windlass_data::roles), over HTTP.
 //!
 //! Owns: [`HttpPlane`], by which a trainer in Rust answers the same requests as `windlass agent` does, from its own
-//! process, and an engine in Rust asks them. Must not: know what the endpoints do; they are the [agent](crate::agent)'s.
+//! process, and an engine in Rust asks them. Must not: know what the endpoints do; they are those of [`crate::agent`].
 
 use std::net::IpAddr;
 use std::num::NonZeroU16;

@@ -218,7 +218,10 @@ impl Receive {
                 incarnation: region.incarnation(),
                 version: slot.version,
             };
-            drop(lease);
+            // If the publisher took the slot back meanwhile, what was summed may be of two versions.
+            if lease.finish().is_err() {
+                continue;
+            }
             if let Some(expected) = slot.sealed.filter(|d| *d != found) {
                 return Err(Error::Digest { path: dir.to_owned(), found, expected });
             }

@@ -128,6 +128,27 @@ fn a_rust_trainer_and_a_rust_engine_sync_through_shared_memory() {
 }
 
 #[test]
+fn an_engine_in_shared_memory_follows_a_trainer_that_was_killed_and_came_back() {
+    let place = Place::new();
+    let first = place.trainer(&["--link", "shm", "--steps", "3", "--step-ms", "1"]);
+    let engine = place.engine(&["--link", "shm", "--until", "7"]);
+    while engine.line()[0] != "3" {}
+    // Killed: nothing is cleaned up, and the engine still has the region open.
+    drop(first);
+    let second = place.trainer(&["--link", "shm", "--steps", "7", "--step-ms", "1"]);
+    let published = (0..=7).fold(Vec::new(), |_, _| second.line());
+    let loaded = loop {
+        let line = engine.line();
+        if line[0] == "7" {
+            break line;
+        }
+    };
+    assert_eq!((&loaded[0], &loaded[1]), (&published[0], &published[1]));
+    engine.end();
+    second.end();
+}
+
+#[test]
 fn an_engine_with_a_wrong_token_is_refused() {
     let place = Place::new();
     let trainer = place.trainer(&["--steps", "0"]);

@@ -1,5 +1,6 @@
 //! Cases for links.
 
+use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 
 use windlass_core::error::Kind;
@@ -92,13 +93,36 @@ pub fn restarted<L: LinkUnderTest>(link: &L) {
 /// A bit that flips on the way is noticed, and what it was in is fetched again.
 pub fn flipped<L: LinkUnderTest>(link: &L) {
     let home = tempfile::Builder::new().prefix("windlass-link-").tempdir_in("/dev/shm").unwrap();
-    let Some(strategy) = link.damaging(home.path()) else { return };
+    let Some(strategy) = link.damaging(home.path()) else {
+        assert!(!link.moves_bytes(), "a link that moves bytes says how they can be damaged");
+        return;
+    };
     let mut world = World::with(home, strategy, ordinary());
     let known = world.publish();
     let arrived = world.receiver("engine").next(None, &soon()).unwrap();
     world.check(&arrived, &known, "over a wire that flips a bit");
     let (wire, whole) = (arrived.how().wire_bytes, world.data().len() as u64);
     assert!(wire > whole, "nothing was fetched again: {wire} of {whole} bytes");
+}
+
+/// Bytes that were changed after they were sealed never reach an engine.
+pub fn scribbled<L: LinkUnderTest>(link: &L) {
+    let mut world = World::new(link, ordinary());
+    let slots = ["a.safetensors", "b.safetensors"].map(|s| super::region_dir(world.home.path()).join(s));
+    world.publish();
+    let mut receiver = world.receiver("engine");
+    for path in &slots {
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let (mut byte, at) = ([0], file.metadata().unwrap().len() - 10);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    }
+    let error = receiver.next(None, &Stop::after(Duration::from_secs(1))).unwrap_err();
+    assert!(matches!(error.kind(), Kind::Corrupt | Kind::Timeout), "{error}");
+    // What is sealed next would be based on it.
+    world.start();
+    let known = world.publish();
+    world.check(&receiver.next(None, &soon()).unwrap(), &known, "after a damaged version");
 }
 
 /// A publisher that never rests laps its readers; what arrives is whole all the same.
@@ -238,6 +262,10 @@ macro_rules! link_conformance {
             #[test]
             fn a_bit_that_flips_on_the_way_is_fetched_again() {
                 links::flipped(&$link);
+            }
+            #[test]
+            fn bytes_changed_after_sealing_never_reach_an_engine() {
+                links::scribbled(&$link);
             }
             #[test]
             fn a_publisher_that_never_rests_is_followed_with_whole_versions() {

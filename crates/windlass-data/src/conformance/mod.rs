@@ -7,7 +7,7 @@
 //!
 //! Implement [`LinkUnderTest`] and instantiate the suite once; every case becomes a test of its own:
 //!
-//! ```ignore
+//! ```text
 //! struct Mine;
 //! impl LinkUnderTest for Mine {
 //!     fn strategy(&self, home: &Path) -> Arc<dyn WeightTransferStrategy> { … }
@@ -19,7 +19,7 @@
 //!
 //! Implement [`LoaderUnderTest`], which can also tell what the engine holds, and instantiate the suite with any link:
 //!
-//! ```ignore
+//! ```text
 //! windlass_data::loader_conformance!(my_engine, super::Mine, super::MyEngine::new());
 //! ```
 //!
@@ -276,6 +276,15 @@ const STAMP: usize = 97;
 /// Between two versions of a publisher that never rests: much less than it takes to fetch one.
 const PACE: Duration = Duration::from_millis(10);
 
+/// Ends the publisher's thread even if the case panics: its scope waits for it.
+struct Ender(Stop);
+
+impl Drop for Ender {
+    fn drop(&mut self) {
+        self.0.set();
+    }
+}
+
 /// Publishes again and again on a thread while `body` runs, each version [stamped](is_pure).
 fn while_publishing<T>(world: &mut World, body: impl FnOnce(&Stop) -> T) -> T {
     let over = Stop::never();
@@ -295,13 +304,6 @@ fn while_publishing<T>(world: &mut World, body: impl FnOnce(&Stop) -> T) -> T {
                 std::thread::sleep(PACE);
             }
         });
-        // Set even if the body panics: the scope waits for the thread.
-        struct Ender(Stop);
-        impl Drop for Ender {
-            fn drop(&mut self) {
-                self.0.set();
-            }
-        }
         let ender = Ender(over);
         body(&ender.0)
     })

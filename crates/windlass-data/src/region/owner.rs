@@ -43,8 +43,11 @@ impl Owner {
     pub(crate) fn is_alive(self) -> bool {
         match fs::read_to_string(format!("/proc/{}/stat", self.pid())) {
             Ok(text) => Stat::parse(&text).is_none_or(|s| self.matches(&s)),
-            // Where /proc hides other people's processes, only a signal tells.
-            Err(_) => Pid::from_raw(self.pid() as i32)
+            // Where /proc hides other people's processes, only a signal tells. A word that names nobody may hold a
+            // number that is no process id.
+            Err(_) => i32::try_from(self.pid())
+                .ok()
+                .and_then(Pid::from_raw)
                 .is_some_and(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH)),
         }
     }
@@ -116,6 +119,11 @@ mod tests {
         child.wait().unwrap();
         assert!(!owner.is_alive());
         assert!(!alive(0));
+    }
+
+    #[test]
+    fn a_word_that_names_no_process_is_not_alive() {
+        assert!(!alive(u64::MAX) && !alive(1 << 63) && !alive(7));
     }
 
     #[test]

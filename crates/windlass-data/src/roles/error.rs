@@ -165,6 +165,14 @@ pub enum RoleError {
         /// Whose.
         model: String,
     },
+    /// Nobody serves the region on this host.
+    #[error("nobody serves the region at {}: start its publisher", dir.display())]
+    Away {
+        /// Which region.
+        dir: PathBuf,
+        /// What was seen.
+        source: std::io::Error,
+    },
     /// Sync info of another strategy.
     #[error(
         "the {strategy} strategy needs sync info of type {expected}, this is {found}: build the strategy that the trainer has"
@@ -229,6 +237,7 @@ impl RoleError {
             RoleError::Replaced { .. } => Kind::Stale,
             RoleError::Digest { .. } | RoleError::Truncated { .. } => Kind::Corrupt,
             RoleError::Partial { .. } | RoleError::Unsupported { .. } => Kind::Unsupported,
+            RoleError::Away { .. } => Kind::PeerLost,
             RoleError::Stopped { source, .. } => source.kind(),
         }
     }

@@ -18,7 +18,7 @@ pub trait WeightExtractor: Sync {
     /// other. All of them unless said otherwise.
     fn ranges(&self, tensor: usize) -> Vec<Range<u64>> {
         let bytes = self.manifest().tensors().get(tensor).map_or(0, |t| t.bytes);
-        if bytes == 0 { Vec::new() } else { vec![0..bytes] }
+        Some(0..bytes).into_iter().filter(|r| !r.is_empty()).collect()
     }
 
     /// Fills `out` with bytes `range` of a tensor, which is one of its ranges or a piece of one. `out` is the slot
@@ -82,8 +82,7 @@ pub(super) fn plan(
 fn held_by_tensor(region: &Region) -> Result<BTreeMap<usize, Vec<Range<u64>>>, RoleError> {
     let manifest = region.manifest();
     let whole = |(i, t): (usize, &windlass_core::manifest::Tensor)| {
-        #[expect(clippy::single_range_in_vec_init, reason = "a list of ranges that has one")]
-        (t.bytes > 0).then(|| (i, vec![0..t.bytes]))
+        (t.bytes > 0).then(|| (i, std::iter::once(0..t.bytes).collect()))
     };
     let Some(part) = region.part() else {
         return Ok(manifest.tensors().iter().enumerate().filter_map(whole).collect());

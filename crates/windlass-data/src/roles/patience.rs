@@ -23,7 +23,7 @@ impl Default for Patience {
         Patience {
             pause: Duration::from_millis(50),
             max_pause: Duration::from_secs(2),
-            limit: Duration::from_secs(300),
+            limit: Duration::from_mins(5),
         }
     }
 }

@@ -18,7 +18,7 @@ use super::strategy::{ControlPlane, Reachable};
 use super::{WeightTransferSender, sealed_digest};
 use crate::image::Known;
 use crate::local::LocalServer;
-use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use crate::region::{Memfd, Region, RegionError, RegionSpec, Slots, Writer};
 use crate::serve::{Server, ServerConfig};
 use crate::stop::Stop;
 use crate::work;
@@ -134,7 +134,7 @@ impl RegionSender {
             let writer = region.writer(rank)?;
             return Ok(RegionSender { reachable: None, local: None, server: None, writer, region, threads });
         }
-        let region = Region::create(&RegionSpec {
+        let region = create(&RegionSpec {
             dir: config.region_dir,
             model_id: config.model_id,
             manifest: config.manifest,
@@ -148,7 +148,10 @@ impl RegionSender {
         })?;
         let writer = region.writer(0)?;
         let server = Arc::new(Server::start(Arc::clone(&region), server)?);
-        let local = match LocalServer::start(Arc::clone(&region)) {
+        // From here on, dropping it takes everything back.
+        let server = Some(server);
+        let mut sender = RegionSender { reachable: None, local: None, server, writer, region, threads };
+        sender.local = match LocalServer::start(Arc::clone(&sender.region)) {
             Ok(local) => Some(local),
             // Where a control plane was asked for, engines can still copy.
             Err(error) if plane.is_some() => {
@@ -157,8 +160,10 @@ impl RegionSender {
             }
             Err(error) => return Err(error.into()),
         };
-        let reachable = plane.map(|p| p.serve(&server)).transpose()?;
-        Ok(RegionSender { reachable, local, server: Some(server), writer, region, threads })
+        if let (Some(plane), Some(server)) = (plane, &sender.server) {
+            sender.reachable = Some(plane.serve(server)?);
+        }
+        Ok(sender)
     }
 
     /// The region.
@@ -171,9 +176,30 @@ impl RegionSender {
         self.server.as_ref()
     }
 
+    /// Whether the server knows by now that the version is sealed, which it learns a moment later than the region.
+    fn is_served(&self, version: Version, stop: &Stop) -> bool {
+        let Some(server) = &self.server else { return true };
+        let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
+        server.wait_version(seen, &stop.with_timeout(Stop::GLANCE)).version >= Some(version)
+    }
+
     fn identity(&self, version: Version) -> Identity {
         let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
         Identity { model_id, incarnation, version }
+    }
+}
+
+/// How long engines may take to let go of the region of a publisher that was killed.
+const LET_GO: Duration = Duration::from_secs(3);
+
+/// Makes the region. One of a dead publisher may still be open in engines, which notice soon.
+fn create(spec: &RegionSpec) -> Result<Arc<Region>, RegionError> {
+    let until = Instant::now() + LET_GO;
+    loop {
+        match Region::create(spec) {
+            Err(RegionError::Live { .. }) if Instant::now() < until => std::thread::sleep(Stop::GLANCE),
+            other => return other,
+        }
     }
 }
 
@@ -235,7 +261,9 @@ impl WeightTransferSender for RegionSender {
         loop {
             let seen = self.region.bell();
             let state = self.region.state();
-            if let Some(digest) = sealed_digest(&state, version) {
+            if let Some(digest) = sealed_digest(&state, version)
+                && self.is_served(version, stop)
+            {
                 return Ok(Known { identity: self.identity(version), digest });
             }
             if let Some(newest) = state.active.map(|s| s.version).filter(|v| *v > version) {
@@ -270,7 +298,7 @@ impl Drop for RegionSender {
         match self.region.discard() {
             Ok(true) => {}
             Ok(false) => {
-                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere")
+                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere");
             }
             Err(error) => tracing::warn!(%error, "the region was not removed; `windlass gc` will"),
         }

@@ -1,5 +1,6 @@
 //! A receiver on the publisher's own host: it maps the slots and copies nothing.
 
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -14,7 +15,7 @@ use super::error::RoleError;
 use super::patience::Waiting;
 use super::{Arrived, EngineConfig, WeightTransferReceiver, moved_on};
 use crate::image::Known;
-use crate::local;
+use crate::local::{self, LocalError};
 use crate::receiver::{Stage, Synced, TransferStatus};
 use crate::region::{Lease, LeaseKind, Region, SlotState};
 use crate::seal::{self, table};
@@ -63,12 +64,20 @@ impl SharedReceiver {
     }
 
     fn attached(&mut self) -> Result<Arc<Region>, RoleError> {
-        if let Some((region, _)) = &self.region {
+        if let Some((region, header)) = &self.region
+            && *header == self.header()
+        {
             return Ok(Arc::clone(region));
         }
+        self.region = None;
         // Before attaching: if the region is replaced in between, the next look finds another one.
         let header = self.header();
-        let region = local::attach(&self.dir)?;
+        let region = local::attach(&self.dir).map_err(|e| match e {
+            LocalError::Io { source, .. } if is_away(&source) => {
+                RoleError::Away { dir: self.dir.clone(), source }
+            }
+            other => other.into(),
+        })?;
         if region.part().is_some() {
             let model = region.model_id().to_string();
             return Err(RoleError::Partial { dir: self.dir.clone(), model });
@@ -103,7 +112,8 @@ impl SharedReceiver {
             if let Some(slot) = fresh.filter(|s| Some(&identity(region, s)) != loaded) {
                 match region.lease(slot.id, LeaseKind::Map, self.config.load_timeout) {
                     Ok(lease) => return Ok(Some((slot, lease))),
-                    Err(e) if moved_on(&e) => continue,
+                    // The next look shows what is there instead.
+                    Err(e) if moved_on(&e) => {}
                     Err(e) => return Err(e.into()),
                 }
             }
@@ -172,6 +182,21 @@ impl SharedReceiver {
         let arrived = Arrived::new(known, Arc::clone(region.manifest()), Box::new(lease))?;
         Ok(arrived.with_sums(sums).with_path(path).with_how(how))
     }
+}
+
+/// Whether nobody listens there, or no longer.
+fn is_away(error: &io::Error) -> bool {
+    use io::ErrorKind as K;
+    matches!(
+        error.kind(),
+        K::NotFound
+            | K::ConnectionRefused
+            | K::ConnectionReset
+            | K::BrokenPipe
+            | K::UnexpectedEof
+            | K::WouldBlock
+            | K::TimedOut
+    )
 }
 
 fn identity(region: &Region, slot: &SlotState) -> Identity {

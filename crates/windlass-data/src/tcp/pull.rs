@@ -15,7 +15,8 @@ use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
     ClaimPolicy, Claims, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, Nonce, Outcome,
-    PING_AFTER_MS, Progress, PullStream, Source, SourceId, Stage, StreamId, StripePlan, Ticket, WireError,
+    PING_AFTER_MS, Progress, PullStream, Source, SourceId, Stage, StreamId, Stripe, StripePlan, Ticket,
+    WireError,
 };
 
 use super::TcpError;
@@ -114,8 +115,9 @@ pub fn pull(
     let stop = stop.with_timeout(Duration::from_millis(ticket.deadline.timeout_ms));
     let deadline = stop.left().unwrap_or(Duration::MAX);
     let policy = ClaimPolicy { deadline, stripe_timeout: config.stripe_timeout, max_bad: config.max_bad };
+    let streams = useful_lanes(ticket, &plan);
     let mut lanes: BTreeMap<SourceId, usize> = BTreeMap::new();
-    ticket.lanes().for_each(|(_, source)| *lanes.entry(source.id).or_default() += 1);
+    streams.iter().for_each(|(_, source)| *lanes.entry(source.id).or_default() += 1);
     let transfer = Transfer {
         ticket,
         landing,
@@ -135,7 +137,7 @@ pub fn pull(
     watch.reach(Stage::Handshake);
     watch.show(&transfer.book().progress());
     thread::scope(|scope| {
-        for (index, source) in ticket.lanes() {
+        for (index, source) in streams {
             let transfer = &transfer;
             let thread = thread::Builder::new()
                 .name(format!("windlass-pull-{index}"))
@@ -148,6 +150,25 @@ pub fn pull(
         }
     });
     transfer.result()
+}
+
+/// The ticket's streams, but for each source no more than it has stripes: a delta of a megabyte is not worth six
+/// connections. Every source keeps one, over which it learns that the transfer is done.
+fn useful_lanes<'t>(ticket: &'t Ticket, plan: &StripePlan) -> Vec<(u16, &'t Source)> {
+    let stripes_of = |source: &Source| {
+        let position = plan.source_position(source.id);
+        let held = |s: &&Stripe| position.is_some_and(|p| plan.holders(s).contains(p));
+        plan.stripes().iter().filter(held).take(ticket.streams.into()).count().max(1)
+    };
+    let mut left: BTreeMap<SourceId, usize> = ticket.sources.iter().map(|s| (s.id, stripes_of(s))).collect();
+    let mut useful = |(_, source): &(u16, &Source)| {
+        left.get_mut(&source.id).is_some_and(|left| {
+            let some = *left > 0;
+            *left = left.saturating_sub(1);
+            some
+        })
+    };
+    ticket.lanes().filter(|lane| useful(lane)).collect()
 }
 
 /// Why a stream ends.

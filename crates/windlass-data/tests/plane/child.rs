@@ -133,7 +133,7 @@ impl Weights {
         while self.version < version {
             self.version += 1;
             let mut noise = Noise((self.seed ^ self.version.wrapping_mul(0x9E37_79B9_7F4A_7C15)) | 1);
-            for _ in 0..1 + self.data.len() / 1000 {
+            for _ in 0..=self.data.len() / 1000 {
                 let at = noise.below(self.data.len() as u64) as usize;
                 self.data[at] = self.data[at].wrapping_add(1 + noise.below(3) as u8);
             }
@@ -180,7 +180,7 @@ pub(crate) fn run() {
     match role.as_str() {
         "agent" => agent(Path::new(args[0])),
         "rank" => rank(Path::new(args[0]), args[1].parse().unwrap()),
-        "receiver" => receiver(args[0].into(), args[1].into()),
+        "receiver" => receiver(args[0].into(), args[1].into(), args.get(2) == Some(&"full")),
         "engine" => engine(Path::new(args[0])),
         "attach" => attach(Path::new(args[0])),
         other => panic!("no role {other}"),
@@ -225,8 +225,8 @@ fn rank(dir: &Path, seed: u64) {
 }
 
 /// Syncs when told to, with so many milliseconds.
-fn receiver(image: PathBuf, desk: PathBuf) {
-    let mut config = receiver_config(image, RequestMode::Auto);
+fn receiver(image: PathBuf, desk: PathBuf, full: bool) {
+    let mut config = receiver_config(image, if full { RequestMode::Full } else { RequestMode::Auto });
     config.pull = quick_pull();
     let control = Arc::new(Remote(desk));
     let mut receiver = Receiver::open(config, control, None, &Stop::after(Duration::from_secs(10))).unwrap();
@@ -256,7 +256,7 @@ fn engine(image: &Path) {
     for line in orders() {
         drop(view.take());
         if line == "take" {
-            let load = Duration::from_secs(60);
+            let load = Duration::from_mins(1);
             let taken = ImageView::take(&region, load, &Stop::after(Duration::from_secs(10))).unwrap();
             tell(&format!("has {}", digest(taken.manifest(), taken.data())));
             view = Some(taken);
@@ -275,7 +275,7 @@ fn attach(dir: &Path) {
             for _ in orders() {
                 let active = region.state().active.unwrap();
                 let kind = windlass_data::region::LeaseKind::Map;
-                let lease = region.lease(active.id, kind, Duration::from_secs(60)).unwrap();
+                let lease = region.lease(active.id, kind, Duration::from_mins(1)).unwrap();
                 let found = digest(region.manifest(), lease.data());
                 let writes = region.writer(0).map(drop).map_err(|e| e.to_string());
                 tell(&format!("has {found} {} {}", lease.version(), writes.is_ok()));

@@ -103,8 +103,9 @@ impl Line {
         let kinds =
             [Trouble::Truncate, Trouble::Reset, Trouble::Stall, Trouble::Flip, Trouble::Delay, Trouble::Drop];
         let kind = kinds[noise.below(6) as usize];
-        // Often in the handshake, else anywhere.
-        let after = if noise.below(4) == 0 { noise.below(300) } else { noise.below(400_000) };
+        // In the handshake, in a small delta, anywhere in an image.
+        let reach = [300, 3_000, 30_000, 400_000][noise.below(4) as usize];
+        let after = noise.below(reach);
         (kind, after)
     }
 }

@@ -7,14 +7,22 @@
 pub mod baseline;
 pub mod codec;
 pub mod digest;
+pub mod fanout;
+pub mod offload;
+pub mod rig;
+pub mod seal;
+pub mod sync;
+pub mod tcp;
 
+use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use serde_json::{Value, json};
 
 use crate::error::Error;
 use crate::image;
-use crate::session::Session;
+use crate::session::{Session, Table, bytes, count, percent};
 use crate::synth::{Synth, SynthConfig};
 use windlass_core::manifest::Manifest;
 
@@ -27,6 +35,58 @@ pub struct BenchConfig {
     pub threads: usize,
     /// Rounds of each measurement.
     pub repeats: usize,
+}
+
+/// What to measure the data plane on.
+#[derive(Clone, Debug)]
+pub struct PlaneConfig {
+    /// The model, the threads and the rounds.
+    pub bench: BenchConfig,
+    /// Streams of a transfer.
+    pub streams: u16,
+    /// Where regions and images are made.
+    pub region_dir: PathBuf,
+}
+
+impl PlaneConfig {
+    /// What every result says about how it came about.
+    fn json(&self, name: &str, images: &Images) -> Value {
+        let BenchConfig { model, threads, repeats } = self.bench;
+        json!({
+            "bench": name,
+            "elements": images.elements(),
+            "bytes": images.base.len(),
+            "change": model.change,
+            "threads": threads,
+            "streams": self.streams,
+            "repeats": repeats,
+            "seed": model.seed,
+            "kernels": windlass_data::simd::kernels_name(),
+            "machine": machine(),
+        })
+    }
+
+    /// The same for people.
+    fn title(&self, name: &str, images: &Images, out: &mut String) {
+        let _ = writeln!(
+            out,
+            "{name}: {} bf16 elements ({}), {} changed, {} threads, {} streams, median of {}\n",
+            count(images.elements()),
+            bytes(images.base.len() as u64),
+            percent(self.bench.model.change),
+            self.bench.threads,
+            self.streams,
+            self.bench.repeats
+        );
+    }
+}
+
+/// Adds the figures of a bench to what every result says.
+fn merge(mut object: Value, figures: Value) -> Value {
+    if let (Some(object), Value::Object(figures)) = (object.as_object_mut(), figures) {
+        object.extend(figures);
+    }
+    object
 }
 
 /// Two versions of a synthetic model, in memory.
@@ -95,22 +155,15 @@ impl<'a> Probe<'a> {
 impl Timing {
     /// Times all probes in turn, so many times, after one turn that is not counted. Taking turns lets whatever
     /// else the machine is doing fall on all of them alike.
-    pub fn of<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Timing; N], Error> {
-        let mut times = [const { Vec::new() }; N];
-        for turn in 0..=repeats.max(1) {
-            for (probe, times) in probes.iter_mut().zip(&mut times) {
-                (probe.setup)()?;
-                let start = Instant::now();
-                (probe.round)()?;
-                if turn > 0 {
-                    times.push(start.elapsed().as_secs_f64());
-                }
-            }
-        }
-        Ok(times.map(|mut t| {
-            t.sort_by(f64::total_cmp);
-            Timing { median: t[t.len() / 2], min: t[0], max: t[t.len() - 1] }
-        }))
+    pub fn of<const N: usize>(repeats: usize, probes: [Probe<'_>; N]) -> Result<[Timing; N], Error> {
+        Ok(rounds(repeats, probes)?.map(|times| Timing::from_rounds(&times)))
+    }
+
+    /// What these rounds come to by the clock. There is at least one.
+    pub fn from_rounds(times: &[Spent]) -> Timing {
+        let mut t: Vec<f64> = times.iter().map(|t| t.wall).collect();
+        t.sort_by(f64::total_cmp);
+        Timing { median: t[t.len() / 2], min: t[0], max: t[t.len() - 1] }
     }
 
     /// GB a second for so many bytes.
@@ -122,6 +175,62 @@ impl Timing {
     pub fn spread(&self) -> f64 {
         (self.max - self.min) / self.median
     }
+}
+
+/// What a round took.
+#[derive(Clone, Copy, Debug)]
+pub struct Spent {
+    /// Seconds by the clock.
+    pub wall: f64,
+    /// Seconds of processor time, of all threads of this process. Where others use the machine as well this says
+    /// more about the code than the clock does.
+    pub cpu: f64,
+}
+
+impl Spent {
+    /// Measures `work`.
+    pub fn on<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<(T, Spent), Error> {
+        let (start, cpu) = (Instant::now(), cpu_seconds());
+        let result = work()?;
+        Ok((result, Spent { wall: start.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu }))
+    }
+}
+
+fn cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// What each probe took, round by round: all of them in turn, so many times, after one turn that is not counted.
+pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Vec<Spent>; N], Error> {
+    let mut times = [const { Vec::new() }; N];
+    for turn in 0..=repeats.max(1) {
+        for (probe, times) in probes.iter_mut().zip(&mut times) {
+            (probe.setup)()?;
+            let ((), spent) = Spent::on(&mut probe.round)?;
+            if turn > 0 {
+                times.push(spent);
+            }
+        }
+    }
+    Ok(times)
+}
+
+/// How much of the limit was reached: the middle of `limit ÷ time` over the rounds. Taken round by round, because
+/// what slows the machine for a while then falls on both.
+pub fn reached(times: &[Spent], limits: &[Spent]) -> f64 {
+    middle(times, limits, |limit, time| limit.wall / time.wall)
+}
+
+/// The same for processor time: how much of it the limit needed, relative to what was spent.
+pub fn reached_cpu(times: &[Spent], limits: &[Spent]) -> f64 {
+    middle(times, limits, |limit, time| limit.cpu / time.cpu)
+}
+
+fn middle(times: &[Spent], limits: &[Spent], ratio: impl Fn(&Spent, &Spent) -> f64) -> f64 {
+    let mut ratios: Vec<f64> = limits.iter().zip(times).map(|(limit, time)| ratio(limit, time)).collect();
+    ratios.sort_by(f64::total_cmp);
+    ratios[ratios.len() / 2]
 }
 
 /// A figure, its bar, and whether it is met.
@@ -152,6 +261,26 @@ impl Bar {
     fn json(&self) -> Value {
         json!({ "name": self.name, "value": round(self.value), "bar": self.bar, "met": self.met() })
     }
+}
+
+/// The bars as a table.
+fn write_bars(bars: &[Bar], out: &mut String) {
+    let mut t = Table::new(["bar", "value", "wanted", ""]);
+    for bar in bars {
+        t.row(bar.cells());
+    }
+    t.write(out);
+}
+
+/// One line of a table of timings: name, rate, milliseconds, those of the quickest round, spread.
+fn timing_row(name: &str, bytes: usize, timing: &Timing) -> [String; 5] {
+    [
+        name.to_owned(),
+        format!("{:.2}", timing.gbps(bytes)),
+        format!("{:.2}", timing.median * 1e3),
+        format!("{:.2}", timing.min * 1e3),
+        format!("{:.0} %", timing.spread() * 100.0),
+    ]
 }
 
 /// The processor and its cores, as the system names them.

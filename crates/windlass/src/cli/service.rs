@@ -69,7 +69,7 @@ pub(super) struct TokenArgs {
 
 impl TokenArgs {
     /// The token of the environment, if no file is named.
-    fn from_environment(&self) -> Result<Option<Token>, Error> {
+    fn in_environment(&self) -> Result<Option<Token>, Error> {
         if self.token_file.is_some() {
             return Ok(None);
         }
@@ -96,7 +96,7 @@ impl ParsedAgent {
                 (0, 0)
             }),
             advertise_host: host.transpose().map_err(|e| Error::Usage(e.to_string()))?,
-            token: self.token.from_environment()?,
+            token: self.token.in_environment()?,
             token_file: self.token.token_file,
             history: self.history as usize,
             history_bytes: self.history_bytes,
@@ -166,7 +166,7 @@ pub(super) struct ParsedReceive {
 
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
-        let mut token = self.token.from_environment()?;
+        let mut token = self.token.in_environment()?;
         if let Some(file) = &self.token.token_file {
             token = Some(token::read(file)?);
         }

@@ -108,7 +108,7 @@ impl Rank {
         loop {
             match Region::open(&self.region) {
                 Err(RegionError::Absent { .. }) if !stop.is_set() => {
-                    std::thread::sleep(Duration::from_millis(5))
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 other => return Ok(other?),
             }
@@ -129,7 +129,7 @@ impl Trainer {
         let first = manifest.cuts().block(blocks.start).ok();
         // Default cuts are contiguous and in the order of the image.
         let start = first.and_then(|b| manifest.byte_runs(&b).next()).map_or(0, |run| run.start);
-        let weights = vec![0; manifest.bytes_of(&owned) as usize];
+        let weights = image::zeros(manifest.bytes_of(&owned))?;
         Ok(Trainer { synth, manifest, sources, blocks, weights, start })
     }
 

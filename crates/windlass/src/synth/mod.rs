@@ -97,7 +97,9 @@ pub enum SynthError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// An image does not fit into memory.
-    #[error("there is no memory for another image of {bytes} bytes; ask for fewer --elements")]
+    #[error(
+        "there is no memory for another {bytes} bytes of weights; ask for a smaller model (--elements or --model-bytes)"
+    )]
     Memory {
         /// Its size.
         bytes: u64,

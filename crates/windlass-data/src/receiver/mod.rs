@@ -20,15 +20,18 @@
 //!
 //! The version recorded is the one in the ticket, never one that was announced.
 
+mod control;
+mod error;
+mod status;
+
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::delta::{Delta, DeltaError};
-use windlass_core::digest::BlockSum;
+use windlass_core::delta::Delta;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
@@ -36,318 +39,16 @@ use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
     Have, Refused, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
-use windlass_core::wire::{Mode, Ticket, TicketError};
+use windlass_core::wire::{Mode, Ticket};
 
+pub use self::control::{Control, ControlError};
+pub use self::error::ReceiverError;
+pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
 use crate::region::RegionError;
 use crate::shm::Mapping;
 use crate::stop::{Stop, Stopped};
 use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
-
-/// A control connection that failed.
-#[derive(Debug, thiserror::Error)]
-pub enum ControlError {
-    /// Nobody answered.
-    #[error("cannot {what} at {peer}: {why}")]
-    Lost {
-        /// Who was asked.
-        peer: String,
-        /// What for.
-        what: &'static str,
-        /// What happened.
-        why: String,
-        /// Whether nobody answered in time, was there at all, and so on.
-        kind: Kind,
-    },
-    /// The publisher refused.
-    #[error("{peer} refused to {what}: {message}")]
-    Refused {
-        /// Who refused.
-        peer: String,
-        /// What.
-        what: &'static str,
-        /// What sort of refusal.
-        kind: Kind,
-        /// Why.
-        message: String,
-    },
-    /// The answer makes no sense.
-    #[error("the answer of {peer} to {what} is malformed: {why}")]
-    Answer {
-        /// Who answered.
-        peer: String,
-        /// What.
-        what: &'static str,
-        /// What is wrong with it.
-        why: String,
-    },
-}
-
-impl ControlError {
-    /// The kind of failure (see [`windlass_core::error`]).
-    pub fn kind(&self) -> Kind {
-        match self {
-            ControlError::Lost { kind, .. } | ControlError::Refused { kind, .. } => *kind,
-            ControlError::Answer { .. } => Kind::Corrupt,
-        }
-    }
-}
-
-/// How a receiver talks to a publisher. See [`windlass_core::wire::control`] for what is said.
-pub trait Control: Send + Sync {
-    /// Who is at the other end, for people.
-    fn peer(&self) -> String;
-    /// What is served now. With `newer_than`, waits until something newer is, or some time has passed.
-    fn version(
-        &self,
-        newer_than: Option<(Incarnation, Version)>,
-        stop: &Stop,
-    ) -> Result<VersionInfo, ControlError>;
-    /// The layout of what is served.
-    fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
-    /// The table of a sealed version.
-    fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
-    /// Makes this receiver known; answers its instance id.
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError>;
-    /// Asks for a transfer.
-    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError>;
-    /// Says that a transfer is complete.
-    fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError>;
-}
-
-/// A sync that failed. The image is whole at its old version, or hidden.
-#[derive(Debug, thiserror::Error)]
-pub enum ReceiverError {
-    /// The control connection.
-    #[error(transparent)]
-    Control(#[from] ControlError),
-    /// The image.
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    /// The data connections.
-    #[error(transparent)]
-    Tcp(#[from] TcpError),
-    /// The ticket.
-    #[error("the ticket of {peer} cannot be used")]
-    Ticket {
-        /// Who made it.
-        peer: String,
-        /// What is wrong with it.
-        source: TicketError,
-    },
-    /// A ticket about something else.
-    #[error("the ticket of {peer} is about {what}, which was not asked for: check what listens there")]
-    OtherTicket {
-        /// Who made it.
-        peer: String,
-        /// What it is about.
-        what: String,
-    },
-    /// A delta that was received whole and is not one.
-    #[error("the delta from {peer} is malformed")]
-    Delta {
-        /// Who sent it.
-        peer: String,
-        /// What is wrong with it.
-        source: DeltaError,
-    },
-    /// The publisher will not serve it like this.
-    #[error("{peer} does not serve the {mode} that was asked for: {reason}")]
-    Refused {
-        /// Who refused.
-        peer: String,
-        /// `full` or `delta`.
-        mode: &'static str,
-        /// Why, in its words.
-        reason: String,
-        /// What sort of refusal.
-        kind: Kind,
-    },
-    /// Nothing has been published yet.
-    #[error("{peer} has published no version yet: wait for the first")]
-    NothingYet {
-        /// Who was asked.
-        peer: String,
-    },
-    /// The publisher is of another model.
-    #[error("{peer} publishes {theirs}, this receiver is for {ours}: check the endpoint")]
-    OtherModel {
-        /// Who was asked.
-        peer: String,
-        /// What it publishes.
-        theirs: String,
-        /// What is wanted.
-        ours: String,
-    },
-    /// The publisher was replaced between two steps.
-    #[error("{peer} began a new life, incarnation {now} after {was}, during the sync: sync again")]
-    NewLife {
-        /// Who.
-        peer: String,
-        /// The incarnation that the sync began with.
-        was: Incarnation,
-        /// The one of the ticket.
-        now: Incarnation,
-    },
-    /// A publisher that was superseded.
-    #[error(
-        "{peer} is of incarnation {theirs}, this receiver has followed {ours} already: stop the old publisher, or \
-         remove the image to follow it after all"
-    )]
-    OldLife {
-        /// Who was asked.
-        peer: String,
-        /// Its incarnation.
-        theirs: Incarnation,
-        /// The newest that was followed.
-        ours: Incarnation,
-    },
-    /// A manifest that is not the announced one.
-    #[error(
-        "the manifest of {peer} is of layout {found}, but it announces {announced}: check what listens there"
-    )]
-    OtherLayout {
-        /// Who answered.
-        peer: String,
-        /// The layout of the manifest.
-        found: String,
-        /// The layout that was announced.
-        announced: String,
-    },
-    /// It was called off between two steps.
-    #[error("the sync with {peer} was given up while {stage}: {source}")]
-    Stopped {
-        /// Whom it was with.
-        peer: String,
-        /// Where it was.
-        stage: Stage,
-        /// Why.
-        source: Stopped,
-    },
-    /// Memory for the delta.
-    #[error("no memory for a delta of {bytes} bytes")]
-    Memory {
-        /// How much.
-        bytes: u64,
-        /// Why not.
-        source: std::io::Error,
-    },
-}
-
-impl ReceiverError {
-    /// The kind of failure (see [`windlass_core::error`]).
-    pub fn kind(&self) -> Kind {
-        match self {
-            ReceiverError::Control(e) => e.kind(),
-            ReceiverError::Image(e) => e.kind(),
-            ReceiverError::Tcp(e) => e.kind(),
-            ReceiverError::Ticket { source, .. } => source.kind(),
-            ReceiverError::OtherTicket { .. } | ReceiverError::OtherLayout { .. } => Kind::Corrupt,
-            ReceiverError::NewLife { .. } | ReceiverError::OldLife { .. } => Kind::Stale,
-            ReceiverError::Delta { source, .. } => source.kind(),
-            ReceiverError::Refused { kind, .. } => *kind,
-            ReceiverError::NothingYet { .. } => Kind::NotFound,
-            ReceiverError::OtherModel { .. } => Kind::Invalid,
-            ReceiverError::Stopped { source, .. } => source.kind(),
-            ReceiverError::Memory { .. } => Kind::Exhausted,
-        }
-    }
-}
-
-/// What a receiver is doing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Stage {
-    /// Nothing.
-    #[default]
-    Idle,
-    /// Talking to the publisher.
-    Asking,
-    /// Bytes flow.
-    Pulling,
-    /// Waiting for engines to leave the image.
-    Opening,
-    /// A delta is being applied.
-    Applying,
-    /// The digest is compared and the version made visible.
-    Finishing,
-}
-
-impl fmt::Display for Stage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Stage::Idle => "idle",
-            Stage::Asking => "asking",
-            Stage::Pulling => "pulling",
-            Stage::Opening => "opening the image",
-            Stage::Applying => "applying",
-            Stage::Finishing => "finishing",
-        })
-    }
-}
-
-/// Where a receiver stands. Can be read at any time, from any thread.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct TransferStatus {
-    /// What it is doing.
-    pub stage: Stage,
-    /// The version that is being fetched.
-    pub target: Option<Identity>,
-    /// The whole version in the image.
-    pub image: Option<Known>,
-    /// `full` or `delta`.
-    pub mode: Option<&'static str>,
-    /// Bytes of the transfer.
-    pub bytes: u64,
-    /// Bytes of it that arrived and were acknowledged.
-    pub bytes_done: u64,
-    /// Syncs that ended with a new version.
-    pub synced: u64,
-    /// The last failure.
-    pub error: Option<String>,
-}
-
-/// Something that happened in a receiver.
-#[derive(Clone, Debug, Serialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum Event {
-    /// An image was found, made or replaced.
-    Opened {
-        /// The whole version in it.
-        image: Option<Known>,
-    },
-    /// The publisher began a new life.
-    Incarnation {
-        /// Which one.
-        incarnation: Incarnation,
-    },
-    /// A transfer begins.
-    Transfer {
-        /// `full` or `delta`.
-        mode: &'static str,
-        /// Why this mode.
-        why: String,
-        /// The version it leads to.
-        identity: Identity,
-        /// Bytes on the wire.
-        bytes: u64,
-    },
-    /// The publisher reused its memory during a pull; what landed was kept.
-    Lapped {
-        /// The version of the pull.
-        identity: Identity,
-        /// Blocks that are still missing.
-        missing: u32,
-    },
-    /// A whole version is visible.
-    Whole {
-        /// Which one.
-        image: Known,
-    },
-}
-
-/// Who is told about events. Called on the receiver's thread: be quick.
-pub type Listener = Arc<dyn Fn(&Event) + Send + Sync>;
 
 /// How a receiver is run.
 #[derive(Clone)]
@@ -403,32 +104,6 @@ const LIVES: u32 = 3;
 /// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
 const STALE_TRIES: u32 = 20;
 const STALE_PAUSE: Duration = Duration::from_millis(50);
-
-/// Shared view of a receiver's status.
-#[derive(Clone, Default)]
-pub struct StatusHandle(Arc<Mutex<Shown>>);
-
-#[derive(Default)]
-struct Shown {
-    status: TransferStatus,
-    watch: Arc<Watch>,
-}
-
-impl StatusHandle {
-    /// Where the receiver stands now.
-    pub fn get(&self) -> TransferStatus {
-        let shown = self.shown();
-        TransferStatus { bytes_done: shown.watch.see().bytes_done, ..shown.status.clone() }
-    }
-
-    fn shown(&self) -> MutexGuard<'_, Shown> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn set(&self, change: impl FnOnce(&mut TransferStatus)) {
-        change(&mut self.shown().status);
-    }
-}
 
 /// One model's receiver on this host.
 pub struct Receiver {
@@ -1011,4 +686,60 @@ struct Run {
 
 fn millis(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, Region, RegionSpec, Slots};
+    use crate::serve::{Server, ServerConfig};
+
+    #[test]
+    fn digests_of_versions_that_no_block_is_of_are_forgotten() {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let model_id = ModelId::new("actor").unwrap();
+        let tensor = TensorSpec::new("w", Dtype::U8, [300_000]);
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: model_id.clone(),
+            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let server = ServerConfig::new(Host::new("127.0.0.1").unwrap());
+        let server = Arc::new(Server::start(Arc::clone(&region), server).unwrap());
+        let dir = home.path().join("image");
+        let config = ReceiverConfig {
+            image: ImageSpec { dir, model_id, group: false, memfd: Memfd::Never, threads: 1 },
+            name: "test".into(),
+            mode: RequestMode::Auto,
+            streams: None,
+            transfer_timeout: Duration::from_secs(20),
+            open_timeout: Duration::from_secs(5),
+            pull: PullConfig::default(),
+            allow: None,
+        };
+        let stop = Stop::after(Duration::from_secs(30));
+        let control = Arc::clone(&server) as Arc<dyn Control>;
+        let mut receiver = Receiver::open(config, control, None, &stop).unwrap();
+        let mut writer = region.writer(0).unwrap();
+        for version in 1..20 {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+            let known = receiver.sync(&stop).unwrap().image.unwrap();
+            assert_eq!(receiver.digests, BTreeMap::from([(version, known.digest)]));
+        }
+    }
 }

@@ -1,0 +1,82 @@
+//! How a receiver talks to a publisher.
+
+use windlass_core::digest::BlockSum;
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, Incarnation, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::wire::control::{
+    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+};
+
+use crate::stop::Stop;
+
+/// A control connection that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// Nobody answered.
+    #[error("cannot {what} at {peer}: {why}")]
+    Lost {
+        /// Who was asked.
+        peer: String,
+        /// What for.
+        what: &'static str,
+        /// What happened.
+        why: String,
+        /// Whether nobody answered in time, was there at all, and so on.
+        kind: Kind,
+    },
+    /// The publisher refused.
+    #[error("{peer} refused to {what}: {message}")]
+    Refused {
+        /// Who refused.
+        peer: String,
+        /// What.
+        what: &'static str,
+        /// What sort of refusal.
+        kind: Kind,
+        /// Why.
+        message: String,
+    },
+    /// The answer makes no sense.
+    #[error("the answer of {peer} to {what} is malformed: {why}")]
+    Answer {
+        /// Who answered.
+        peer: String,
+        /// What.
+        what: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl ControlError {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            ControlError::Lost { kind, .. } | ControlError::Refused { kind, .. } => *kind,
+            ControlError::Answer { .. } => Kind::Corrupt,
+        }
+    }
+}
+
+/// How a receiver talks to a publisher. See [`windlass_core::wire::control`] for what is said.
+pub trait Control: Send + Sync {
+    /// Who is at the other end, for people.
+    fn peer(&self) -> String;
+    /// What is served now. With `newer_than`, waits until something newer is, or some time has passed.
+    fn version(
+        &self,
+        newer_than: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ControlError>;
+    /// The layout of what is served.
+    fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
+    /// The table of a sealed version.
+    fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
+    /// Makes this receiver known; answers its instance id.
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError>;
+    /// Asks for a transfer.
+    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError>;
+    /// Says that a transfer is complete.
+    fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError>;
+}

@@ -1,0 +1,131 @@
+//! What is known about a receiver: where it stands, and what happened.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::Serialize;
+use windlass_core::identity::{Identity, Incarnation};
+
+use crate::image::Known;
+use crate::tcp::Watch;
+
+/// What a receiver is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Nothing.
+    #[default]
+    Idle,
+    /// Talking to the publisher.
+    Asking,
+    /// Bytes flow.
+    Pulling,
+    /// Waiting for engines to leave the image.
+    Opening,
+    /// A delta is being applied.
+    Applying,
+    /// The digest is compared and the version made visible.
+    Finishing,
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Stage::Idle => "idle",
+            Stage::Asking => "asking",
+            Stage::Pulling => "pulling",
+            Stage::Opening => "opening the image",
+            Stage::Applying => "applying",
+            Stage::Finishing => "finishing",
+        })
+    }
+}
+
+/// Where a receiver stands. Can be read at any time, from any thread.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct TransferStatus {
+    /// What it is doing.
+    pub stage: Stage,
+    /// The version that is being fetched.
+    pub target: Option<Identity>,
+    /// The whole version in the image.
+    pub image: Option<Known>,
+    /// `full` or `delta`.
+    pub mode: Option<&'static str>,
+    /// Bytes of the transfer.
+    pub bytes: u64,
+    /// Bytes of it that arrived and were acknowledged.
+    pub bytes_done: u64,
+    /// Syncs that ended with a new version.
+    pub synced: u64,
+    /// The last failure.
+    pub error: Option<String>,
+}
+
+/// Something that happened in a receiver.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// An image was found, made or replaced.
+    Opened {
+        /// The whole version in it.
+        image: Option<Known>,
+    },
+    /// The publisher began a new life.
+    Incarnation {
+        /// Which one.
+        incarnation: Incarnation,
+    },
+    /// A transfer begins.
+    Transfer {
+        /// `full` or `delta`.
+        mode: &'static str,
+        /// Why this mode.
+        why: String,
+        /// The version it leads to.
+        identity: Identity,
+        /// Bytes on the wire.
+        bytes: u64,
+    },
+    /// The publisher reused its memory during a pull; what landed was kept.
+    Lapped {
+        /// The version of the pull.
+        identity: Identity,
+        /// Blocks that are still missing.
+        missing: u32,
+    },
+    /// A whole version is visible.
+    Whole {
+        /// Which one.
+        image: Known,
+    },
+}
+
+/// Who is told about events. Called on the receiver's thread: be quick.
+pub type Listener = Arc<dyn Fn(&Event) + Send + Sync>;
+
+/// Shared view of a receiver's status.
+#[derive(Clone, Default)]
+pub struct StatusHandle(Arc<Mutex<Shown>>);
+
+#[derive(Default)]
+pub(super) struct Shown {
+    pub(super) status: TransferStatus,
+    pub(super) watch: Arc<Watch>,
+}
+
+impl StatusHandle {
+    /// Where the receiver stands now.
+    pub fn get(&self) -> TransferStatus {
+        let shown = self.shown();
+        TransferStatus { bytes_done: shown.watch.see().bytes_done, ..shown.status.clone() }
+    }
+
+    pub(super) fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set(&self, change: impl FnOnce(&mut TransferStatus)) {
+        change(&mut self.shown().status);
+    }
+}

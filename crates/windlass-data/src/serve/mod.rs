@@ -1,0 +1,715 @@
+//! Serves the versions of a region: what an agent does, without HTTP.
+//!
+//! Owns: the sealing of committed versions, the history of deltas, the tables of sums, the tickets and the data
+//! connections. `windlass agent` puts endpoints in front of it; programs that publish from Rust may run it in their
+//! own process. Must not: write into a slot, or keep a writer waiting longer than its grace.
+//!
+//! # Threads
+//!
+//! - The **sealer** waits for a commit, makes sums and delta in one pass over both slots, writes the table and the
+//!   delta file, and marks the version sealed. Only then can it be asked for. If the delta cannot be made (no room,
+//!   base gone), the version is sealed without one, and receivers get image bytes.
+//! - The **warden** watches for a writer that wants its slot back, ends the offers on that slot after a grace, and
+//!   thereby gives up their leases (W-4).
+//! - The **gatherer**, where there are other holders of parts, asks them for their share of what was sealed here, again
+//!   and again, so that a holder that was restarted is found. Neither sealing nor the writer waits for it.
+//! - The [link](crate::tcp) has its own.
+//!
+//! All offers of a slot share one lease: a region has only so many entries for them.
+//!
+//! # After a crash
+//!
+//! Everything that matters is in the region: slots, `a.sums`/`b.sums`, deltas. A new server takes the agent's seat,
+//! reads what fits the slots as they are, and seals what was committed meanwhile. Tickets and registrations are
+//! gone; receivers ask again.
+//!
+//! # Several nodes
+//!
+//! Where each node's region holds a part, one server leads and has [`Peer`]s. A version can be asked for when all
+//! have sealed it; the state sums of the parts add up to its digest. A ticket lists every holder as a source, and
+//! each is told of it before the receiver is.
+
+mod error;
+mod sealing;
+mod tickets;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::num::NonZeroU16;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use windlass_core::address::{Host, HostPort};
+use windlass_core::digest::{BlockSum, SumTable};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
+use windlass_core::wire::control::{
+    Capabilities, PartInfo, PartSum, Registered, Registration, RequestMode, SharedTicket, TransferAnswer,
+    TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
+
+pub use self::error::ServeError;
+use crate::history::{History, Limits};
+use crate::receiver::{Control, ControlError};
+use crate::region::{Lease, Region};
+use crate::stop::Stop;
+use crate::tcp::{Body, OfferHandle, Sender, SenderConfig};
+
+/// How long the other holders may take to answer for a ticket.
+const PEER_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the gatherer waits for a holder to seal a version before it looks whether there is a newer one.
+const GATHER_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a request waits for the version that replaces one whose slot was taken back.
+const REPLACED_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How a server is run.
+#[derive(Clone)]
+pub struct ServerConfig {
+    /// What receivers are told to connect to.
+    pub advertise_host: Host,
+    /// The data connections.
+    pub tcp: SenderConfig,
+    /// How many deltas are kept.
+    pub history: Limits,
+    /// Threads of the sealer.
+    pub threads: usize,
+    /// Streams of a transfer unless the receiver asks for another number.
+    pub streams: u16,
+    /// Bytes of a stripe.
+    pub stripe_bytes: u32,
+    /// How long a transfer may take unless the receiver asks for another time.
+    pub transfer_timeout: Duration,
+    /// How long open stripes may take to be acknowledged once a writer wants the slot.
+    pub revoke_grace: Duration,
+    /// A delta larger than this share of the image is not worth it.
+    pub dense_share: f64,
+    /// The most receivers that are known at a time; the one longest unheard is forgotten.
+    pub max_instances: usize,
+    /// Holders of the other parts, if this server leads.
+    pub peers: Vec<Arc<dyn Peer>>,
+}
+
+impl ServerConfig {
+    /// The defaults, for a server that is reached at `advertise_host`.
+    pub fn new(advertise_host: Host) -> ServerConfig {
+        ServerConfig {
+            advertise_host,
+            tcp: SenderConfig::default(),
+            history: Limits { count: 16, bytes: 4 << 30 },
+            threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            streams: DEFAULT_STREAMS,
+            stripe_bytes: DEFAULT_STRIPE_BYTES,
+            transfer_timeout: Duration::from_mins(10),
+            revoke_grace: Duration::from_millis(200),
+            dense_share: 0.8,
+            max_instances: 4096,
+            peers: Vec::new(),
+        }
+    }
+}
+
+/// The holder of another part of the image.
+pub trait Peer: Send + Sync {
+    /// Its share of `version`, once sealed there. Waits for that until `stop`.
+    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError>;
+    /// Makes a ticket known to it.
+    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError>;
+}
+
+/// What is known of a sealed slot.
+#[derive(Clone, Debug)]
+struct SealedSlot {
+    id: u64,
+    version: Version,
+    sums: Arc<SumTable>,
+    /// Of the whole image: with the parts of the peers, where there are any.
+    digest: StateDigest,
+}
+
+/// The newest delta, for `/get_capabilities`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct DeltaStats {
+    /// What it starts from.
+    pub base: Version,
+    /// What it leads to.
+    pub version: Version,
+    /// Its size.
+    pub bytes: u64,
+    /// How many elements it changes.
+    pub changes: u64,
+    /// How long sealing took.
+    pub seconds: f64,
+}
+
+#[derive(Debug)]
+struct Instance {
+    name: Option<String>,
+    heard: Instant,
+    version: Option<Version>,
+}
+
+struct Active {
+    handle: OfferHandle,
+    /// The link holds the lease; this only asks it.
+    lease: Option<Weak<Lease>>,
+    instance: String,
+    expires: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    slots: [Option<SealedSlot>; 2],
+    /// The newest version that all holders have sealed. Its slot may have been taken back since.
+    served: Option<SealedSlot>,
+    /// The lease that the offers of a slot share, and until when it was given.
+    lease: Option<(Weak<Lease>, Instant)>,
+    /// Digests of versions that deltas start from or lead to.
+    digests: BTreeMap<Version, StateDigest>,
+    delta: Option<DeltaStats>,
+    instances: BTreeMap<String, Instance>,
+    offers: Vec<Active>,
+    failure: Option<String>,
+}
+
+/// What a server has done. Only grows.
+#[derive(Debug, Default, Serialize)]
+pub struct Counters {
+    /// Versions sealed.
+    pub sealed: AtomicU64,
+    /// Versions sealed without a delta although there was an older one.
+    pub sealed_without_delta: AtomicU64,
+    /// Versions that could not be sealed.
+    pub seal_failures: AtomicU64,
+    /// Milliseconds spent sealing.
+    pub seal_ms: AtomicU64,
+    /// Full tickets.
+    pub tickets_full: AtomicU64,
+    /// Delta tickets.
+    pub tickets_delta: AtomicU64,
+    /// Requests refused.
+    pub refused: AtomicU64,
+    /// Transfers that receivers reported complete.
+    pub completed: AtomicU64,
+    /// Offers ended because a writer wanted the slot.
+    pub revoked: AtomicU64,
+    /// Bytes sent and acknowledged, of offers that are over.
+    pub bytes_acked: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// What a receiver looks like from here.
+#[derive(Clone, Debug, Serialize)]
+pub struct InstanceInfo {
+    /// Its id.
+    pub instance_id: String,
+    /// What people call it.
+    pub name: Option<String>,
+    /// The version of its last completed transfer.
+    pub version: Option<Version>,
+    /// Seconds since it was heard of.
+    pub heard_seconds: f64,
+    /// Transfers under way.
+    pub transfers: usize,
+}
+
+struct Inner {
+    config: ServerConfig,
+    region: Arc<Region>,
+    /// The slots, for `sendfile`.
+    files: Vec<Arc<File>>,
+    history: History,
+    sender: Sender,
+    data: HostPort,
+    state: Mutex<State>,
+    changed: Condvar,
+    stop: Stop,
+    counters: Counters,
+}
+
+/// A region being served. Dropping it ends all transfers and leaves the region as it is.
+pub struct Server {
+    inner: Arc<Inner>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("region", &self.inner.region.dir()).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Takes the agent's seat of the region and begins to serve.
+    pub fn start(region: Arc<Region>, config: ServerConfig) -> Result<Server, ServeError> {
+        let seat = region.agent()?;
+        let history = History::open(
+            &region.deltas_dir(),
+            region.model_id().clone(),
+            region.incarnation(),
+            Arc::clone(region.manifest()),
+            config.history,
+        )?;
+        let sender = Sender::start(config.tcp.clone())?;
+        let open = |slot| {
+            let path = region.slot_path(slot);
+            File::open(&path).map(Arc::new).map_err(|source| ServeError::Slot { path, source })
+        };
+        let files = (0..region.slot_count()).map(open).collect::<Result<_, _>>()?;
+        let port = NonZeroU16::new(sender.local_addr().port()).unwrap_or(NonZeroU16::MIN);
+        let data = HostPort::new(config.advertise_host.clone(), port);
+        let inner = Arc::new(Inner {
+            config,
+            region,
+            files,
+            history,
+            sender,
+            data,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            stop: Stop::never(),
+            counters: Counters::default(),
+        });
+        inner.recover()?;
+        let mut server = Server { inner, threads: Vec::new() };
+        server.spawn("sealer", move |inner| inner.seal_loop(&seat))?;
+        server.spawn("warden", Inner::watch_loop)?;
+        if !server.inner.config.peers.is_empty() {
+            server.spawn("gatherer", Inner::gather_loop)?;
+        }
+        Ok(server)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &'static str,
+        body: impl FnOnce(&Inner) + Send + 'static,
+    ) -> Result<(), ServeError> {
+        let inner = Arc::clone(&self.inner);
+        let thread = std::thread::Builder::new().name(format!("windlass-{name}")).spawn(move || body(&inner));
+        self.threads.push(thread.map_err(|source| ServeError::Thread { name, source })?);
+        Ok(())
+    }
+
+    /// Ends all transfers, giving open stripes `grace`, and joins the threads.
+    pub fn shutdown(mut self, grace: Duration) {
+        self.end(grace);
+    }
+
+    fn end(&mut self, grace: Duration) {
+        self.inner.stop.set();
+        self.inner.changed.notify_all();
+        let offers = std::mem::take(&mut self.inner.state().offers);
+        revoke_all(offers, "the agent is shutting down", grace);
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so already.
+            let _ = thread.join();
+        }
+    }
+
+    /// The region that is served.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.inner.region
+    }
+
+    /// Where data connections go.
+    pub fn data_endpoint(&self) -> HostPort {
+        self.inner.data.clone()
+    }
+
+    /// What is served now.
+    pub fn version(&self) -> VersionInfo {
+        self.inner.version_info(&self.inner.state())
+    }
+
+    /// What is served, once it is newer than `seen` or `stop` ends the wait.
+    pub fn wait_version(&self, seen: Option<(Incarnation, Version)>, stop: &Stop) -> VersionInfo {
+        let mut state = self.inner.state();
+        loop {
+            let info = self.inner.version_info(&state);
+            if info.is_newer_than(seen) || stop.is_set() || self.inner.stop.is_set() {
+                return info;
+            }
+            let woken = self.inner.changed.wait_timeout(state, stop.nap());
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// What can be asked for.
+    pub fn capabilities(&self) -> Capabilities {
+        let state = self.inner.state();
+        let version = self.inner.version_info(&state).version;
+        let delta = state.delta.filter(|d| Some(d.version) == version);
+        let units: u64 =
+            self.inner.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
+        Capabilities {
+            strategies: vec![RequestMode::Full, RequestMode::Delta, RequestMode::Auto],
+            version,
+            delta_ready: delta.is_some(),
+            delta_base_version: delta.map(|d| d.base),
+            delta_version: delta.map(|d| d.version),
+            delta_sparsity: delta.map(|d| sparsity(d.changes, units)),
+            delta_num_nonzero: delta.map(|d| d.changes),
+            delta_size_bytes: delta.map(|d| d.bytes),
+            delta_oldest_base: self.inner.history.ends().map(|(oldest, _)| oldest),
+            release: env!("CARGO_PKG_VERSION").into(),
+        }
+    }
+
+    /// The table of a sealed version that is still in a slot. Blocks that are not held here have a sum of zero, which no
+    /// bytes have.
+    pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
+        let state = self.inner.state();
+        let newest = self.inner.version_info(&state).version;
+        let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
+        let slot = state.slots.iter().flatten().find(|s| s.version == wanted);
+        slot.map(|s| Arc::clone(&s.sums)).ok_or(ServeError::NoVersion { version: wanted, newest })
+    }
+
+    /// Makes a receiver known.
+    pub fn register(&self, registration: &Registration, control_port: u16) -> Result<Registered, ServeError> {
+        let id = hex(&random::<8>()?);
+        let inner = &self.inner;
+        let mut state = inner.state();
+        if state.instances.len() >= inner.config.max_instances {
+            let oldest = state.instances.iter().min_by_key(|(_, i)| i.heard).map(|(id, _)| id.clone());
+            oldest.and_then(|id| state.instances.remove(&id));
+        }
+        let name = registration.name.clone().or_else(|| {
+            let (host, port) = (registration.sglang_http_host.as_ref()?, registration.sglang_http_port?);
+            Some(format!("{host}:{port}"))
+        });
+        state.instances.insert(id.clone(), Instance { name, heard: Instant::now(), version: None });
+        Ok(Registered {
+            instance_id: id,
+            model_id: inner.region.model_id().clone(),
+            incarnation: inner.region.incarnation(),
+            trainer_global_rank: 0,
+            trainer_world_size: inner.region.ranks().into(),
+            trainer_buffer_length: inner.region.manifest().data_bytes(),
+            trainer_hostname: inner.config.advertise_host.to_string(),
+            trainer_rpc_port: control_port,
+            data_port: inner.data.port(),
+        })
+    }
+
+    /// The receivers that are known.
+    pub fn instances(&self) -> Vec<InstanceInfo> {
+        let state = self.inner.state();
+        let info = |(id, i): (&String, &Instance)| InstanceInfo {
+            instance_id: id.clone(),
+            name: i.name.clone(),
+            version: i.version,
+            heard_seconds: i.heard.elapsed().as_secs_f64(),
+            transfers: state.offers.iter().filter(|o| o.instance == *id && !o.handle.progress().free).count(),
+        };
+        state.instances.iter().map(info).collect()
+    }
+
+    /// What has been done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.inner.counters
+    }
+
+    /// The newest delta.
+    pub fn delta(&self) -> Option<DeltaStats> {
+        self.inner.state().delta
+    }
+
+    /// Transfers that are not over.
+    pub fn open_transfers(&self) -> usize {
+        self.inner.state().offers.iter().filter(|o| !o.handle.progress().free).count()
+    }
+
+    /// Why the newest committed version could not be sealed, if it could not.
+    pub fn failure(&self) -> Option<String> {
+        self.inner.state().failure.clone()
+    }
+
+    /// Answers a request for a transfer.
+    pub fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ServeError> {
+        let answer = self.inner.request(request, stop);
+        if let Ok(TransferAnswer::Refused(_)) = &answer {
+            count(&self.inner.counters.refused);
+        }
+        answer
+    }
+
+    /// A receiver says that a transfer is complete.
+    pub fn completed(&self, done: &TransferDone) -> Result<(), ServeError> {
+        let mut state = self.inner.state();
+        let instance = state.instances.get_mut(&done.instance_id);
+        let unknown = || ServeError::UnknownInstance { instance: done.instance_id.clone() };
+        let instance = instance.ok_or_else(unknown)?;
+        instance.heard = Instant::now();
+        instance.version = Some(done.completion.identity.version);
+        count(&self.inner.counters.completed);
+        Ok(())
+    }
+
+    /// This server's share of a version, for the one that leads. Waits until it is sealed, or `stop`.
+    pub fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ServeError> {
+        self.wait_slot(version, stop)?;
+        let state = self.inner.state();
+        let newest = self.inner.version_info(&state).version;
+        let slot = state.slots.iter().flatten().find(|s| s.version == version);
+        let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
+        let sum = slot.sums.state();
+        drop(state);
+        let region = &self.inner.region;
+        let segment = base.and_then(|b| self.inner.history.segment(b, version, stop).ok());
+        Ok(PartInfo {
+            identity: self.inner.identity(version),
+            layout_hash: region.manifest().layout_hash(),
+            cuts_hash: region.manifest().cuts_hash(),
+            blocks: blocks_of(region),
+            sum: PartSum(sum.to_bytes()),
+            data: self.data_endpoint(),
+            delta_bytes: segment.map(|s| s.bytes),
+        })
+    }
+
+    fn refusal(&self, what: &'static str, error: ServeError) -> ControlError {
+        let (kind, message) = (error.kind(), error.to_string());
+        ControlError::Refused { peer: self.peer(), what, kind, message }
+    }
+
+    fn wait_slot(&self, version: Version, stop: &Stop) -> Result<(), ServeError> {
+        let mut state = self.inner.state();
+        loop {
+            let newest = state.slots.iter().flatten().map(|s| s.version).max();
+            if newest >= Some(version) {
+                return Ok(());
+            }
+            if stop.is_set() || self.inner.stop.is_set() {
+                return Err(ServeError::NoVersion { version, newest });
+            }
+            let woken = self.inner.changed.wait_timeout(state, stop.nap());
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Serves this server's part of a ticket that another one issued.
+    pub fn share(&self, shared: SharedTicket, stop: &Stop) -> Result<(), ServeError> {
+        let ticket = Ticket::new(shared.ticket)?;
+        let version = ticket.identity.version;
+        let body = match &ticket.mode {
+            Mode::Full => {
+                let state = self.inner.state();
+                let newest = self.inner.version_info(&state).version;
+                let slot = state.slots.iter().flatten().find(|s| s.version == version).cloned();
+                drop(state);
+                let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
+                self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
+            }
+            Mode::Delta { base, payloads } => {
+                let segment = self.inner.history.segment(base.identity.version, version, stop)?;
+                let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
+                (
+                    Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),
+                    None,
+                )
+            }
+        };
+        self.inner.offer(ticket, shared.source, body, "a peer".into())
+    }
+}
+
+/// Within one process the control connection is a call.
+impl Control for Server {
+    fn peer(&self) -> String {
+        format!("{} in this process", self.inner.region.model_id())
+    }
+
+    fn version(
+        &self,
+        newer_than: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ControlError> {
+        Ok(match newer_than {
+            Some(seen) => self.wait_version(Some(seen), &stop.with_timeout(Duration::from_secs(20))),
+            None => Server::version(self),
+        })
+    }
+
+    fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
+        Ok(Manifest::clone(self.inner.region.manifest()))
+    }
+
+    fn sums(&self, identity: &Identity, _: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        let sums = Server::sums(self, Some(identity.version));
+        Ok(sums.map_err(|e| self.refusal("get the sums", e))?.sums().to_vec())
+    }
+
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
+        let registered = Server::register(self, registration, 0);
+        Ok(registered.map_err(|e| self.refusal("register", e))?.instance_id)
+    }
+
+    fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
+        Server::request(self, request, stop).map_err(|e| self.refusal("request a transfer", e))
+    }
+
+    fn done(&self, done: &TransferDone, _: &Stop) -> Result<(), ControlError> {
+        self.completed(done).map_err(|e| self.refusal("report a transfer", e))
+    }
+}
+
+impl Peer for Server {
+    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
+        Server::part(self, version, base, stop).map_err(|e| self.refusal("get a part", e))
+    }
+
+    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {
+        Server::share(self, ticket.clone(), stop).map_err(|e| self.refusal("share a ticket", e))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn identity(&self, version: Version) -> Identity {
+        let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
+        Identity { model_id, incarnation, version }
+    }
+
+    fn nothing_yet(&self) -> ServeError {
+        ServeError::NothingYet { model: self.region.model_id().to_string() }
+    }
+
+    fn version_info(&self, state: &State) -> VersionInfo {
+        let slot = state.served.as_ref();
+        let manifest = self.region.manifest();
+        VersionInfo {
+            version: slot.map(|s| s.version),
+            model_id: self.region.model_id().clone(),
+            incarnation: self.region.incarnation(),
+            digest: slot.map(|s| s.digest),
+            layout_hash: manifest.layout_hash(),
+            cuts_hash: manifest.cuts_hash(),
+        }
+    }
+}
+
+/// The blocks that a region holds.
+fn blocks_of(region: &Region) -> BlockRanges {
+    region.part().cloned().unwrap_or_else(|| BlockRanges::from(0..region.manifest().cuts().blocks()))
+}
+
+fn sparsity(changes: u64, units: u64) -> f64 {
+    1.0 - changes as f64 / units.max(1) as f64
+}
+
+/// Ends offers in parallel: each may take the whole grace.
+fn revoke_all(offers: Vec<Active>, why: &str, grace: Duration) {
+    std::thread::scope(|scope| {
+        for offer in &offers {
+            scope.spawn(move || offer.handle.revoke(why, grace));
+        }
+    });
+}
+
+fn random<const N: usize>() -> Result<[u8; N], ServeError> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|e| ServeError::Random(e.to_string()))?;
+    Ok(bytes)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |text, b| text + &format!("{b:02x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::ModelId;
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+    use crate::region::{Memfd, RegionSpec, Slots};
+
+    fn served(history: Limits) -> (tempfile::TempDir, Arc<Region>, Server) {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [300_000])], BTreeMap::new()).unwrap();
+        let region = Region::create(&RegionSpec {
+            dir: home.path().join("region"),
+            model_id: ModelId::new("actor").unwrap(),
+            manifest: Arc::new(manifest),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation: None,
+        })
+        .unwrap();
+        let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };
+        let server = Server::start(Arc::clone(&region), config).unwrap();
+        (home, region, server)
+    }
+
+    fn publish(region: &Arc<Region>, server: &Server, versions: std::ops::Range<Version>) {
+        let stop = Stop::after(Duration::from_secs(30));
+        let mut writer = region.writer(0).unwrap();
+        for version in versions {
+            let attempt = writer.begin(version, &stop).unwrap();
+            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+            attempt.done(&stop).unwrap();
+            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
+        }
+    }
+
+    #[test]
+    fn digests_are_kept_for_as_long_as_deltas_are() {
+        for count in [0, 4] {
+            let (_home, region, server) = served(Limits { count, bytes: 1 << 20 });
+            publish(&region, &server, 1..40);
+            let state = server.inner.state();
+            assert!(state.digests.len() <= count + 2, "{} for {count} deltas", state.digests.len());
+            assert!(state.digests.contains_key(&39));
+        }
+    }
+
+    #[test]
+    fn offers_of_one_slot_share_one_lease_until_it_is_wanted_back() {
+        let (_home, region, server) = served(Limits { count: 4, bytes: 1 << 20 });
+        publish(&region, &server, 1..2);
+        let id = region.state().active.unwrap().id;
+        let inner = &server.inner;
+        let first = inner.slot_lease(id, Duration::from_mins(1)).unwrap();
+        let second = inner.slot_lease(id, Duration::from_mins(10)).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        publish(&region, &server, 2..3);
+        let stop = Stop::after(Duration::from_secs(30));
+        std::thread::scope(|scope| {
+            // The next version but one wants this slot.
+            let writer = scope.spawn(|| publish(&region, &server, 3..4));
+            while !first.wanted_back() {
+                assert!(!stop.is_set());
+                std::thread::yield_now();
+            }
+            let error = inner.slot_lease(id, Duration::from_mins(1)).unwrap_err();
+            assert!(matches!(error, crate::region::RegionError::LeaseGone { .. }), "{error}");
+            drop((first, second));
+            writer.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,309 @@
+//! From a request to an offer: which mode serves, the ticket, and what it is served from.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use windlass_core::error::Kind;
+use windlass_core::identity::{StateDigest, Version};
+use windlass_core::ranges::BlockRanges;
+use windlass_core::wire::control::{
+    Granted, Have, Refused, RequestMode, SharedTicket, TransferAnswer, TransferRequest,
+};
+use windlass_core::wire::{
+    Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion,
+    Source, SourceId, Ticket, TicketFields, TicketId, TicketKey,
+};
+
+use super::{
+    Active, Inner, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError, blocks_of, count, random,
+    sparsity,
+};
+use crate::history::Segment;
+use crate::region::{Lease, LeaseKind, RegionError};
+use crate::stop::Stop;
+use crate::tcp::{Body, Offer};
+
+impl Inner {
+    pub(super) fn request(
+        &self,
+        request: &TransferRequest,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        {
+            let mut state = self.state();
+            let instance = state.instances.get_mut(&request.instance_id);
+            let unknown = || ServeError::UnknownInstance { instance: request.instance_id.clone() };
+            instance.ok_or_else(unknown)?.heard = Instant::now();
+        }
+        let bounds = |what, value: u64, allowed: String| ServeError::Bounds { what, value, allowed };
+        if let Some(streams) = request.streams.filter(|s| !(1..=MAX_STREAMS).contains(s)) {
+            return Err(bounds("streams", streams.into(), format!("1 to {MAX_STREAMS}")));
+        }
+        if let Some(ms) = request.timeout_ms.filter(|ms| !(1..=MAX_TIMEOUT_MS).contains(ms)) {
+            return Err(bounds("timeout_ms", ms, format!("1 to {MAX_TIMEOUT_MS}")));
+        }
+        if request.layout_hash.is_some_and(|h| h != self.region.manifest().layout_hash()) {
+            return Ok(refused(
+                None,
+                Kind::Stale,
+                "the layout is another one: fetch the manifest again".into(),
+            ));
+        }
+        let patience = stop.with_timeout(REPLACED_PATIENCE);
+        loop {
+            let slot = self.state().served.clone().ok_or_else(|| self.nothing_yet())?;
+            match self.answer(request, &slot, stop) {
+                // Its slot was taken back between the sealing of the next version and now.
+                Err(ServeError::Region(RegionError::LeaseGone { .. })) if !patience.is_set() => {
+                    let state = self.state();
+                    if state.served.as_ref().is_some_and(|s| s.id == slot.id) {
+                        drop(self.changed.wait_timeout(state, patience.nap()));
+                    }
+                }
+                other => return other,
+            }
+        }
+    }
+
+    pub(super) fn answer(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        let delta = match request.mode {
+            RequestMode::Full => Err("a full image was asked for".to_owned()),
+            RequestMode::Delta | RequestMode::Auto => self.delta_for(request, slot, stop),
+        };
+        match (delta, request.mode) {
+            (Ok(segment), _) => self.grant_delta(request, &segment, stop),
+            (Err(reason), RequestMode::Delta) => Ok(refused(Some(RequestMode::Full), Kind::Stale, reason)),
+            (Err(why), RequestMode::Full | RequestMode::Auto) => self.grant_full(request, slot, why, stop),
+        }
+    }
+
+    /// The delta that serves a request, or why none does.
+    pub(super) fn delta_for(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        stop: &Stop,
+    ) -> Result<Arc<Segment>, String> {
+        let Have { incarnation, version: base, digest } =
+            request.have.as_ref().ok_or("the receiver has no version to start from")?;
+        let target = request.version.unwrap_or(slot.version);
+        if *incarnation != self.region.incarnation() {
+            return Err(format!(
+                "version {base} is of incarnation {incarnation}, this publisher is {}",
+                self.region.incarnation()
+            ));
+        }
+        if *base >= target {
+            return Err(format!("version {base} is not older than {target}"));
+        }
+        let segment = self.history.segment(*base, target, stop).map_err(|e| e.to_string())?;
+        let known = self.state().digests.get(base).copied().unwrap_or(segment.header.base_digest);
+        if known != *digest {
+            return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
+        }
+        let image = self.region.manifest().bytes_of(&blocks_of(&self.region));
+        let share = segment.bytes as f64 / image.max(1) as f64;
+        if share > self.config.dense_share {
+            return Err(format!(
+                "the delta from {base} to {target} is too dense: {:.0} % of the image",
+                share * 100.0
+            ));
+        }
+        Ok(segment)
+    }
+
+    pub(super) fn fields(
+        &self,
+        request: &TransferRequest,
+        version: Version,
+        digest: StateDigest,
+    ) -> Result<TicketFields, ServeError> {
+        let manifest = self.region.manifest();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
+        let timeout = request.timeout_ms.unwrap_or(self.config.transfer_timeout.as_millis() as u64);
+        let blocks = BlockRanges::from(0..manifest.cuts().blocks());
+        let source = Source { id: SourceId(0), endpoint: self.data.clone(), blocks: blocks_of(&self.region) };
+        Ok(TicketFields {
+            protocol: ProtocolVersion::CURRENT.major,
+            id: TicketId(random()?),
+            identity: self.identity(version),
+            layout_hash: manifest.layout_hash(),
+            cuts_hash: manifest.cuts_hash(),
+            digest,
+            mode: Mode::Full,
+            why: String::new(),
+            wanted: blocks.clone(),
+            block_versions: BlockVersions::uniform(&blocks, version),
+            sources: vec![source],
+            streams: request.streams.unwrap_or(self.config.streams),
+            stripe_bytes: self.config.stripe_bytes,
+            checks: Checks::BlockSums,
+            deadline: Deadline::starting(now, timeout),
+            key: TicketKey::new(random()?),
+        })
+    }
+
+    pub(super) fn grant_full(
+        &self,
+        request: &TransferRequest,
+        slot: &SealedSlot,
+        why: String,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        let stop = &stop.with_timeout(PEER_PATIENCE);
+        let mut fields = self.fields(request, slot.version, slot.digest)?;
+        fields.why = why;
+        if let Some(wanted) = &request.wanted {
+            fields.wanted = wanted.clone();
+        }
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            let part = peer.part(slot.version, None, stop)?;
+            let id = SourceId(i as u32 + 1);
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+        }
+        let ticket = Ticket::new(fields.clone())?;
+        self.share_with_peers(&fields, stop)?;
+        // After the peers, who may take their time: until the offer is made, nobody would end this lease for a writer.
+        // The slot may have been taken back since it was looked up: then this says so.
+        let body = self.image_body(slot, Duration::from_millis(ticket.deadline.timeout_ms))?;
+        self.offer(ticket, SourceId(0), body, request.instance_id.clone())?;
+        count(&self.counters.tickets_full);
+        Ok(TransferAnswer::Granted(Box::new(Granted {
+            ok: true,
+            version: slot.version,
+            mode: RequestMode::Full,
+            delta_base_version: None,
+            delta_size: None,
+            sparsity: None,
+            num_nonzero: None,
+            compute_time: None,
+            ticket: fields,
+        })))
+    }
+
+    pub(super) fn image_body(
+        &self,
+        slot: &SealedSlot,
+        deadline: Duration,
+    ) -> Result<(Body, Option<Weak<Lease>>), ServeError> {
+        let lease = self.slot_lease(slot.id, deadline)?;
+        let body = Body::Image {
+            manifest: Arc::clone(self.region.manifest()),
+            file: Arc::clone(&self.files[lease.slot()]),
+            data_start: self.region.data_start(),
+            sums: Arc::clone(&slot.sums),
+            hold: Arc::clone(&lease) as Arc<dyn std::any::Any + Send + Sync>,
+        };
+        Ok((body, Some(Arc::downgrade(&lease))))
+    }
+
+    /// The lease that all offers of a slot share, good for at least `time`.
+    pub(super) fn slot_lease(&self, id: u64, time: Duration) -> Result<Arc<Lease>, RegionError> {
+        let until = Instant::now() + time;
+        let mut state = self.state();
+        if let Some((lease, given)) = &mut state.lease
+            && let Some(lease) = lease.upgrade().filter(|l| l.id() == id)
+        {
+            if lease.wanted_back() {
+                return Err(RegionError::LeaseGone { id });
+            }
+            if until > *given {
+                lease.renew(time)?;
+                *given = until;
+            }
+            return Ok(lease);
+        }
+        let lease = Arc::new(self.region.lease(id, LeaseKind::Stream, time)?);
+        state.lease = Some((Arc::downgrade(&lease), until));
+        Ok(lease)
+    }
+
+    pub(super) fn grant_delta(
+        &self,
+        request: &TransferRequest,
+        segment: &Arc<Segment>,
+        stop: &Stop,
+    ) -> Result<TransferAnswer, ServeError> {
+        let stop = &stop.with_timeout(PEER_PATIENCE);
+        let (base, target) = (segment.header.base.1, segment.header.target.1);
+        let known = |v, or| self.state().digests.get(&v).copied().unwrap_or(or);
+        let base_digest = known(base, segment.header.base_digest);
+        let digest = known(target, segment.header.target_digest);
+        let mut fields = self.fields(request, target, digest)?;
+        fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
+        fields.checks = Checks::Xxh3;
+        let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)] }];
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            let part = peer.part(target, Some(base), stop)?;
+            let id = SourceId(i as u32 + 1);
+            let Some(bytes) = part.delta_bytes else {
+                let reason = format!("the holder at {} has no delta from {base} to {target}", part.data);
+                return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
+            };
+            payloads.push(Payload { bytes, sources: vec![id] });
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+        }
+        fields.stripe_bytes = delta_stripe(&payloads, fields.streams, self.config.stripe_bytes);
+        let parts = payloads.len();
+        let base = Base { identity: self.identity(base), digest: base_digest };
+        fields.mode = Mode::Delta { base: base.clone(), payloads };
+        let ticket = Ticket::new(fields.clone())?;
+        self.share_with_peers(&fields, stop)?;
+        let mut files = vec![None; parts];
+        files[0] = Some(Arc::clone(&segment.file));
+        self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
+        count(&self.counters.tickets_delta);
+        let units: u64 =
+            self.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
+        let stats = self.state().delta.filter(|d| (d.base, d.version) == (base.identity.version, target));
+        Ok(TransferAnswer::Granted(Box::new(Granted {
+            ok: true,
+            version: target,
+            mode: RequestMode::Delta,
+            delta_base_version: Some(base.identity.version),
+            delta_size: Some(segment.bytes),
+            sparsity: stats.map(|d| sparsity(d.changes, units)),
+            num_nonzero: stats.map(|d| d.changes),
+            compute_time: stats.map(|d| d.seconds),
+            ticket: fields,
+        })))
+    }
+
+    pub(super) fn share_with_peers(&self, fields: &TicketFields, stop: &Stop) -> Result<(), ServeError> {
+        for (i, peer) in self.config.peers.iter().enumerate() {
+            peer.share(&SharedTicket { source: SourceId(i as u32 + 1), ticket: fields.clone() }, stop)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn offer(
+        &self,
+        ticket: Ticket,
+        source: SourceId,
+        (body, lease): (Body, Option<Weak<Lease>>),
+        instance: String,
+    ) -> Result<(), ServeError> {
+        let expires = Instant::now() + Duration::from_millis(ticket.deadline.timeout_ms);
+        let handle = self.sender.offer(Offer { ticket, source, body })?;
+        self.state().offers.push(Active { handle, lease, instance, expires });
+        Ok(())
+    }
+}
+
+fn refused(fallback: Option<RequestMode>, kind: Kind, reason: String) -> TransferAnswer {
+    TransferAnswer::Refused(Refused { ok: false, fallback, reason, kind })
+}
+
+/// The stripes of a delta: one for each stream where that leaves them large enough to be worth a connection, and
+/// none larger than those of images.
+fn delta_stripe(payloads: &[Payload], streams: u16, most: u32) -> u32 {
+    const WORTH_A_STREAM: u32 = 1 << 20;
+    let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
+    let share = bytes.div_ceil(u64::from(streams.max(1))).min(u64::from(u32::MAX)) as u32;
+    share.max(WORTH_A_STREAM).min(most)
+}

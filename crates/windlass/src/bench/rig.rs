@@ -1,0 +1,206 @@
+//! What the benches of the data plane run on: a publisher and its receivers, in this process, with real regions and
+//! real sockets on 127.0.0.1.
+//!
+//! Owns: the directory in which they live, which goes when it is dropped, and how their errors become the
+//! command's. Must not: measure anything.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use windlass_core::address::Host;
+use windlass_core::error::Kind;
+use windlass_core::identity::{ModelId, StateDigest, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::wire::Ticket;
+use windlass_core::wire::control::{Have, Registration, RequestMode, TransferAnswer, TransferRequest};
+use windlass_data::image::ImageSpec;
+use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
+use windlass_data::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use windlass_data::serve::{Server, ServerConfig};
+use windlass_data::stop::Stop;
+use windlass_data::tcp::PullConfig;
+
+use super::{Images, PlaneConfig};
+use crate::error::Error;
+
+/// Nothing that a bench waits for takes so long unless something is broken.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// For `map_err` on what the data plane says.
+macro_rules! failed {
+    ($doing:literal) => {
+        |e| $crate::error::Error::Plane { doing: $doing, kind: e.kind(), source: Box::new(e) }
+    };
+}
+pub(super) use failed;
+
+/// A directory of the bench's own, gone when it is dropped.
+#[derive(Debug)]
+pub struct Place(PathBuf);
+
+impl Place {
+    /// Makes one in `parent`.
+    pub fn new(parent: &Path) -> Result<Place, Error> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!("windlass-bench-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).map_err(Error::io("create", &path))?;
+        Ok(Place(path))
+    }
+
+    /// Something in it.
+    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // What cannot be removed stays; a bench has nobody to tell.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn model_id() -> Result<ModelId, Error> {
+    ModelId::new("bench").map_err(|e| Error::Bug(e.to_string()))
+}
+
+/// Makes a region of two slots for `ranks` writers, all of its pages touched.
+pub fn region(place: &Place, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
+    let spec = RegionSpec {
+        dir: place.join("region"),
+        model_id: model_id()?,
+        manifest: Arc::clone(manifest),
+        slots: Slots::Two,
+        ranks,
+        part: None,
+        group: false,
+        memfd: Memfd::Auto,
+        extra_bytes: 0,
+        incarnation: None,
+    };
+    Region::create(&spec).map_err(failed!("make a region"))
+}
+
+/// A region with one rank, being served.
+pub struct Publisher<'a> {
+    config: &'a PlaneConfig,
+    cancel: &'a Stop,
+    /// The region.
+    pub region: Arc<Region>,
+    /// Its server.
+    pub server: Arc<Server>,
+    writer: Writer,
+    instance: String,
+}
+
+impl<'a> Publisher<'a> {
+    /// Makes a region and serves it.
+    pub fn start(
+        place: &Place,
+        images: &Images,
+        config: &'a PlaneConfig,
+        cancel: &'a Stop,
+    ) -> Result<Publisher<'a>, Error> {
+        let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
+        let writer = region.writer(0).map_err(failed!("write the region"))?;
+        region.report();
+        let host = Host::new("127.0.0.1").map_err(|e| Error::Bug(e.to_string()))?;
+        let mut serving = ServerConfig {
+            threads: config.bench.threads,
+            streams: config.streams,
+            ..ServerConfig::new(host)
+        };
+        serving.tcp.max_handshakes_per_peer = serving.tcp.max_handshakes;
+        let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
+        let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
+        let instance = registered.instance_id;
+        Ok(Publisher { config, cancel, region, server: Arc::new(server), writer, instance })
+    }
+
+    /// A deadline that no healthy bench reaches.
+    pub fn stop(&self) -> Stop {
+        self.cancel.with_timeout(PATIENCE)
+    }
+
+    /// Writes a version with all threads and commits it.
+    pub fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
+        let stop = self.stop();
+        let attempt = self.writer.begin(version, &stop).map_err(failed!("begin a version"))?;
+        let share = data.len().div_ceil(self.config.bench.threads).max(1);
+        std::thread::scope(|scope| {
+            let attempt = &attempt;
+            let writes: Vec<_> = (0u64..)
+                .zip(data.chunks(share))
+                .map(|(i, part)| scope.spawn(move || attempt.write(i * share as u64, part)))
+                .collect();
+            writes.into_iter().try_for_each(|w| match w.join() {
+                Ok(written) => written.map_err(failed!("write a version")),
+                Err(_) => Err(Error::Bug("a writing thread panicked".into())),
+            })
+        })?;
+        attempt.done(&stop).map_err(failed!("commit a version"))?;
+        Ok(())
+    }
+
+    /// Waits until a version is sealed and served; answers its digest.
+    pub fn served(&self, version: Version) -> Result<StateDigest, Error> {
+        let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
+        let info = self.server.wait_version(seen, &self.stop());
+        let digest = info.digest.filter(|_| info.version == Some(version));
+        digest.ok_or_else(|| Error::Plane {
+            doing: "seal a version",
+            kind: Kind::Timeout,
+            source: self
+                .server
+                .failure()
+                .unwrap_or_else(|| format!("version {version} is not served"))
+                .into(),
+        })
+    }
+
+    /// A ticket for the newest version: a delta from `have`, or all of it.
+    pub fn ticket(&self, have: Option<(Version, StateDigest)>) -> Result<Ticket, Error> {
+        let incarnation = self.region.incarnation();
+        let request = TransferRequest {
+            instance_id: self.instance.clone(),
+            mode: if have.is_some() { RequestMode::Delta } else { RequestMode::Full },
+            have: have.map(|(version, digest)| Have { incarnation, version, digest }),
+            version: None,
+            layout_hash: None,
+            wanted: None,
+            streams: Some(self.config.streams),
+            timeout_ms: Some(PATIENCE.as_millis() as u64),
+        };
+        match self.server.request(&request, &self.stop()).map_err(failed!("ask for a ticket"))? {
+            TransferAnswer::Granted(granted) => granted.ticket().map_err(failed!("read a ticket")),
+            TransferAnswer::Refused(refused) => {
+                Err(Error::Plane { doing: "get a ticket", kind: refused.kind, source: refused.reason.into() })
+            }
+        }
+    }
+
+    /// A receiver with an image of its own.
+    pub fn receiver(&self, place: &Place, name: &str) -> Result<Receiver, Error> {
+        let config = ReceiverConfig {
+            image: image_spec(place, name, self.config.bench.threads)?,
+            name: name.to_owned(),
+            mode: RequestMode::Auto,
+            streams: Some(self.config.streams),
+            transfer_timeout: PATIENCE,
+            open_timeout: PATIENCE,
+            pull: PullConfig::default(),
+            allow: None,
+        };
+        let control = Arc::clone(&self.server) as Arc<dyn Control>;
+        Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))
+    }
+}
+
+/// Where an image of the bench lies.
+pub fn image_spec(place: &Place, name: &str, threads: usize) -> Result<ImageSpec, Error> {
+    let dir = place.join(name);
+    Ok(ImageSpec { dir, model_id: model_id()?, group: false, memfd: Memfd::Auto, threads })
+}
