@@ -311,7 +311,15 @@ fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
     match serde_json::from_slice::<Outer>(body) {
         Ok(Outer { error: Inner { kind, message } }) => (kind, message),
         Err(_) => {
-            let kind = Kind::ALL.into_iter().find(|k| k.row().http == status).unwrap_or(Kind::Invalid);
+            // Something in between answers for the agent; most of that passes.
+            let kind = match status {
+                401 => Kind::Denied,
+                429 | 503 => Kind::Exhausted,
+                _ => {
+                    let named = Kind::ALL.into_iter().find(|k| k.row().http == status);
+                    named.unwrap_or(if status >= 500 { Kind::PeerLost } else { Kind::Invalid })
+                }
+            };
             (kind, format!("status {status}"))
         }
     }
@@ -383,5 +391,24 @@ impl Peer for HttpControl {
 
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {
         self.call("share a ticket", "/share_ticket", Some(ticket), stop).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_by_something_in_between_keeps_its_sort() {
+        let said = br#"{"ok":false,"error":{"kind":"stale","message":"m","advice":"a"}}"#;
+        assert_eq!(refusal(503, said), (Kind::Stale, "m".into()));
+        let kind = |status| refusal(status, b"<html>").0;
+        assert_eq!(
+            [401, 403, 400, 418].map(kind),
+            [Kind::Denied, Kind::Denied, Kind::Invalid, Kind::Invalid]
+        );
+        // A receiver waits these out.
+        let passing = [Kind::PeerLost, Kind::PeerLost, Kind::Exhausted, Kind::Exhausted, Kind::Timeout];
+        assert_eq!([502, 520, 503, 429, 504].map(kind), passing);
     }
 }

@@ -1,11 +1,16 @@
 //! `windlass gc`: removes what dead processes left.
+//!
+//! Owns: what is said about it, and the directories of killed demos. Which region or image is dead is decided by
+//! [`windlass_data::region::gc`] alone, by its lock.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use windlass_data::region;
+use windlass_data::region::{self, Removed};
 
+use crate::demo;
 use crate::error::Error;
 use crate::session::{Session, bytes};
 
@@ -20,8 +25,11 @@ impl Gc {
     /// Removes regions and images that no living process has open.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
         // The library takes a directory that is not there for an empty one; somebody who names it mistyped.
-        std::fs::read_dir(&self.dir).map_err(Error::io("read", &self.dir))?;
-        let removed = region::gc(&self.dir)?;
+        let abandoned = demo::abandoned(&self.dir)?;
+        let mut removed = region::gc(&self.dir)?;
+        for home in abandoned {
+            clear(&home, &mut removed)?;
+        }
         let freed: u64 = removed.iter().map(|r| r.bytes).sum();
         let object = json!({
             "dir": self.dir,
@@ -41,4 +49,21 @@ impl Gc {
             };
         })
     }
+}
+
+/// Removes the regions and images of a killed demo, then its logs and directories if nothing else is in them.
+fn clear(home: &Path, removed: &mut Vec<Removed>) -> Result<(), Error> {
+    removed.extend(region::gc(home)?);
+    for entry in fs::read_dir(home).map_err(Error::io("read", home))?.flatten() {
+        let path = entry.path();
+        if entry.file_type().is_ok_and(|t| t.is_dir()) {
+            removed.extend(region::gc(&path)?);
+            // What is not empty is still in use, or not ours.
+            let _ = fs::remove_dir(&path);
+        } else if path.extension().is_some_and(|e| e == "log") {
+            let _ = fs::remove_file(&path);
+        }
+    }
+    let _ = fs::remove_dir(home);
+    Ok(())
 }

@@ -323,7 +323,7 @@ mod tests {
     struct Service {
         address: SocketAddr,
         end: watch::Sender<bool>,
-        runtime: tokio::runtime::Runtime,
+        _runtime: tokio::runtime::Runtime,
     }
 
     impl Service {
@@ -338,7 +338,7 @@ mod tests {
             let address = listener.local_addr().unwrap();
             let (end, ended) = watch::channel(false);
             runtime.spawn(serve(listener, router, limits, ended, Duration::from_millis(100)));
-            Service { address, end, runtime }
+            Service { address, end, _runtime: runtime }
         }
 
         fn connect(&self) -> TcpStream {
@@ -364,7 +364,6 @@ mod tests {
     impl Drop for Service {
         fn drop(&mut self) {
             let _ = self.end.send(true);
-            let _ = &self.runtime;
         }
     }
 

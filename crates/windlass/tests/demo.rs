@@ -36,7 +36,7 @@ fn nothing_left(dir: &Path) {
 /// A demo that goes on until something happens to it, with all its processes at work.
 fn long_demo(dir: &Path) -> Process {
     let dir_arg = format!("--dir={}", dir.display());
-    let args = ["demo", "--model-bytes=4Mi", "--steps=5000", "--receivers=2", "--ranks=2", &dir_arg];
+    let args = ["demo", "--model-bytes=16Mi", "--steps=64", "--receivers=2", "--ranks=2", &dir_arg];
     let demo = Process::start(args);
     until("all processes at work", || {
         let running = processes_about(dir);
@@ -167,9 +167,13 @@ fn a_demo_whose_part_fails_names_it_and_leaves_nothing() {
 }
 
 #[test]
-fn the_processes_of_a_killed_demo_end_by_themselves() {
+fn a_killed_demo_leaves_no_process_and_only_what_gc_removes() {
     let home = home();
     let mut demo = long_demo(home.path());
     demo.kill();
     until("all processes gone", || processes_about(home.path()).is_empty().then_some(()));
+    assert_eq!(command::names(home.path()).len(), 1);
+    let told = run!("gc", "--json", home.path()).ok().json();
+    assert_eq!(told["removed"].as_array().unwrap().len(), 3, "a region and two images: {told}");
+    nothing_left(home.path());
 }

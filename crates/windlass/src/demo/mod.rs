@@ -81,6 +81,24 @@ pub struct Demo {
     pub dir: PathBuf,
 }
 
+/// What the directory of a demo is called, before the number of its process.
+const HOME: &str = "windlass-demo-";
+
+/// The directories in `dir` of demos that were killed before they could remove them.
+pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(Error::io("read", dir))? {
+        let entry = entry.map_err(Error::io("read", dir))?;
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|n| n.strip_prefix(HOME)?.parse::<u32>().ok());
+        let dead = pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists());
+        if dead && entry.file_type().is_ok_and(|t| t.is_dir()) {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
 /// How long any single thing may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -139,7 +157,7 @@ impl Demo {
     /// Runs the demo and gives the exit code.
     pub fn run(&self, session: &Session) -> Result<u8, Error> {
         let manifest = image::manifest_of(&self.model.synth()?)?;
-        let home = self.dir.join(format!("windlass-demo-{}", std::process::id()));
+        let home = self.dir.join(format!("{HOME}{}", std::process::id()));
         std::fs::create_dir(&home).map_err(Error::io("create", &home))?;
         let mut stage = Stage {
             demo: self,

@@ -79,7 +79,7 @@ impl Rank {
             let line = line.map_err(Error::io("read", "standard input".as_ref()))?;
             let stop = session.cancel().with_timeout(PATIENCE);
             let told = match line.split_once(' ').map(|(verb, step)| (verb, step.parse::<u32>())) {
-                Some(("train", Ok(step))) => trainer.train(step)?,
+                Some(("train", Ok(step))) if step <= super::MAX_STEPS => trainer.train(step)?,
                 Some(("offload", Ok(step))) => trainer.offload(&mut writer, step, &stop)?,
                 Some(_) | None => return Err(Error::Usage(format!("{line:?} is not a command of a rank"))),
             };
