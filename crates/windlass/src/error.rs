@@ -198,6 +198,7 @@ impl From<SealError> for Error {
             | SealError::BeyondBlocks { .. }
             | SealError::TableLength { .. }
             | SealError::NotNewer { .. }
+            | SealError::BaseChanged { .. }
             | SealError::Manifest(_) => Error::Seal(e),
         }
     }
