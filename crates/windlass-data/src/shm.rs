@@ -347,6 +347,7 @@ unsafe fn copy(from: &[u8], to: *mut u8) {
 /// # Safety
 /// `to` must be valid for writing `from.len()` bytes, and not overlap `from`.
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads need no alignment, and stores begin on lines")]
 unsafe fn stream(mut from: &[u8], mut to: *mut u8) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
     const LINE: usize = 64;

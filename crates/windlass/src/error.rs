@@ -222,12 +222,11 @@ impl Error {
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             Error::Seal(e) => e.kind(),
-            Error::Plane { kind, .. } => *kind,
             Error::Region(e) => e.kind(),
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
-            Error::Child { kind, .. } => *kind,
+            Error::Plane { kind, .. } | Error::Child { kind, .. } => *kind,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
