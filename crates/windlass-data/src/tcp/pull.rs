@@ -154,7 +154,7 @@ pub fn pull(
 
 /// The ticket's streams, but for each source no more than it has stripes: a delta of a megabyte is not worth six
 /// connections. Every source keeps one, over which it learns that the transfer is done.
-fn useful_lanes<'t>(ticket: &'t Ticket, plan: &StripePlan) -> Vec<(u16, &'t Source)> {
+pub(super) fn useful_lanes<'t>(ticket: &'t Ticket, plan: &StripePlan) -> Vec<(u16, &'t Source)> {
     let stripes_of = |source: &Source| {
         let position = plan.source_position(source.id);
         let held = |s: &&Stripe| position.is_some_and(|p| plan.holders(s).contains(p));

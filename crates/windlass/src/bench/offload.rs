@@ -144,7 +144,7 @@ impl<'a> Ranks<'a> {
     /// One version, from the first word to the commit.
     fn round(&mut self, source: &[u8]) -> Result<(), Error> {
         self.version += 1;
-        let stop = &self.cancel.with_timeout(Duration::from_secs(60));
+        let stop = &self.cancel.with_timeout(Duration::from_mins(1));
         let version = self.version;
         std::thread::scope(|scope| {
             let threads: Vec<_> = self
@@ -162,7 +162,7 @@ impl<'a> Ranks<'a> {
     /// Whether the committed slot has the bytes of `source`.
     fn check(&self, source: &[u8]) -> Result<(), Error> {
         let active = self.region.state().active.ok_or_else(|| Error::Bug("nothing was committed".into()))?;
-        let lease = self.region.lease(active.id, LeaseKind::Map, Duration::from_secs(60));
+        let lease = self.region.lease(active.id, LeaseKind::Map, Duration::from_mins(1));
         let lease = lease.map_err(failed!("read the slot"))?;
         if lease.data() == &source[..lease.data().len()] {
             Ok(())

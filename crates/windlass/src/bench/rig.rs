@@ -26,7 +26,7 @@ use super::{Images, PlaneConfig};
 use crate::error::Error;
 
 /// Nothing that a bench waits for takes so long unless something is broken.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_mins(2);
 
 /// For `map_err` on what the data plane says.
 macro_rules! failed {

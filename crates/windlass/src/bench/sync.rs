@@ -7,7 +7,8 @@
 //! a seal over the two slots, a pull of the delta file, an apply to a scratch image with its table. The control
 //! connection is a call: HTTP is not part of this.
 
-use std::time::Instant;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use windlass_core::delta::Delta;
@@ -18,6 +19,7 @@ use windlass_data::receiver::{Receiver, Synced};
 use windlass_data::region::LeaseKind;
 use windlass_data::seal::{self, Base, SealJob};
 use windlass_data::shm::{Access, Mapping};
+use windlass_data::stop::Stop;
 use windlass_data::tcp::{PayloadLanding, PullConfig, Watch, pull};
 
 use super::rig::{Place, Publisher, failed};
@@ -81,12 +83,12 @@ struct Bench<'a> {
     /// A second image, to apply deltas to.
     scratch: Mapping,
     buffer: Mapping,
-    delta: std::path::PathBuf,
+    delta: PathBuf,
 }
 
 impl<'a> Bench<'a> {
     fn new(images: &'a Images, place: &Place, config: &'a PlaneConfig) -> Result<Bench<'a>, Error> {
-        let stop = windlass_data::stop::Stop::never();
+        let stop = Stop::never();
         let with = (config.bench.threads, &stop);
         let sum = |data: &[u8]| image::sum(crate::kernels(), &images.manifest, data, with);
         let path = place.join("scratch");
@@ -144,7 +146,7 @@ impl<'a> Bench<'a> {
         let (Some(active), Some(inactive)) = (state.active, state.inactive) else {
             return Err(Error::Bug("a slot is empty".into()));
         };
-        let lease = |id| region.lease(id, LeaseKind::Map, std::time::Duration::from_secs(60));
+        let lease = |id| region.lease(id, LeaseKind::Map, Duration::from_mins(1));
         let (new, old) =
             lease(active.id).and_then(|n| Ok((n, lease(inactive.id)?))).map_err(failed!("read the slots"))?;
         let blocks = (0..region.manifest().cuts().blocks()).into();
@@ -184,7 +186,7 @@ impl<'a> Bench<'a> {
     /// Applies the delta in the buffer to the scratch image, which is at the older version.
     fn apply(&self, len: u64, old: usize, wanted: &[u8]) -> Result<f64, Error> {
         let mut data = self.scratch.lend(0..self.scratch.len()).map_err(failed!("write an image"))?;
-        let stop = windlass_data::stop::Stop::never();
+        let stop = Stop::never();
         let start = Instant::now();
         let delta = Delta::parse(self.buffer.bytes(0..len)).map_err(failed!("read a delta"))?;
         let with = (self.config.bench.threads, &stop);

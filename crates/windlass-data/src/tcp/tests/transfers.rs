@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use windlass_core::wire::{Checks, Ticket};
+use windlass_core::wire::{Checks, MIN_STRIPE_BYTES, Mode, SourceId, StripePlan, Ticket, TicketFields};
 
 use super::world::{
     Image, Landed, Rng, delta_fields, eventually, odd_manifest, offer, payload_file, plain_manifest,
@@ -11,6 +11,7 @@ use super::world::{
 use crate::shm::Mapping;
 use crate::stop::Stop;
 use crate::tcp::Body;
+use crate::tcp::pull::useful_lanes;
 
 #[test]
 fn an_image_of_odd_tensors_arrives_bit_for_bit() {
@@ -106,4 +107,26 @@ fn many_receivers_pull_at_once() {
             });
         }
     });
+}
+
+#[test]
+fn no_more_streams_are_opened_than_a_source_has_stripes() {
+    let at = "127.0.0.1:9".parse().unwrap();
+    let lanes = |fields: TicketFields| {
+        let ticket = Ticket::new(TicketFields { streams: 4, ..fields }).unwrap();
+        let plan = StripePlan::new(&ticket, |_| None).unwrap();
+        let lanes = useful_lanes(&ticket, &plan);
+        lanes.iter().map(|(index, source)| (*index, source.id.0)).collect::<Vec<_>>()
+    };
+    let stripe = MIN_STRIPE_BYTES as usize;
+    assert_eq!(lanes(delta_fields(&[vec![1; 100]], at)), [(0, 0)]);
+    assert_eq!(lanes(delta_fields(&[vec![1; 2 * stripe]], at)), [(0, 0), (1, 0)]);
+    assert_eq!(lanes(delta_fields(&[vec![1; 9 * stripe]], at)).len(), 4);
+    // One source has one stripe, the other three: streams take turns between sources.
+    let mut two = delta_fields(&[vec![1; 10], vec![1; 3 * stripe]], at);
+    two.sources.push(source(1, at, (0..10).into()));
+    if let Mode::Delta { payloads, .. } = &mut two.mode {
+        payloads[1].sources = vec![SourceId(1)];
+    }
+    assert_eq!(lanes(two), [(0, 0), (1, 1), (3, 1)]);
 }
