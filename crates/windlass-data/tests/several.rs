@@ -94,7 +94,7 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
         Manifest::new(vec![TensorSpec::new("w", Dtype::U8, [40 << 20])], std::collections::BTreeMap::new())
             .unwrap();
     let history = Limits { count: 8, bytes: 256 << 20 };
-    let config = ServerConfig { dense_share: 2.0, history, stripe_bytes: 1 << 20, ..quick_server() };
+    let config = ServerConfig { history, stripe_bytes: 1 << 20, ..quick_server() };
     let mut publisher = Publisher::with(manifest, None, config);
     Noise(9).fill_fast(&mut publisher.data);
     publisher.publish(1);

@@ -196,7 +196,8 @@ pub struct TransferRequest {
     /// What it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub have: Option<Have>,
-    /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest.
+    /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest. A delta
+    /// to a named version is served whatever its size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<Version>,
     /// The layout that its block numbers are of; checked if given.
