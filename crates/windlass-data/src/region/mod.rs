@@ -471,10 +471,12 @@ impl Region {
     fn wait_for<T>(&self, stop: &Stop, mut look: impl FnMut() -> Option<T>) -> Result<T, Stopped> {
         loop {
             let seen = self.bell();
+            // Before the look: what was there when it was called off still counts.
+            let stopped = stop.check();
             if let Some(answer) = look() {
                 return Ok(answer);
             }
-            stop.check()?;
+            stopped?;
             self.wait(seen, stop.nap());
         }
     }
