@@ -116,6 +116,20 @@ pub enum ImageError {
         /// Where.
         dir: PathBuf,
     },
+    /// Another receiver has it.
+    #[error(
+        "another receiver (pid {pid}) keeps the image of {model} at {}: one receiver serves all engines of a host; \
+         stop it, or keep this image in another directory",
+        dir.display()
+    )]
+    Taken {
+        /// Whose image.
+        model: ModelId,
+        /// Where.
+        dir: PathBuf,
+        /// The other receiver.
+        pid: u32,
+    },
     /// The state file.
     #[error("cannot {action} {}", path.display())]
     Io {
@@ -140,7 +154,27 @@ impl ImageError {
             ImageError::Loan(_) | ImageError::Incomplete { .. } => Kind::Bug,
             ImageError::Digest { .. } => Kind::Corrupt,
             ImageError::NotWhole { .. } => Kind::NotFound,
+            ImageError::Taken { .. } => Kind::Denied,
             ImageError::Io { source, .. } => crate::file::io_kind(source),
+        }
+    }
+}
+
+impl ImageError {
+    /// Whether it says that what is there is of no use to anybody, and may be replaced.
+    pub fn is_ruined(&self) -> bool {
+        let broken = |e: &io::Error| {
+            use io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
+            matches!(e.kind(), NotFound | UnexpectedEof | InvalidData)
+        };
+        match self {
+            ImageError::Region(
+                RegionError::HolderGone { .. } | RegionError::Damaged { .. } | RegionError::Manifest { .. },
+            ) => true,
+            ImageError::Region(RegionError::Io { source, .. }) | ImageError::Io { source, .. } => {
+                broken(source)
+            }
+            _ => false,
         }
     }
 }
@@ -235,7 +269,7 @@ impl Image {
         let blocks = manifest.cuts().blocks() as usize;
         let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
         let book = Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] };
-        let (writer, seat) = (region.writer(0)?, region.agent()?);
+        let (writer, seat) = seats(&spec, &region)?;
         Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current: None })
     }
 
@@ -245,7 +279,7 @@ impl Image {
         let region = Region::open(&spec.dir)?;
         // First of all: a living receiver must not be looked at while it writes, and what a dead one left open is
         // ended by this.
-        let (writer, seat) = (region.writer(0)?, region.agent()?);
+        let (writer, seat) = seats(&spec, &region)?;
         let manifest = Arc::clone(region.manifest());
         // Not by a lease: what a broken refresh left cannot be leased, and nobody else writes here.
         let path = region.slot_path(0);
@@ -329,6 +363,18 @@ fn seal_left(seat: &AgentSeat, digest: StateDigest) -> Result<(), ImageError> {
         seal.finish(digest);
     }
     Ok(())
+}
+
+/// The right to write, which one receiver has.
+fn seats(spec: &ImageSpec, region: &Arc<Region>) -> Result<(Writer, AgentSeat), ImageError> {
+    let taken = |e| match e {
+        RegionError::RankTaken { pid, .. } | RegionError::AgentTaken { pid, .. } => {
+            let (model, dir) = (spec.model_id.clone(), spec.dir.clone());
+            ImageError::Taken { model, dir, pid }
+        }
+        other => other.into(),
+    };
+    Ok((region.writer(0).map_err(taken)?, region.agent().map_err(taken)?))
 }
 
 /// The identity of the whole version in an image's region, if there is one.

@@ -158,3 +158,27 @@ fn a_slot_that_changed_after_sealing_costs_a_delta_and_no_receiver_is_wrong() {
     assert_eq!((synced.mode, synced.image.unwrap().digest), ("full", digest));
     assert_eq!(image_bytes(&receiver), publisher.data);
 }
+
+#[test]
+fn an_image_that_is_ruined_is_fetched_anew() {
+    type Ruin = fn(&std::path::Path);
+    let ruins: [(&str, Ruin); 3] = [
+        ("truncated", |dir| {
+            let slot = std::fs::File::options().write(true).open(dir.join("a.safetensors")).unwrap();
+            slot.set_len(4096).unwrap();
+        }),
+        ("without its slot", |dir| std::fs::remove_file(dir.join("a.safetensors")).unwrap()),
+        ("without a manifest", |dir| std::fs::write(dir.join("manifest.json"), "{").unwrap()),
+    ];
+    let mut publisher = Publisher::new(odd_manifest());
+    publisher.publish(1);
+    for (how, ruin) in ruins {
+        let dir = shm();
+        receiver(&dir, publisher.server()).sync(&stop()).unwrap();
+        ruin(&dir.path().join("image"));
+        let mut again = receiver(&dir, publisher.server());
+        assert!(again.current().is_none(), "{how}");
+        assert_eq!(again.sync(&stop()).unwrap().mode, "full", "{how}");
+        assert_eq!(image_bytes(&again), publisher.data, "{how}");
+    }
+}

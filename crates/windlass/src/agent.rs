@@ -38,7 +38,7 @@ use windlass_core::wire::control::{
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
-use windlass_data::region::Region;
+use windlass_data::region::{Region, RegionError};
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::SenderConfig;
@@ -78,6 +78,8 @@ pub struct Agent {
     pub timeout: Duration,
     /// Agents that hold the other parts.
     pub peers: Vec<String>,
+    /// How long to wait for the region to be made.
+    pub wait: Duration,
     /// End when standard input ends: the parent is gone.
     pub with_parent: bool,
 }
@@ -112,7 +114,7 @@ impl Agent {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
-        let region = Region::open(&self.region)?;
+        let region = self.open(session)?;
         let (token, token_file) = self.token(&region)?;
         let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
             Ok(Arc::new(HttpControl::new(url, token.clone())?))
@@ -184,6 +186,28 @@ impl Agent {
             server.shutdown(Duration::from_secs(2));
         }
         result
+    }
+
+    /// The region, which its publisher may be about to make.
+    fn open(&self, session: &Session) -> Result<Arc<Region>, Error> {
+        let stop = session.cancel().with_timeout(self.wait);
+        let mut said = false;
+        loop {
+            match Region::open(&self.region) {
+                Err(RegionError::Absent { dir }) if !stop.is_set() => {
+                    if !std::mem::replace(&mut said, true) {
+                        let event = json!({ "event": "waiting", "region": dir });
+                        session
+                            .event(&event, || format!("waiting for a publisher to make {}", dir.display()));
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                other => {
+                    session.cancel().check()?;
+                    return Ok(other?);
+                }
+            }
+        }
     }
 
     fn token(&self, region: &Region) -> Result<(Token, Option<PathBuf>), Error> {

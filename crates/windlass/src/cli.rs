@@ -92,7 +92,10 @@ enum ParsedCommand {
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
     Receive(ParsedReceive),
-    /// Remove regions and images that dead processes left; nothing that is in use is touched
+    /// Remove regions and images that dead processes left
+    ///
+    /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an
+    /// image keep what they have mapped, and no longer find it by its path.
     Gc(ParsedGc),
     /// Train a made-up model with several processes, and keep receivers in sync with it
     ///

@@ -74,7 +74,13 @@ enum Source {
 impl HttpControl {
     /// Talks to the agent at `endpoint`, such as `http://10.0.0.5:7777`.
     pub fn new(endpoint: &str, token: Token) -> Result<HttpControl, Error> {
-        let endpoint = endpoint.parse().map_err(|e| Error::Usage(format!("{e}")))?;
+        if endpoint.starts_with("https://") {
+            return Err(Error::Usage(format!(
+                "{endpoint}: agents speak plain http; across networks that are not trusted, use a tunnel"
+            )));
+        }
+        let scheme = if endpoint.starts_with("http://") { "" } else { "http://" };
+        let endpoint = format!("{scheme}{endpoint}").parse().map_err(|e| Error::Usage(format!("{e}")))?;
         Ok(HttpControl { source: Source::Endpoint((endpoint, token)), client: client() })
     }
 

@@ -355,7 +355,7 @@ fn an_agent_says_why_it_cannot_serve() {
         ran.json()["error"]["message"].as_str().unwrap().to_owned()
     };
     let absent = home.path().join("absent");
-    let message = said(run!("agent", "--json", "--region", &absent), 3);
+    let message = said(run!("agent", "--json", "--wait", "0", "--region", &absent), 3);
     assert!(message.contains(absent.to_str().unwrap()), "{message}");
     let every = said(run!("agent", "--json", "--region", &trainer.region, "--bind", "0.0.0.0"), 2);
     assert!(every.contains("--advertise-host") && every.contains("0.0.0.0"), "{every}");

@@ -158,6 +158,10 @@ impl Receiver {
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),
             Err(ImageError::Region(RegionError::Absent { .. })) => {}
+            Err(e) if e.is_ruined() => {
+                // The publisher has the truth; what is here was only a copy, and is replaced by the first sync.
+                tracing::warn!(error = %e, "the image that was left cannot be used; it will be fetched anew");
+            }
             Err(e) => return Err(e.into()),
         }
         Ok(receiver)

@@ -1,7 +1,7 @@
 //! Making a region.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
-use std::io;
+use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
@@ -183,6 +183,24 @@ fn lock_directory(spec: &RegionSpec) -> Result<(File, bool), RegionError> {
     Ok((lock, is_new))
 }
 
+/// The token of a dead region, if it is a plain file that nobody else could have written or read.
+fn kept_token(dir: &Path) -> Option<Vec<u8>> {
+    let path = dir.join(super::TOKEN);
+    let about = fs::symlink_metadata(&path).ok()?;
+    let ours =
+        about.is_file() && about.uid() == rustix::process::geteuid().as_raw() && about.mode() & 0o077 == 0;
+    (ours && about.len() <= 4096).then(|| fs::read(&path).ok()).flatten()
+}
+
+fn put_token(dir: &Path, token: &[u8]) -> Result<(), RegionError> {
+    let path = dir.join(super::TOKEN);
+    let write = || {
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
+        file.write_all(token)
+    };
+    write().map_err(io_error("write", &path))
+}
+
 /// The files that were made.
 struct Made {
     header: File,
@@ -198,7 +216,12 @@ fn fill(
 ) -> Result<(Facts, Made), RegionError> {
     let dir = &spec.dir;
     let predecessor = gc::facts(dir).map_or(0, |f| f.incarnation);
+    // Receivers have the token of the life before: a trainer that comes back must not lock them out.
+    let token = kept_token(dir);
     gc::clear(dir)?;
+    if let Some(token) = token {
+        put_token(dir, &token)?;
+    }
     let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let minted = clock.max(predecessor.saturating_add(1));
     let meta = Meta {

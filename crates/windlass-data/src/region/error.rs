@@ -146,7 +146,7 @@ pub enum RegionError {
     },
     /// A region that others use cannot be replaced.
     #[error(
-        "region {} is in use by {}: stop it, or choose another directory or model id",
+        "region {} is in use by {}: stop it (if it is an agent, the new publisher starts its own), or choose another directory or model id",
         dir.display(), pids(owners)
     )]
     Live {

@@ -46,7 +46,7 @@ impl Place {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = parent.join(format!("windlass-bench-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(Error::io("create", &path))?;
+        std::fs::create_dir(&path).map_err(Error::io("create", &path))?;
         Ok(Place(path))
     }
 

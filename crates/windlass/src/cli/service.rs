@@ -53,6 +53,9 @@ pub(super) struct ParsedAgent {
     /// An agent that holds another part of the model; may be given several times
     #[arg(long = "peer", value_name = "URL")]
     peers: Vec<String>,
+    /// How long to wait for the trainer to make the region, in seconds
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(0..=86_400), value_name = "S")]
+    wait: u64,
     /// End when standard input ends: whoever started this is gone
     #[arg(long)]
     with_parent: bool,
@@ -104,6 +107,7 @@ impl ParsedAgent {
             streams: self.streams,
             timeout: Duration::from_secs(self.timeout),
             peers: self.peers,
+            wait: Duration::from_secs(self.wait),
             with_parent: self.with_parent,
         })
     }
@@ -115,7 +119,7 @@ enum ParsedMode {
     Auto,
     /// Always the full image
     Full,
-    /// Deltas only; fails where none serves
+    /// Deltas only, once there is a version to start from; waits where none serves
     Delta,
 }
 

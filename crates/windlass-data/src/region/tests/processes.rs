@@ -1,5 +1,6 @@
 //! Regions by several processes, of which one is killed or stopped at each step.
 
+use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -456,8 +457,14 @@ fn a_live_region_is_not_replaced_and_a_dead_one_is() {
     assert!(!region.discard().unwrap());
     drop(region);
     child.kill();
+    let token = spec.dir.join("token");
+    fs::write(&token, "secret").unwrap();
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
     let region = Region::create(&spec).unwrap();
     assert!(region.incarnation() > old && region.state().active.is_none());
+    // Receivers of the life before still have the key.
+    assert_eq!(fs::read_to_string(&token).unwrap(), "secret");
+    assert_eq!(fs::metadata(&token).unwrap().permissions().mode() & 0o777, 0o600);
     let future = RegionSpec { incarnation: Some(Incarnation(u64::MAX - 9)), ..spec };
     drop(region);
     assert_eq!(Region::create(&future).unwrap().incarnation(), Incarnation(u64::MAX - 9));
