@@ -494,6 +494,7 @@ async fn status(State(shared): State<Shared>) -> Response {
         "counters": server.counters(),
         "failure": server.failure(),
         "region": server.region().dir(),
+        "memory": server.region().report().to_string(),
     }))
     .into_response()
 }

@@ -54,6 +54,7 @@ const MAX_ANSWER: u64 = 1 << 30;
 pub struct HttpControl {
     source: Source,
     client: ureq::Agent,
+    patience: Duration,
 }
 
 /// Where the agent is, and what it wants to hear.
@@ -81,14 +82,26 @@ impl HttpControl {
         }
         let scheme = if endpoint.starts_with("http://") { "" } else { "http://" };
         let endpoint = format!("{scheme}{endpoint}").parse().map_err(|e| Error::Usage(format!("{e}")))?;
-        Ok(HttpControl { source: Source::Endpoint((endpoint, token)), client: client() })
+        Ok(HttpControl { source: Source::Endpoint((endpoint, token)), client: client(), patience: PATIENCE })
     }
 
     /// Talks to whatever agent serves the region in `dir` on this host; one that is not there yet is a lost one.
     /// `token` is for an agent that keeps its token in no file.
     pub fn of_region(dir: &Path, token: Option<Token>) -> HttpControl {
         let source = Source::Region { dir: dir.to_owned(), token, place: Mutex::new(None) };
-        HttpControl { source, client: client() }
+        HttpControl { source, client: client(), patience: PATIENCE }
+    }
+
+    /// Gives every request so long, and at most [`PATIENCE`].
+    #[must_use]
+    pub fn with_patience(self, patience: Duration) -> HttpControl {
+        HttpControl { patience: patience.min(PATIENCE), ..self }
+    }
+
+    /// How long a long-poll may wait at the other end: well within what the request itself is given.
+    fn poll(&self, stop: &Stop) -> Duration {
+        let given = stop.left().map_or(self.patience, |left| left.min(self.patience));
+        POLL.min(given / 4 * 3)
     }
 
     fn place(&self, what: &'static str) -> Result<Place, ControlError> {
@@ -176,7 +189,8 @@ impl HttpControl {
         body: Option<&impl Serialize>,
         stop: &Stop,
     ) -> Result<(u16, Vec<u8>), (Kind, String)> {
-        let patience = stop.left().map_or(PATIENCE, |left| left.min(PATIENCE)).max(Duration::from_millis(1));
+        let patience =
+            stop.left().map_or(self.patience, |left| left.min(self.patience)).max(Duration::from_millis(1));
         let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
         let bearer = format!("Bearer {}", token.expose());
         let sent = match body {
@@ -345,7 +359,7 @@ impl Control for HttpControl {
         match newer_than {
             None => self.get(what, "/get_version", stop),
             Some((incarnation, version)) => {
-                let wait = stop.left().map_or(POLL, |left| left.min(POLL)).as_millis();
+                let wait = self.poll(stop).as_millis();
                 let path = format!(
                     "/get_version?newer_than={version}&incarnation={}&timeout_ms={wait}",
                     incarnation.0
@@ -387,7 +401,7 @@ impl Control for HttpControl {
 
 impl Peer for HttpControl {
     fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
-        let wait = stop.left().map_or(POLL, |left| left.min(POLL)).as_millis();
+        let wait = self.poll(stop).as_millis();
         let mut path = format!("/get_part?version={version}&timeout_ms={wait}");
         if let Some(base) = base {
             let _ = write!(path, "&base={base}");

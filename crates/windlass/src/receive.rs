@@ -44,11 +44,12 @@ pub enum Publisher {
 }
 
 impl Publisher {
-    fn control(&self) -> Result<HttpControl, Error> {
-        match self {
-            Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone()),
-            Publisher::Region(dir, token) => Ok(HttpControl::of_region(dir, token.clone())),
-        }
+    fn control(&self, patience: Duration) -> Result<HttpControl, Error> {
+        let control = match self {
+            Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
+            Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
+        };
+        Ok(control.with_patience(patience))
     }
 }
 
@@ -142,7 +143,7 @@ impl Receive {
 
     /// Keeps one model's image up to date.
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let control = Arc::new(publisher.control()?);
+        let control = Arc::new(publisher.control(self.timeout)?);
         let model_id = patiently(session, stop, || -> Result<_, ReceiverError> {
             Ok(control.version(None, stop)?.model_id)
         })?;
