@@ -168,13 +168,22 @@ impl ImageError {
             matches!(e.kind(), NotFound | UnexpectedEof | InvalidData)
         };
         match self {
-            ImageError::Region(
-                RegionError::HolderGone { .. } | RegionError::Damaged { .. } | RegionError::Manifest { .. },
-            ) => true,
             ImageError::Region(RegionError::Io { source, .. }) | ImageError::Io { source, .. } => {
                 broken(source)
             }
-            _ => false,
+            ImageError::Region(e) => matches!(
+                e,
+                RegionError::HolderGone { .. } | RegionError::Damaged { .. } | RegionError::Manifest { .. }
+            ),
+            ImageError::Stopped(_)
+            | ImageError::Seal(_)
+            | ImageError::Delta { .. }
+            | ImageError::Manifest(_)
+            | ImageError::Loan(_)
+            | ImageError::Incomplete { .. }
+            | ImageError::Digest { .. }
+            | ImageError::NotWhole { .. }
+            | ImageError::Taken { .. } => false,
         }
     }
 }

@@ -114,6 +114,11 @@ impl Agent {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
+        if self.with_parent {
+            // Before anything is waited for: a parent may die while the region is not there yet.
+            let cancel = session.cancel().clone();
+            session.with_parent(move || cancel.set())?;
+        }
         let region = self.open(session)?;
         let (token, token_file) = self.token(&region)?;
         let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
@@ -236,19 +241,12 @@ impl Agent {
         session: &Session,
     ) -> Result<(), Error> {
         let (end, ended) = watch::channel(false);
-        if self.with_parent {
-            let end = end.clone();
-            session.with_parent(move || {
-                let _ = end.send(true);
-            })?;
-        }
         let cancel = session.cancel().clone();
-        let ending = end.clone();
         let signals = tokio::spawn(async move {
             while cancel.check().is_ok() {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
-            let _ = ending.send(true);
+            let _ = end.send(true);
         });
         answer(listener, server, token, ended).await;
         signals.abort();
