@@ -1,7 +1,27 @@
 //! The door from Python to Windlass.
 //!
 //! Owns: the conversion of Python objects to Rust values and back, the release of the interpreter lock
-//! around blocking calls, and the table that turns error kinds into exceptions. Called by the Python
-//! package. Must not: hold any logic that a Rust program would also want.
-//!
-//! Nothing is here yet; the Python package is not part of this release.
+//! around blocking calls ([`enter`]), and the table that turns error kinds into exceptions ([`errors`]). Called by
+//! the Python package, which is the only one to import `windlass._windlass`. Must not: hold any logic that a Rust
+//! program would also want, start a thread that calls into Python, or do anything at import.
+
+mod cli;
+mod enter;
+mod errors;
+
+/// The compiled half of the package. Everything public is re-exported by `windlass`.
+#[pyo3::pymodule]
+mod _windlass {
+    #[pymodule_export]
+    use crate::cli::main;
+    #[pymodule_export]
+    use crate::errors::kinds;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)?;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

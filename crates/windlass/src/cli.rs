@@ -6,6 +6,7 @@
 
 mod service;
 
+use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -478,9 +479,15 @@ fn parse_percent(s: &str) -> Result<f64, String> {
 
 /// Runs the command line and gives the exit code.
 pub fn main() -> u8 {
-    let parsed = match Parsed::try_parse() {
+    main_from(std::env::args_os())
+}
+
+/// The same for other arguments than those of this process, of which the first is the name of the program.
+pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
+    let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
+    let parsed = match Parsed::try_parse_from(&arguments) {
         Ok(parsed) => parsed,
-        Err(e) => return explain(&e),
+        Err(e) => return explain(&e, &arguments),
     };
     let json = parsed.json;
     let run = || -> Result<u8, Error> {
@@ -547,8 +554,8 @@ fn one_line(text: &str) -> String {
 }
 
 /// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
-fn explain(e: &clap::Error) -> u8 {
-    let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
+fn explain(e: &clap::Error, arguments: &[OsString]) -> u8 {
+    let json = arguments.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json");
     if e.use_stderr() && json {
         return report(&Error::Usage(one_line(&e.render().to_string())), true);
     }

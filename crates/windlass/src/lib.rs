@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`cli`] | arguments, checked before anything happens, and exit codes |
 //! | [`session`] | tables, progress bars, JSON, Ctrl-C |
+//! | [`program`] | how this program is started again |
 //! | [`error`] | what can go wrong, and what to do about it |
 //! | [`outfile`] | outputs that are whole or absent |
 //! | [`delta`] | `windlass delta make`, `apply`, `show` |
@@ -38,6 +39,7 @@ pub mod image;
 pub mod inspect;
 pub mod outfile;
 pub mod plane;
+pub mod program;
 pub mod receive;
 pub mod session;
 pub mod synth;
@@ -49,4 +51,22 @@ use windlass_core::kernel::Kernels;
 /// The fastest inner loops for this processor.
 pub fn kernels() -> &'static dyn Kernels {
     windlass_data::simd::kernels()
+}
+
+/// Whether this CPU has what the build assumes (`.cargo/config.toml`), asked before anything else needs it.
+pub fn cpu() -> Result<(), String> {
+    #[cfg(all(target_arch = "x86_64", target_feature = "avx2"))]
+    {
+        let missing = |what: &str| {
+            let remedy = "build it for this machine: RUSTFLAGS='-C target-cpu=native' cargo build --release";
+            Err(format!("this build of windlass needs a CPU with {what}\n  {remedy}"))
+        };
+        if !is_x86_feature_detected!("avx2") {
+            return missing("AVX2");
+        }
+        if !is_x86_feature_detected!("bmi2") || !is_x86_feature_detected!("lzcnt") {
+            return missing("BMI2 and LZCNT");
+        }
+    }
+    Ok(())
 }

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 
 use serde_json::Value;
@@ -15,6 +15,7 @@ use windlass_core::error::Kind;
 use windlass_data::stop::{Stop, Stopped};
 
 use crate::error::Error;
+use crate::program;
 
 /// A running process that speaks lines of JSON.
 #[derive(Debug)]
@@ -36,15 +37,14 @@ impl Child {
         let log = logs.join(format!("{name}.log"));
         let errors =
             File::options().create(true).append(true).open(&log).map_err(Error::io("write", &log))?;
-        let program = std::env::current_exe().map_err(Error::io("find", Path::new("this program")))?;
-        let mut process = Command::new(&program)
+        let mut process = program::command()?
             .args(args)
             .arg("--json")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(errors)
             .spawn()
-            .map_err(Error::io("start", &program))?;
+            .map_err(Error::io("start", Path::new("this program again")))?;
         let (tell, lines) = channel();
         if let Some(out) = process.stdout.take() {
             // Ends with the process, whose end of the pipe it reads.

@@ -1,0 +1,80 @@
+//! How a failure becomes an exception.
+//!
+//! The classes stand in `windlass.errors`, where people read them; the table that pairs them with kinds is
+//! [`Kind::row`], and a test compares the two.
+
+use pyo3::prelude::*;
+use windlass::error::{Error, chain};
+use windlass_core::error::Kind;
+use windlass_data::image::ImageError;
+use windlass_data::receiver::ReceiverError;
+use windlass_data::region::RegionError;
+use windlass_data::roles::RoleError;
+
+/// A failure on its way to Python.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    kind: Kind,
+    message: String,
+    advice: String,
+}
+
+impl Failure {
+    /// With the advice of its kind.
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Failure {
+        Failure { kind, message: message.into(), advice: kind.row().advice.into() }
+    }
+
+    /// A mistake of the caller.
+    pub(crate) fn invalid(message: impl Into<String>) -> Failure {
+        Failure::new(Kind::Invalid, message)
+    }
+
+    /// An error with its causes.
+    pub(crate) fn of(kind: Kind, error: &dyn std::error::Error) -> Failure {
+        Failure::new(kind, chain(error))
+    }
+}
+
+/// One `From` for each error that has a kind.
+macro_rules! failures {
+    ($($error:ty),* $(,)?) => {$(
+        impl From<$error> for Failure {
+            fn from(e: $error) -> Failure {
+                Failure::of(e.kind(), &e)
+            }
+        }
+    )*};
+}
+
+failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
+failures!(windlass_core::manifest::ManifestError);
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Failure {
+        Failure { kind: e.kind(), message: e.chain(), advice: e.advice() }
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> PyErr {
+        Python::attach(|py| {
+            let row = failure.kind.row();
+            let made = py
+                .import("windlass.errors")
+                .and_then(|errors| errors.getattr(row.python))
+                .and_then(|class| class.call1((failure.message, failure.advice)));
+            match made {
+                Ok(exception) => PyErr::from_value(exception),
+                Err(e) => e,
+            }
+        })
+    }
+}
+
+/// The table of kinds: (kind, name of the exception, name of the builtin it derives from, advice).
+#[pyfunction]
+pub(crate) fn kinds() -> Vec<(String, &'static str, &'static str, &'static str)> {
+    let row = |kind: Kind| (kind.to_string(), kind.row().python, kind.row().builtin, kind.row().advice);
+    Kind::ALL.into_iter().map(row).collect()
+}

@@ -1,0 +1,95 @@
+"""What can go wrong.
+
+Every exception of this package is a :class:`WindlassError` and also the builtin that fits, so that code which knows
+nothing of Windlass catches it as well:
+
+>>> from windlass import WindlassError, WindlassTimeout
+>>> issubclass(WindlassTimeout, TimeoutError) and issubclass(WindlassTimeout, WindlassError)
+True
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "WindlassBug",
+    "WindlassCancelled",
+    "WindlassCorrupt",
+    "WindlassDenied",
+    "WindlassError",
+    "WindlassExhausted",
+    "WindlassInvalid",
+    "WindlassNotFound",
+    "WindlassPeerLost",
+    "WindlassStale",
+    "WindlassTimeout",
+    "WindlassUnsupported",
+]
+
+
+class WindlassError(Exception):
+    """A failure: what happened, and what to do next (:attr:`advice`)."""
+
+    def __init__(self, message: str = "", advice: str = "") -> None:
+        super().__init__(message)
+        #: What to do next where the message does not say.
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[type[WindlassError], tuple[str, str]]:
+        return (type(self), (str(self.args[0]), self.advice))
+
+
+class WindlassInvalid(WindlassError, ValueError):
+    """The input is malformed or contradicts itself."""
+
+
+class WindlassNotFound(WindlassError, LookupError):
+    """The named thing does not exist."""
+
+
+class WindlassStale(WindlassError, RuntimeError):
+    """The input was right once: an older version, another incarnation, a base that has moved on."""
+
+
+class WindlassCorrupt(WindlassError, RuntimeError):
+    """Bytes are not what their sums say."""
+
+
+class WindlassTimeout(WindlassError, TimeoutError):
+    """A deadline passed."""
+
+
+class WindlassPeerLost(WindlassError, ConnectionError):
+    """The other side went away."""
+
+
+class WindlassExhausted(WindlassError, OSError):
+    """Memory, disk, connections or a configured limit ran out."""
+
+    def __init__(self, message: str = "", advice: str = "") -> None:
+        # OSError reads two arguments as an error number and its text.
+        WindlassError.__init__(self, message, advice)
+
+    def __new__(cls, message: str = "", advice: str = "") -> WindlassExhausted:
+        return super().__new__(cls, message)
+
+
+class WindlassUnsupported(WindlassError, NotImplementedError):
+    """This build, machine or peer cannot do it."""
+
+
+class WindlassDenied(WindlassError, PermissionError):
+    """Not authenticated or not allowed."""
+
+    def __init__(self, message: str = "", advice: str = "") -> None:
+        WindlassError.__init__(self, message, advice)
+
+    def __new__(cls, message: str = "", advice: str = "") -> WindlassDenied:
+        return super().__new__(cls, message)
+
+
+class WindlassCancelled(WindlassError, RuntimeError):
+    """Given up on request."""
+
+
+class WindlassBug(WindlassError, RuntimeError):
+    """A defect in Windlass."""
