@@ -43,7 +43,7 @@ UNSAFE_ALLOWED = [
     "crates/windlass-data/src/simd.rs",
     "crates/windlass-data/src/simd/*.rs",
     "crates/windlass-data/src/file.rs",
-    "crates/windlass-py/src/dlpack.rs",
+    "crates/windlass-py/src/memory.rs",
 ]
 # Where `async` may stand.
 ASYNC_ALLOWED = ["crates/windlass/*.rs"]

@@ -7,6 +7,7 @@
 //! | [`shm`] | shared memory, and all of the `unsafe` that it takes |
 //! | [`flip`] | who may read and who may write a slot: the protocol in a region's header |
 //! | [`region`] | the directory that publishers and readers share |
+//! | [`copies`] | a process' tensors into the slot that is written |
 //! | [`work`] | threads over blocks |
 //! | [`seal`] | sums and delta of a committed version, in one pass |
 //! | [`history`] | deltas on disk, and those composed from them |
@@ -24,6 +25,7 @@
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+pub mod copies;
 pub mod file;
 pub mod flip;
 pub mod history;

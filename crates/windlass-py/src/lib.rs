@@ -8,6 +8,11 @@
 mod cli;
 mod enter;
 mod errors;
+mod held;
+mod layout;
+mod memory;
+mod publish;
+mod receive;
 
 /// The compiled half of the package. Everything public is re-exported by `windlass`.
 #[pyo3::pymodule]
@@ -16,6 +21,16 @@ mod _windlass {
     use crate::cli::main;
     #[pymodule_export]
     use crate::errors::kinds;
+    #[pymodule_export]
+    use crate::held::Held;
+    #[pymodule_export]
+    use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::memory::Memory;
+    #[pymodule_export]
+    use crate::publish::{Copies, Publisher};
+    #[pymodule_export]
+    use crate::receive::Receiver;
 
     use pyo3::prelude::*;
 

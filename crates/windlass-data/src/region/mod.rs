@@ -76,7 +76,7 @@ pub use error::{Missing, RegionError, Stage};
 pub use gc::{Removed, gc};
 pub use lease::{AgentSeat, Lease, Seal};
 pub use space::{Room, Shortage};
-pub use writer::{Attempt, Committed, Writer};
+pub use writer::{Attempt, Committed, OwnedAttempt, Writer};
 
 pub use crate::flip::{LeaseKind, Phase};
 
@@ -482,7 +482,7 @@ impl Region {
     }
 
     /// Whether `range` of the data area is here.
-    fn check_range(&self, range: &Range<u64>) -> Result<(), RegionError> {
+    pub(crate) fn check_range(&self, range: &Range<u64>) -> Result<(), RegionError> {
         let (offset, end, len) = (range.start, range.end, self.manifest.data_bytes());
         if offset > end || end > len {
             return Err(RegionError::Beyond { offset, end, len });

@@ -67,6 +67,23 @@ impl Writer {
     /// Begins to write `version` with all other ranks, and returns when all have joined. Rank 0 leads: it takes back
     /// the slot first, and its versions must grow (in a region of one slot they need not).
     pub fn begin(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'_>, RegionError> {
+        self.start(version, stop)
+    }
+
+    /// [`Writer::begin`] for callers that cannot borrow: the attempt keeps the writer, and gives it back in the end.
+    pub fn into_attempt(
+        mut self,
+        version: Version,
+        stop: &Stop,
+    ) -> Result<OwnedAttempt, (Writer, RegionError)> {
+        match self.start(version, stop) {
+            Ok(attempt) => Ok(OwnedAttempt { attempt, writer: self }),
+            Err(e) => Err((self, e)),
+        }
+    }
+
+    /// The attempt's lifetime is whatever the caller makes of it.
+    fn start<'a>(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'a>, RegionError> {
         let id = if self.rank == 0 { self.lead(version, stop)? } else { self.follow(version, stop)? };
         self.last = id;
         // From here on, dropping ends the attempt.
@@ -188,7 +205,7 @@ pub struct Attempt<'w> {
 }
 
 impl<'w> Attempt<'w> {
-    fn new(writer: &'w mut Writer, id: u64, version: Version) -> Attempt<'w> {
+    fn new(writer: &Writer, id: u64, version: Version) -> Attempt<'w> {
         let region = Arc::clone(&writer.region);
         // The target does not change while this rank takes part: nothing commits without it.
         let slot = region.flip().target(region.flip().control());
@@ -322,6 +339,37 @@ impl<'w> Attempt<'w> {
 
     fn aborted(&self, stage: Stage) -> RegionError {
         RegionError::Aborted { attempt: self.id, version: self.version, rank: self.rank, stage }
+    }
+}
+
+/// An [`Attempt`] together with its writer. Dropping it gives the version up and takes the rank off the list.
+#[derive(Debug)]
+pub struct OwnedAttempt {
+    // Dropped first: the attempt ends before its rank leaves.
+    attempt: Attempt<'static>,
+    writer: Writer,
+}
+
+impl std::ops::Deref for OwnedAttempt {
+    type Target = Attempt<'static>;
+
+    fn deref(&self) -> &Attempt<'static> {
+        &self.attempt
+    }
+}
+
+impl OwnedAttempt {
+    /// [`Attempt::done`]. The writer can begin the next version whether or not this one was committed.
+    pub fn done(self, stop: &Stop) -> (Writer, Result<Committed, RegionError>) {
+        let OwnedAttempt { attempt, writer } = self;
+        (writer, attempt.done(stop))
+    }
+
+    /// Gives the version up.
+    pub fn abort(self) -> Writer {
+        let OwnedAttempt { attempt, writer } = self;
+        drop(attempt);
+        writer
     }
 }
 

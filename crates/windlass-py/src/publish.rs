@@ -1,0 +1,353 @@
+//! A trainer's rank: the region, and its share of every version.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use windlass_core::error::Kind;
+use windlass_core::identity::ModelId;
+use windlass_data::copies::{Copy, CopyPlan, Dim};
+use windlass_data::region::{
+    LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer,
+};
+use windlass_data::stop::Stop;
+
+use crate::enter::{Home, enter};
+use crate::errors::Failure;
+use crate::held::Held;
+use crate::layout::Layout;
+use crate::memory::{Memory, lend};
+
+/// Where this rank stands.
+enum Turn {
+    Idle(Writer),
+    Writing(OwnedAttempt),
+    Closed,
+}
+
+/// One rank of a publisher: makes or joins a region and writes its share of each version.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Publisher {
+    region: Arc<Region>,
+    turn: Mutex<Turn>,
+    rank: u16,
+    home: Home,
+}
+
+impl Publisher {
+    fn of(region: Arc<Region>, rank: u16) -> Result<Publisher, Failure> {
+        let turn = Mutex::new(Turn::Idle(region.writer(rank)?));
+        Ok(Publisher { region, turn, rank, home: Home::here() })
+    }
+
+    fn turn(&self) -> Result<MutexGuard<'_, Turn>, Failure> {
+        self.home.check("publisher")?;
+        Ok(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn state_error(&self, wanted: &str, turn: &Turn) -> Failure {
+        let is = match turn {
+            Turn::Idle(_) => "no version is being written",
+            Turn::Writing(_) => "a version is being written",
+            Turn::Closed => "the publisher is closed",
+        };
+        Failure::invalid(format!("rank {}: cannot {wanted}: {is}", self.rank))
+    }
+}
+
+#[pymethods]
+impl Publisher {
+    /// Makes the region `dir`, as rank 0 of `ranks`. A dead publisher's region is replaced; `timeout` is how long to
+    /// wait for others to leave it.
+    #[staticmethod]
+    #[pyo3(signature = (dir, model_id, layout, *, ranks = 1, group = false, memfd = "auto", extra_bytes = 0, timeout = 5.0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+    fn create(
+        py: Python<'_>,
+        dir: PathBuf,
+        model_id: String,
+        layout: &Layout,
+        ranks: u16,
+        group: bool,
+        memfd: &str,
+        extra_bytes: u64,
+        timeout: f64,
+    ) -> PyResult<Publisher> {
+        let memfd = match memfd {
+            "auto" => Memfd::Auto,
+            "never" => Memfd::Never,
+            "always" => Memfd::Always,
+            other => {
+                let text = format!("memfd {other:?} is not one of \"auto\", \"never\" and \"always\"");
+                return Err(Failure::invalid(text).into());
+            }
+        };
+        let model_id = ModelId::new(model_id).map_err(|e| Failure::of(e.kind(), &e))?;
+        let spec = RegionSpec {
+            dir,
+            model_id,
+            manifest: Arc::clone(&layout.0),
+            slots: Slots::Two,
+            ranks,
+            part: None,
+            group,
+            memfd,
+            extra_bytes,
+            incarnation: None,
+        };
+        enter(py, Some(timeout), |stop| Publisher::of(create(&spec, stop)?, 0))
+    }
+
+    /// Joins the region `dir` as `rank` once it is there with this layout.
+    #[staticmethod]
+    #[pyo3(signature = (dir, layout, *, rank, incarnation = None, timeout = 60.0))]
+    fn open(
+        py: Python<'_>,
+        dir: PathBuf,
+        layout: &Layout,
+        rank: u16,
+        incarnation: Option<String>,
+        timeout: f64,
+    ) -> PyResult<Publisher> {
+        let hash = layout.0.layout_hash();
+        enter(py, Some(timeout), |stop| {
+            loop {
+                let found = match Region::open(&dir) {
+                    Ok(region) => {
+                        let is = region.incarnation().to_string();
+                        if incarnation.as_ref().is_some_and(|wanted| *wanted != is) {
+                            format!("it is of incarnation {is}")
+                        } else if region.manifest().layout_hash() != hash {
+                            "it has other tensors".to_owned()
+                        } else {
+                            match Publisher::of(region, rank) {
+                                Ok(publisher) => return Ok(publisher),
+                                Err(e) if stop.is_set() || incarnation.is_some() => return Err(e),
+                                // The seat of a rank that died a moment ago, in a region that is about to go.
+                                Err(_) => "this rank's place in it is taken".to_owned(),
+                            }
+                        }
+                    }
+                    Err(RegionError::Absent { .. }) => "it is not there".to_owned(),
+                    Err(e) => return Err(e.into()),
+                };
+                stop.check().map_err(|s| {
+                    let text = format!(
+                        "rank {rank} waited for rank 0 to make the region {}: {found}; see whether rank 0 \
+                         publishes the same tensors under the same model_id and region_dir",
+                        dir.display()
+                    );
+                    Failure::new(s.kind(), text)
+                })?;
+                std::thread::sleep(stop.nap().min(Duration::from_millis(10)));
+            }
+        })
+    }
+
+    /// The region's directory.
+    #[getter]
+    fn dir(&self) -> PathBuf {
+        self.region.dir().to_owned()
+    }
+
+    /// Which life of the publisher this is.
+    #[getter]
+    fn incarnation(&self) -> String {
+        self.region.incarnation().to_string()
+    }
+
+    /// What the system granted for the region's memory, in words.
+    fn report(&self) -> String {
+        self.region.report().to_string()
+    }
+
+    /// The newest committed version and its digest, once sealed.
+    fn newest(&self) -> PyResult<Option<(u64, Option<String>)>> {
+        self.home.check("publisher")?;
+        let active = self.region.state().active;
+        Ok(active.map(|s| (s.version, s.sealed.map(|d| d.to_string()))))
+    }
+
+    /// Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
+    /// stride in the source)]), all in bytes.
+    fn plan(&self, copies: Vec<(u64, u64, Vec<(u64, u64, u64)>)>) -> PyResult<Copies> {
+        let copy = |(at, run, dims): (u64, u64, Vec<(u64, u64, u64)>)| Copy {
+            at,
+            run,
+            dims: dims.into_iter().map(|(count, to, from)| Dim { count, to, from }).collect(),
+        };
+        let copies = copies.into_iter().map(copy).collect();
+        let plan = CopyPlan::new(copies, &self.region).map_err(|e| Failure::of(e.kind(), &e))?;
+        Ok(Copies { plan, region: Arc::clone(&self.region) })
+    }
+
+    /// Begins `version` together with all other ranks.
+    fn begin(&self, py: Python<'_>, version: u64, timeout: f64) -> PyResult<()> {
+        enter(py, Some(timeout), |stop| {
+            let mut turn = self.turn()?;
+            let writer = match std::mem::replace(&mut *turn, Turn::Closed) {
+                Turn::Idle(writer) => writer,
+                other => {
+                    let error = self.state_error("begin", &other);
+                    *turn = other;
+                    return Err(error);
+                }
+            };
+            let (next, result) = match writer.into_attempt(version, stop) {
+                Ok(attempt) => (Turn::Writing(attempt), Ok(())),
+                Err((writer, e)) => (Turn::Idle(writer), Err(e.into())),
+            };
+            *turn = next;
+            result
+        })
+    }
+
+    /// The data of the slot that is being written.
+    fn slot(&self) -> PyResult<Memory> {
+        let turn = self.turn()?;
+        let Turn::Writing(attempt) = &*turn else { return Err(self.state_error("write", &turn).into()) };
+        let mapping = attempt.mapping();
+        let data = mapping.bytes(self.region.data_start()..mapping.len());
+        Ok(Memory::new(data, true, Arc::<Region>::clone(&self.region)))
+    }
+
+    /// Copies the memory at `addresses`, one for each copy of the plan, into the slot.
+    fn copy(
+        &self,
+        py: Python<'_>,
+        copies: &Copies,
+        addresses: Vec<usize>,
+        threads: usize,
+        timeout: f64,
+    ) -> PyResult<()> {
+        if !Arc::ptr_eq(&copies.region, &self.region) {
+            return Err(Failure::new(Kind::Bug, "copies were planned for another region").into());
+        }
+        enter(py, Some(timeout), |stop| {
+            let turn = self.turn()?;
+            let Turn::Writing(attempt) = &*turn else { return Err(self.state_error("write", &turn)) };
+            lend(&addresses, copies.plan.spans(), |sources| {
+                let result = copies.plan.run(attempt, sources, threads, stop);
+                result.map_err(|e| Failure::of(e.kind(), &e))
+            })
+        })
+    }
+
+    /// Says that this rank's share is written, and returns when the version is committed: (attempt, slot).
+    fn commit(&self, py: Python<'_>, timeout: f64) -> PyResult<(u64, usize)> {
+        enter(py, Some(timeout), |stop| {
+            let mut turn = self.turn()?;
+            let attempt = match std::mem::replace(&mut *turn, Turn::Closed) {
+                Turn::Writing(attempt) => attempt,
+                other => {
+                    let error = self.state_error("commit", &other);
+                    *turn = other;
+                    return Err(error);
+                }
+            };
+            let (writer, result) = attempt.done(stop);
+            *turn = Turn::Idle(writer);
+            let committed = result?;
+            Ok((committed.id, committed.slot))
+        })
+    }
+
+    /// Gives up the version that is being written, for all ranks. Nothing happens if there is none.
+    fn abort(&self) -> PyResult<()> {
+        let mut turn = self.turn()?;
+        *turn = match std::mem::replace(&mut *turn, Turn::Closed) {
+            Turn::Writing(attempt) => Turn::Idle(attempt.abort()),
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Waits until `version` is sealed, and returns its digest.
+    fn wait_sealed(&self, py: Python<'_>, version: u64, timeout: f64) -> PyResult<String> {
+        self.home.check("publisher")?;
+        enter(py, Some(timeout), |stop| {
+            loop {
+                let bell = self.region.bell();
+                let state = self.region.state();
+                let mut slots = [state.active, state.inactive].into_iter().flatten();
+                if let Some(digest) = slots.find(|s| s.version == version).and_then(|s| s.sealed) {
+                    return Ok(digest.to_string());
+                }
+                match state.active.map(|s| s.version) {
+                    Some(newest) if newest > version => {
+                        let text = format!("version {version} was replaced by {newest} before it was sealed");
+                        return Err(Failure::new(Kind::Stale, text));
+                    }
+                    Some(_) | None => {}
+                }
+                stop.check().map_err(|s| {
+                    let text = format!("version {version} was not sealed in time; see whether the agent runs");
+                    Failure::new(s.kind(), text)
+                })?;
+                self.region.wait(bell, stop.nap());
+            }
+        })
+    }
+
+    /// The newest committed version, held in place for at most `seconds`.
+    fn hold(&self, seconds: f64) -> PyResult<Held> {
+        self.home.check("publisher")?;
+        let seconds = Duration::try_from_secs_f64(seconds)
+            .map_err(|_| Failure::invalid(format!("{seconds} s is not a time to hold anything")))?;
+        loop {
+            let Some(active) = self.region.state().active else {
+                return Err(Failure::new(Kind::NotFound, "nothing was committed yet").into());
+            };
+            match self.region.lease(active.id, LeaseKind::Map, seconds) {
+                Ok(lease) => {
+                    let path = self.region.slot_path(active.slot);
+                    return Ok(Held::new(lease, path, self.incarnation(), active.sealed.map(|d| d.to_string())));
+                }
+                // Replaced since the look above.
+                Err(RegionError::LeaseGone { .. }) => {}
+                Err(e) => return Err(Failure::from(e).into()),
+            }
+        }
+    }
+
+    /// Leaves the region; rank 0 removes it if nobody else has it open, and says whether it did.
+    fn close(&self) -> PyResult<bool> {
+        let mut turn = self.turn()?;
+        if let Turn::Closed = &*turn {
+            return Ok(false);
+        }
+        *turn = Turn::Closed;
+        drop(turn);
+        Ok(self.rank == 0 && self.region.discard().map_err(Failure::from)?)
+    }
+}
+
+/// Copies that were found to fit their region.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Copies {
+    plan: CopyPlan,
+    region: Arc<Region>,
+}
+
+#[pymethods]
+impl Copies {
+    /// How many bytes they copy.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.plan.bytes()
+    }
+
+    fn __len__(&self) -> usize {
+        self.plan.spans().len()
+    }
+}
+
+fn create(spec: &RegionSpec, stop: &Stop) -> Result<Arc<Region>, Failure> {
+    loop {
+        match Region::create(spec) {
+            Err(RegionError::Live { .. }) if !stop.is_set() => std::thread::sleep(stop.nap()),
+            other => return Ok(other?),
+        }
+    }
+}

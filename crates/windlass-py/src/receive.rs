@@ -1,0 +1,189 @@
+//! An engine's side: an image that follows a publisher.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use windlass::control::HttpControl;
+use windlass_core::address::Token;
+use windlass_core::error::Kind;
+use windlass_core::identity::ModelId;
+use windlass_core::wire::control::RequestMode;
+use windlass_data::image::{ImageSpec, ImageView};
+use windlass_data::receiver::{Control as _, Receiver as Inner, ReceiverConfig, StatusHandle};
+use windlass_data::region::Memfd;
+use windlass_data::stop::Stop;
+use windlass_data::tcp::PullConfig;
+
+use crate::enter::{Home, enter};
+use crate::errors::Failure;
+use crate::held::Held;
+
+/// Keeps an image at the newest version of one publisher.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Receiver {
+    inner: Mutex<Option<Inner>>,
+    status: StatusHandle,
+    home: Home,
+}
+
+impl Receiver {
+    fn inner(&self) -> Result<MutexGuard<'_, Option<Inner>>, Failure> {
+        self.home.check("receiver")?;
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Inner) -> Result<T, Failure>) -> Result<T, Failure> {
+        let mut inner = self.inner()?;
+        work(inner.as_mut().ok_or_else(|| Failure::invalid("the receiver is closed"))?)
+    }
+}
+
+fn mode(mode: &str) -> Result<RequestMode, Failure> {
+    match mode {
+        "auto" => Ok(RequestMode::Auto),
+        "full" => Ok(RequestMode::Full),
+        "delta" => Ok(RequestMode::Delta),
+        other => Err(Failure::invalid(format!("mode {other:?} is not one of \"auto\", \"full\" and \"delta\""))),
+    }
+}
+
+fn seconds(name: &str, value: f64) -> Result<Duration, Failure> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| Failure::invalid(format!("{name} of {value} s makes no sense; give seconds, 0 or more")))
+}
+
+#[pymethods]
+impl Receiver {
+    /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
+    /// below `image_dir`.
+    #[new]
+    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, region = None, name = "receiver", mode = "auto",
+        streams = None, threads = 1, transfer_timeout = 600.0, group = false, timeout = 60.0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+    fn new(
+        py: Python<'_>,
+        image_dir: PathBuf,
+        endpoint: Option<String>,
+        token: Option<String>,
+        region: Option<PathBuf>,
+        name: &str,
+        mode: &str,
+        streams: Option<u16>,
+        threads: usize,
+        transfer_timeout: f64,
+        group: bool,
+        timeout: f64,
+    ) -> PyResult<Receiver> {
+        let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
+        let control = match (endpoint, region, token) {
+            (Some(endpoint), None, Some(token)) => {
+                HttpControl::new(&endpoint, token).map_err(Failure::from)?
+            }
+            (Some(_), None, None) => {
+                let text = "an endpoint needs its token; it is in the file that the agent names when it starts";
+                return Err(Failure::invalid(text).into());
+            }
+            (None, Some(dir), token) => HttpControl::of_region(&dir, token),
+            (Some(_), Some(_), _) | (None, None, _) => {
+                return Err(Failure::invalid("give either an endpoint or a region on this host").into());
+            }
+        };
+        let transfer_timeout = seconds("transfer_timeout", transfer_timeout)?;
+        let control = Arc::new(control.with_patience(transfer_timeout));
+        let (mode, name) = (self::mode(mode)?, name.to_owned());
+        let inner = enter(py, Some(timeout), move |stop| {
+            let model_id = first_contact(&control, stop)?;
+            let config = ReceiverConfig {
+                image: ImageSpec {
+                    dir: image_dir.join(model_id.as_str()),
+                    model_id,
+                    group,
+                    memfd: Memfd::Auto,
+                    threads: threads.max(1),
+                },
+                name,
+                mode,
+                streams,
+                transfer_timeout,
+                open_timeout: transfer_timeout,
+                pull: PullConfig::default(),
+                allow: None,
+            };
+            Ok(Inner::open(config, control, None, stop)?)
+        })?;
+        let status = inner.status();
+        Ok(Receiver { inner: Mutex::new(Some(inner)), status, home: Home::here() })
+    }
+
+    /// Waits until the publisher has something newer than the image: (incarnation, version), or `None` if nothing
+    /// came within `timeout`.
+    fn wait_newer(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<(String, u64)>> {
+        enter(py, Some(timeout), |stop| {
+            self.with(|inner| {
+                loop {
+                    let had = inner.current().map(|k| (k.identity.incarnation, k.identity.version));
+                    match inner.wait_newer(stop) {
+                        Ok(info) if info.is_newer_than(had) => {
+                            return Ok(info.version.map(|v| (info.incarnation.to_string(), v)));
+                        }
+                        Ok(_) if !stop.is_set() => {}
+                        Err(e) if !stop.is_set() => return Err(e.into()),
+                        Ok(_) | Err(_) => return Ok(None),
+                    }
+                }
+            })
+        })
+    }
+
+    /// Brings the image to the newest version, and tells how, as JSON.
+    fn sync(&self, py: Python<'_>, timeout: f64) -> PyResult<String> {
+        enter(py, Some(timeout), |stop| {
+            self.with(|inner| {
+                let synced = inner.sync(stop)?;
+                serde_json::to_string(&synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
+            })
+        })
+    }
+
+    /// The whole version in the image, held in place for at most `seconds`.
+    #[pyo3(signature = (seconds, timeout = 60.0))]
+    fn hold(&self, py: Python<'_>, seconds: f64, timeout: f64) -> PyResult<Held> {
+        let load = self::seconds("a hold", seconds)?;
+        enter(py, Some(timeout), |stop| {
+            self.with(|inner| {
+                let none = || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
+                let view = ImageView::take(inner.image().ok_or_else(none)?.region(), load, stop)?;
+                let (known, path) = (view.known().clone(), view.path());
+                let incarnation = known.identity.incarnation.to_string();
+                Ok(Held::new(view.into_lease(), path, incarnation, Some(known.digest.to_string())))
+            })
+        })
+    }
+
+    /// Where it stands, as JSON. Answers at once, also while a sync runs.
+    fn status(&self) -> PyResult<String> {
+        let text = serde_json::to_string(&self.status.get());
+        Ok(text.map_err(|e| Failure::new(Kind::Bug, e.to_string()))?)
+    }
+
+    /// Lets go of the image, which stays for the next receiver.
+    fn close(&self) -> PyResult<()> {
+        drop(self.inner()?.take());
+        Ok(())
+    }
+}
+
+/// The publisher's model, once it answers.
+fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure> {
+    loop {
+        match control.version(None, stop) {
+            Ok(info) => return Ok(info.model_id),
+            Err(e) if stop.is_set() || !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) => {
+                return Err(Failure::of(e.kind(), &e));
+            }
+            Err(_) => std::thread::sleep(stop.nap()),
+        }
+    }
+}
