@@ -25,7 +25,7 @@ import torch
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 
-__all__ = ["Piece", "Share", "describe", "describe_all", "flat_boxes"]
+__all__ = ["Box", "Piece", "Share", "describe", "flat_boxes", "named_of"]
 
 #: (start, stop) for each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -51,14 +51,12 @@ class Share:
     dtype: torch.dtype
     #: Nothing for a parameter that is gathered, or of which nothing is here.
     pieces: tuple[Piece, ...]
-    #: Gives the local tensor, each time it is asked; the gathered one if ``gathered``.
-    fetch: Callable[[], torch.Tensor]
+    #: Gives the local tensor of the parameter, as it is now; the gathered one if ``gathered``.
+    fetch: Callable[[Any], torch.Tensor]
     #: Whether all ranks must take part in ``fetch``, which then gives the whole tensor.
     gathered: bool = False
     #: Why it is done this way, for the log.
     reason: str = "whole"
-    #: What is compared to see that the share is still the same.
-    source: object = None
 
 
 def strided_pieces(box: Box, strides: Iterable[int]) -> tuple[Piece, ...]:
@@ -112,9 +110,7 @@ def dtensor(name: str, tensor: Any) -> Share:
     check(name, tensor._local_tensor)
 
     def gathered(why: str) -> Share:
-        return Share(
-            name, shape, tensor.dtype, (), tensor.full_tensor, gathered=True, reason=why, source=tensor
-        )
+        return Share(name, shape, tensor.dtype, (), _full, gathered=True, reason=why)
 
     coordinate = mesh.get_coordinate()
     reason = "shards" if any(not isinstance(p, Replicate) for p in placements) else "replicas"
@@ -133,14 +129,13 @@ def dtensor(name: str, tensor: Any) -> Share:
         if have is None:
             have = torch.arange(shape[dim])
         try:
-            chunks, _ = placement._split_tensor(have, mesh.size(axis), with_padding=False, contiguous=True) \
-                if placement.dim == 0 else _split(placement, have, mesh.size(axis))
-        except (AttributeError, TypeError) as e:  # Another torch: its way is asked instead.
+            chunks = _split(placement, have, mesh.size(axis))
+        except (AttributeError, TypeError) as e:  # Another torch, whose ways are not known here.
             return gathered(f"placement {placement} cannot be divided here ({e})")
         indices[dim] = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else have[:0]
     if coordinate is None:
         # This rank is not part of the mesh and holds nothing.
-        return Share(name, shape, tensor.dtype, (), lambda: tensor._local_tensor, reason=reason, source=tensor)
+        return Share(name, shape, tensor.dtype, (), _local, reason=reason)
     local = tensor._local_tensor
     axes = [runs(indices[d]) if d in indices else [(0, n, 0)] for d, n in enumerate(shape)]
     expected = tuple(sum(b - a for a, b, _ in axis) for axis in axes)
@@ -156,16 +151,29 @@ def dtensor(name: str, tensor: Any) -> Share:
         for parts in itertools.product(*axes)
         if all(a < b for a, b, _ in parts)
     )
-    return Share(
-        name, shape, tensor.dtype, pieces, lambda: tensor._local_tensor, reason=reason, source=tensor
-    )
+    return Share(name, shape, tensor.dtype, pieces, _local, reason=reason)
 
 
-def _split(placement: Any, indices: torch.Tensor, parts: int) -> tuple[list[torch.Tensor], object]:
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor()
+    return full.contiguous()
+
+
+def _itself(tensor: Any) -> torch.Tensor:
+    itself: torch.Tensor = tensor
+    return itself
+
+
+def _split(placement: Any, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """The placement's own division, of a tensor that has its dimension."""
     like = indices.reshape([-1 if d == placement.dim else 1 for d in range(placement.dim + 1)])
-    chunks, padding = placement._split_tensor(like, parts, with_padding=False, contiguous=True)
-    return [c.flatten() for c in chunks], padding
+    chunks, _ = placement._split_tensor(like, parts, with_padding=False, contiguous=True)
+    return [c.flatten() for c in chunks]
 
 
 def _volume(shape: Iterable[int]) -> int:
@@ -231,20 +239,19 @@ def is_flat(tensor: torch.Tensor) -> bool:
 def flat_parameter(prefix: str, flat: Any) -> Iterator[Share]:
     """The original parameters inside a flat parameter of FSDP1."""
 
-    def fetch() -> torch.Tensor:
-        # While a unit is unsharded its parameter has other storage; the shard is kept beside it.
-        local = getattr(flat, "_local_shard", None)
-        return local if isinstance(local, torch.Tensor) and local.numel() else flat.detach()
-
     rows = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
     for fqn, shape, info in rows:
         pieces: tuple[Piece, ...] = ()
         if info.in_shard:
             stop = info.intra_param_end_idx + 1
             pieces = flat_pieces(tuple(shape), info.intra_param_start_idx, stop, info.offset_in_shard)
-        yield Share(
-            prefix + fqn, tuple(shape), flat.dtype, pieces, fetch, reason="FSDP1 shards", source=flat
-        )
+        yield Share(prefix + fqn, tuple(shape), flat.dtype, pieces, _flat_shard, reason="FSDP1 shards")
+
+
+def _flat_shard(flat: Any) -> torch.Tensor:
+    # While a unit is unsharded its parameter has other storage; the shard is kept beside it.
+    local = getattr(flat, "_local_shard", None)
+    return local if isinstance(local, torch.Tensor) and local.numel() else flat.detach()
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
@@ -260,21 +267,26 @@ def zero_parameter(name: str, param: Any) -> Share:
     group = getattr(param, "ds_process_group", None)
     here = str(getattr(part, "status", "")).endswith("NOT_AVAILABLE") is False
 
-    def gather() -> torch.Tensor:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([param]):
-            return param.detach().clone()
-
     if not here or part.numel() == 0 or getattr(param, "ds_secondary_tensor", None) is not None:
         why = "its partition is swapped out" if not here else "ZeRO-3 keeps it in a way that is not known here"
-        return Share(name, shape, param.dtype, (), gather, gathered=True, reason=why, source=param)
+        return Share(name, shape, param.dtype, (), _gathered_zero, gathered=True, reason=why)
     rank = dist.get_rank(group)
     size = int(part.numel())
     pieces = flat_pieces(shape, rank * size, (rank + 1) * size, 0)
-    return Share(
-        name, shape, part.dtype, pieces, lambda: param.ds_tensor.detach(), reason="ZeRO-3 shards", source=param
-    )
+    return Share(name, shape, part.dtype, pieces, _zero_partition, reason="ZeRO-3 shards")
+
+
+def _zero_partition(param: Any) -> torch.Tensor:
+    part: torch.Tensor = param.ds_tensor
+    return part
+
+
+def _gathered_zero(param: Any) -> torch.Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([param]):
+        out: torch.Tensor = param.detach().clone()
+    return out
 
 
 def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
@@ -302,20 +314,7 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
     check(name, tensor)
     shape = tuple(tensor.shape)
     pieces = strided_pieces(whole(shape), tensor.stride())
-    yield Share(name, shape, tensor.dtype, pieces, tensor.detach, source=tensor)
-
-
-def describe_all(named: Iterable[tuple[str, torch.Tensor]]) -> list[Share]:
-    """What this rank holds of all of them. Names that come twice are an error."""
-    out: list[Share] = []
-    seen: set[str] = set()
-    for name, tensor in named:
-        for share in describe(name, tensor):
-            if share.name in seen:
-                raise WindlassInvalid(f"parameter {share.name!r} comes twice; every parameter has one name")
-            seen.add(share.name)
-            out.append(share)
-    return out
+    yield Share(name, shape, tensor.dtype, pieces, _itself)
 
 
 def named_of(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

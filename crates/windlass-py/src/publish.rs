@@ -311,15 +311,19 @@ impl Publisher {
         }
     }
 
-    /// Leaves the region; rank 0 removes it if nobody else has it open, and says whether it did.
-    fn close(&self) -> PyResult<bool> {
-        let mut turn = self.turn()?;
-        if let Turn::Closed = &*turn {
-            return Ok(false);
+    /// Gives up its place in the region.
+    fn close(&self) -> PyResult<()> {
+        *self.turn()? = Turn::Closed;
+        Ok(())
+    }
+
+    /// Removes the region if no other process has it open, and says whether it is gone. After `close`.
+    fn discard(&self) -> PyResult<bool> {
+        let turn = self.turn()?;
+        match &*turn {
+            Turn::Closed => Ok(self.region.discard().map_err(Failure::from)?),
+            Turn::Idle(_) | Turn::Writing(_) => Err(self.state_error("remove the region", &turn).into()),
         }
-        *turn = Turn::Closed;
-        drop(turn);
-        Ok(self.rank == 0 && self.region.discard().map_err(Failure::from)?)
     }
 }
 

@@ -1,0 +1,519 @@
+"""Who writes which bytes of an image, and from where.
+
+Owns: the :class:`Plan` of one rank, made once when the first version is offloaded. It joins what this rank holds
+(:mod:`windlass.placement`) with what tensors are called and shaped in the image (:mod:`windlass.names`), lets ranks
+tell each other, proves that together they write every byte of every tensor exactly once, and turns this rank's part
+into copies. Called by :class:`windlass.WeightManager`. Must not: write anything.
+
+Ranks that hold the same box (replicas, HSDP) each write a slice of it. The rules are the same on every rank and use
+only what was exchanged, so all ranks come to the same answer without another word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass import placement
+from windlass._windlass import Layout
+from windlass.dtypes import dtype_name, torch_dtype
+from windlass.errors import WindlassError, WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.memory import tensor_at
+from windlass.placement import Box, Share
+
+if TYPE_CHECKING:
+    from windlass.exchange import Exchange
+    from windlass.names import SourceMap, View
+
+__all__ = ["Naming", "Plan", "make_plan"]
+
+#: A box smaller than this is written by one of its holders, not by all.
+SMALL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How parameters become tensors of the image."""
+
+    names: SourceMap
+    #: Whether a tensor of this name belongs to the image.
+    keep: Any
+    #: The dtype of a tensor by its name and the trainer's dtype.
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of an image tensor that this rank could write, and the elements that it comes from."""
+
+    tensor: str
+    box: Box
+    #: Of the source, in elements, for each dimension of the image tensor.
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Source:
+    """A parameter as it was given."""
+
+    name: str
+    #: The object of the last call; the same one needs no second look.
+    given: Any
+    shares: list[Share]
+    #: By share: what this rank holds, then what it writes.
+    targets: list[list[Target]] = field(default_factory=list)
+    #: Shape and strides of the local memory that the copies were computed for.
+    form: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A copy that torch makes: another dtype, another device, or memory without a contiguous dimension."""
+
+    source: int
+    share: int
+    target: Target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank does for each version."""
+
+    layout: Layout
+    #: By name: dtype, shape, offset, bytes.
+    table: dict[str, tuple[str, tuple[int, ...], int, int]]
+    sources: list[Source]
+    #: For the copies that Rust makes: which source, and the bytes from its first element; and the copies themselves.
+    addresses: list[tuple[int, list[int]]]
+    copies: list[tuple[int, int, list[tuple[int, int, int]]]]
+    casts: list[Cast]
+    #: Parameters that all ranks gather together, in this order, and write slices of.
+    gathered: list[Cast]
+    #: Ranks that write, in the order of their places in the region; this one may not be among them.
+    writers: list[int]
+    bytes: int
+    #: How many parameters went which way, and why.
+    reasons: dict[str, int]
+
+
+def describe_sources(named: Iterable[tuple[str, Any]]) -> list[Source]:
+    """What this rank holds of everything that was given."""
+    out: list[Source] = []
+    seen: set[str] = set()
+    for name, given in named:
+        shares = list(placement.describe(name, given))
+        for share in shares:
+            if share.name in seen:
+                raise WindlassInvalid(f"parameter {share.name!r} comes twice; every parameter has one name")
+            seen.add(share.name)
+        out.append(Source(name, given, shares))
+    return out
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes share."""
+    out = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
+    return None if any(s >= e for s, e in out) else out
+
+
+def targets_of(share: Share, views: Sequence[View]) -> list[Target]:
+    """The boxes of image tensors that a share covers."""
+    if share.gathered:
+        pieces: tuple[placement.Piece, ...] = placement.strided_pieces(
+            placement.whole(share.shape), placement.contiguous_strides(share.shape)
+        )
+    else:
+        pieces = share.pieces
+    out = []
+    for view in views:
+        for piece in pieces:
+            common = intersect(piece.box, view.box)
+            if common is None:
+                continue
+            offset = piece.offset
+            for (start, _), (first, _), stride in zip(common, piece.box, piece.strides, strict=True):
+                offset += (start - first) * stride
+            box = tuple(
+                (common[d][0] - view.box[d][0] + at, common[d][1] - view.box[d][0] + at)
+                for d, at in zip(view.dims, view.at, strict=True)
+            )
+            out.append(Target(view.name, box, tuple(piece.strides[d] for d in view.dims), offset))
+    return out
+
+
+def packing(dtype: str) -> int:
+    """Elements of the image in one element of torch."""
+    return 2 if dtype == "float4_e2m1fn_x2" else 1
+
+
+def boxes_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if there are any."""
+    if len(boxes) < 2:
+        return None
+    rank = len(boxes[0])
+    varying = [d for d in range(rank) if any(b[d] != boxes[0][d] for b in boxes)]
+    if len(varying) == 1:
+        # Sharded along one dimension, the usual case: neighbours tell.
+        d = varying[0]
+        ordered = sorted(boxes, key=lambda b: b[d])
+        for a, b in zip(ordered, ordered[1:], strict=False):
+            if a[d][1] > b[d][0]:
+                return a, b
+        return None
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            if intersect(a, b) is not None:
+                return a, b
+    return None
+
+
+def volume(box: Box) -> int:
+    """Elements in a box."""
+    return math.prod(e - s for s, e in box)
+
+
+def slice_of(box: Box, index: int, count: int, element: int, turn: int) -> Box | None:
+    """The part of a box that the holder ``index`` of ``count`` writes."""
+    if count == 1:
+        return box
+    if volume(box) * element < SMALL or not box:
+        return box if index == turn % count else None
+    # Along the first dimension that has a row for each: those rows are contiguous in the image.
+    dim = next((d for d, (s, e) in enumerate(box) if e - s >= count), None)
+    if dim is None:
+        return box if index == turn % count else None
+    start, stop = box[dim]
+    size = stop - start
+    low, high = start + size * index // count, start + size * (index + 1) // count
+    return (*box[:dim], (low, high), *box[dim + 1 :])
+
+
+def make_plan(
+    sources: list[Source] | WindlassError,
+    naming: Naming,
+    *,
+    rank: int,
+    node: str,
+    exchange: Exchange,
+    timeout: float,
+) -> Plan:
+    """Agrees with the other ranks. An error on one of them becomes an error on all."""
+    try:
+        if isinstance(sources, WindlassError):
+            raise sources
+        mine = _tell(sources, naming, node)
+        failure = None
+    except WindlassError as e:
+        mine, failure = {"error": str(e)}, e
+    said = exchange.all(mine, timeout)
+    if failure is not None:
+        raise failure
+    for other, words in enumerate(said):
+        if "error" in words:
+            raise WindlassInvalid(f"rank {other} cannot publish: {words['error']}")
+    assert not isinstance(sources, WindlassError)
+    return _agree(sources, said, rank)
+
+
+def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
+    """What this rank says: for each image tensor its dtype, its shape and the boxes held here."""
+    tensors: dict[str, tuple[str, list[int], list[list[int]]]] = {}
+    storage: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    empty: list[str] = []
+    for source in sources:
+        source.targets = []
+        for share in source.shares:
+            views = [v for v in naming.names.views(share.name, share.shape) if naming.keep(v.name)]
+            own = dtype_name(share.dtype)
+            dtypes = {v.name: naming.dtype(v.name, own) for v in views}
+            if len(views) == 1 and views[0].shape == share.shape:
+                key = _identity(source, share)
+                if key is None:
+                    empty.append(views[0].name)
+                elif key in storage and storage[key] != views[0].name:
+                    aliases[views[0].name] = storage[key]
+                else:
+                    storage[key] = views[0].name
+            targets = targets_of(share, views)
+            source.targets.append(targets)
+            for view in views:
+                row = tensors.setdefault(view.name, (dtypes[view.name], list(view.shape), []))
+                if row[0] != dtypes[view.name] or row[1] != list(view.shape):
+                    raise WindlassInvalid(
+                        f"parameters disagree about {view.name!r}: {row[0]} {row[1]} and "
+                        f"{dtypes[view.name]} {list(view.shape)} (from {share.name!r})"
+                    )
+            for target in targets:
+                tensors[target.tensor][2].append([n for edge in target.box for n in edge])
+    rows = [[name, *row] for name, row in tensors.items()]
+    return {"node": node, "tensors": rows, "aliases": aliases, "empty": empty}
+
+
+def _identity(source: Source, share: Share) -> Any:
+    """What tied parameters have in common; nothing where nothing of them is here."""
+    if share.gathered or share.reason.startswith(("FSDP1", "ZeRO")):
+        return id(source.given), share.name
+    local = share.fetch(source.given)
+    if local.numel() == 0 or local.device.type == "meta":
+        return None
+    return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
+
+
+def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan:
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    who: dict[str, int] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for other, words in enumerate(said):
+        for name, dtype, shape, boxes in words["tensors"]:
+            known = shapes.setdefault(name, (dtype, tuple(shape)))
+            if known != (dtype, tuple(shape)):
+                raise WindlassInvalid(
+                    f"ranks disagree about {name!r}: {known[0]} {list(known[1])} on rank {who[name]}, {dtype} {shape} "
+                    f"on rank {other}; every rank must describe the whole tensor"
+                )
+            who.setdefault(name, other)
+            held = holders.setdefault(name, {})
+            for flat in boxes:
+                box = tuple(zip(flat[::2], flat[1::2], strict=True))
+                ranks = held.setdefault(box, [])
+                if other not in ranks:
+                    ranks.append(other)
+    aliases = _aliases(said)
+    for alias in aliases:
+        shapes.pop(alias, None)
+        holders.pop(alias, None)
+    for name, (_, shape) in shapes.items():
+        _check_whole(name, shape, list(holders[name]))
+    writers = _writers(said, holders)
+    for held in holders.values():
+        for ranks in held.values():
+            ranks[:] = [r for r in ranks if r in writers]
+    layout = Layout(
+        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()], aliases
+    )
+    table = {
+        name: (dtype, shapes[name][1], offset, size) for name, dtype, _, offset, size in layout.tensors()
+    }
+    return _mine(sources, layout, table, holders, writers, rank)
+
+
+def _image_shape(dtype: str, shape: tuple[int, ...]) -> list[int]:
+    return [*shape[:-1], shape[-1] * packing(dtype)] if shape else []
+
+
+def _aliases(said: list[dict[str, Any]]) -> dict[str, str]:
+    """Names that stand for the same tensor: some rank saw it, and every other saw the same or nothing."""
+    out: dict[str, str] = {}
+    for words in said:
+        for alias, target in words["aliases"].items():
+            if all(
+                w["aliases"].get(alias) == target or alias in w["empty"] or target in w["empty"] for w in said
+            ):
+                out[alias] = target
+    # No chains: a target is a tensor.
+    return {alias: target for alias, target in out.items() if target not in out}
+
+
+def _check_whole(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    overlap = boxes_overlap(boxes)
+    if overlap is not None:
+        raise WindlassInvalid(
+            f"{name!r}: ranks hold overlapping but different parts of it, {overlap[0]} and {overlap[1]}; "
+            "its placement cannot be published shard by shard"
+        )
+    have, need = sum(volume(b) for b in boxes), math.prod(shape)
+    if have != need:
+        raise WindlassInvalid(
+            f"{name!r} of shape {list(shape)} has {need} elements and the ranks hold {have} of them; "
+            "every part must be held by a rank that calls offload()"
+        )
+
+
+def _writers(said: list[dict[str, Any]], holders: dict[str, dict[Box, list[int]]]) -> list[int]:
+    """The ranks of one host that hold everything between them."""
+    nodes: dict[str, list[int]] = {}
+    for rank, words in enumerate(said):
+        nodes.setdefault(words["node"], []).append(rank)
+    if len(nodes) == 1:
+        return list(range(len(said)))
+    for ranks in nodes.values():
+        here = set(ranks)
+        if all(here.intersection(r) for held in holders.values() for r in held.values()):
+            return ranks
+    raise WindlassUnsupported(
+        f"the parameters are spread over {len(nodes)} hosts ({', '.join(sorted(nodes))}) and none of them holds a "
+        "whole replica; shard within a host and replicate across hosts (HSDP)"
+    )
+
+
+def merged(dims: list[tuple[int, int, int]], element: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """A run in bytes and the dimensions around it, from (count, stride in the image, stride in the source)."""
+    run, out = element, []
+    for count, to, source in reversed([d for d in dims if d[0] != 1]):
+        if not out and to == run and source == run:
+            run *= count
+        elif out and to == out[0][0] * out[0][1] and source == out[0][0] * out[0][2]:
+            out[0] = (out[0][0] * count, out[0][1], out[0][2])
+        else:
+            out.insert(0, (count, to, source))
+    return run, out
+
+
+def _mine(
+    sources: list[Source],
+    layout: Layout,
+    table: dict[str, tuple[str, tuple[int, ...], int, int]],
+    holders: dict[str, dict[Box, list[int]]],
+    writers: list[int],
+    rank: int,
+) -> Plan:
+    turns = {name: turn for turn, name in enumerate(table)}
+    addresses: list[tuple[int, list[int]]] = []
+    copies: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+    casts: list[Cast] = []
+    gathered: list[Cast] = []
+    reasons: dict[str, int] = {}
+    total = 0
+    for i, source in enumerate(sources):
+        offsets: list[int] = []
+        written: set[tuple[str, Box]] = set()
+        for s, share in enumerate(source.shares):
+            if source.targets[s]:
+                reasons[share.reason] = reasons.get(share.reason, 0) + 1
+            mine: list[Target] = []
+            for target in source.targets[s]:
+                part = _part(target, table, holders, turns, rank)
+                if part is not None and (part.tensor, part.box) not in written:
+                    written.add((part.tensor, part.box))
+                    mine.append(part)
+            source.targets[s] = mine
+            if share.gathered:
+                # All ranks gather, also those that write nothing of it.
+                gathered += [Cast(i, s, t) for t in mine] or [Cast(i, s, _NOTHING)]
+                total += sum(volume(t.box) for t in mine) * _element(share.dtype)
+                continue
+            local = share.fetch(source.given) if mine else None
+            for target in mine:
+                assert local is not None
+                dtype, _, _, _ = table[target.tensor]
+                element = _element(torch_dtype(dtype))
+                total += volume(target.box) * element
+                copy = None
+                if local.device.type == "cpu" and share.dtype == torch_dtype(dtype):
+                    copy = _copy(target, table, element)
+                if copy is None:
+                    casts.append(Cast(i, s, target))
+                else:
+                    offsets.append(target.offset * element)
+                    copies.append(copy)
+            if local is not None:
+                source.form = (tuple(local.shape), local.stride())
+        if offsets:
+            addresses.append((i, offsets))
+    return Plan(
+        layout, table, sources, addresses, copies, casts, gathered, writers, total, reasons
+    )
+
+
+_NOTHING = Target("", (), (), 0)
+
+
+def _element(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _part(
+    target: Target,
+    table: dict[str, tuple[str, tuple[int, ...], int, int]],
+    holders: dict[str, dict[Box, list[int]]],
+    turns: dict[str, int],
+    rank: int,
+) -> Target | None:
+    """What of a target this rank writes."""
+    ranks = holders.get(target.tensor, {}).get(target.box)
+    if not ranks or rank not in ranks:
+        return None
+    element = _element(torch_dtype(table[target.tensor][0]))
+    box = slice_of(target.box, ranks.index(rank), len(ranks), element, turns[target.tensor])
+    if box is None or volume(box) == 0:
+        return None
+    moved = sum(
+        (now[0] - then[0]) * stride
+        for now, then, stride in zip(box, target.box, target.strides, strict=True)
+    )
+    return Target(target.tensor, box, target.strides, target.offset + moved)
+
+
+def _copy(
+    target: Target, table: dict[str, tuple[str, tuple[int, ...], int, int]], element: int
+) -> tuple[int, int, list[tuple[int, int, int]]] | None:
+    """The copy as Rust makes it; nothing if its runs would be single elements."""
+    _, shape, offset, _ = table[target.tensor]
+    strides = placement.contiguous_strides(shape)
+    at = offset + sum(s * stride for (s, _), stride in zip(target.box, strides, strict=True)) * element
+    dims = [
+        (e - s, to * element, source * element)
+        for (s, e), to, source in zip(target.box, strides, target.strides, strict=True)
+    ]
+    run, outer = merged(dims, element)
+    if run == element and math.prod(c for c, _, _ in outer) > 1:
+        return None
+    return at, run, outer
+
+
+def placed(plan: Plan, data: torch.Tensor, target: Target) -> torch.Tensor:
+    """The box of an image tensor in ``data`` (see :func:`windlass.memory.flat`)."""
+    dtype, shape, offset, size = plan.table[target.tensor]
+    view = tensor_at(data, offset, size, dtype, shape)
+    return view[tuple(slice(s, e) for s, e in target.box)]
+
+
+def taken(local: torch.Tensor, target: Target) -> torch.Tensor:
+    """The same box in this rank's memory."""
+    size = tuple(e - s for s, e in target.box)
+    local = local.detach()
+    return torch.as_strided(local, size, target.strides, local.storage_offset() + target.offset)
+
+
+def each_cast(plan: Plan, casts: Iterable[Cast]) -> Iterator[tuple[Target, torch.Tensor]]:
+    """Boxes and what goes there, a gathered tensor at a time."""
+    last: tuple[int, int] | None = None
+    local: torch.Tensor | None = None
+    for cast in casts:
+        source = plan.sources[cast.source]
+        if last != (cast.source, cast.share) or local is None:
+            # The one before goes first: at most one is here at a time.
+            local = None
+            local = source.shares[cast.share].fetch(source.given)
+            last = (cast.source, cast.share)
+        if cast.target is not _NOTHING:
+            yield cast.target, taken(local, cast.target)
+
+
+def rebind(plan: Plan, index: int, name: str, given: Any) -> None:
+    """Takes a new object for a parameter, if it is placed as the old one was."""
+    source = plan.sources[index]
+    if name != source.name:
+        raise WindlassInvalid(
+            f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model do not "
+            "change: make another WeightManager for another model"
+        )
+    shares = list(placement.describe(name, given))
+    old = [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in source.shares]
+    if [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in shares] != old:
+        raise WindlassInvalid(
+            f"parameter {name!r} has another shape, dtype or placement than when the first version was offloaded; "
+            "make another WeightManager for it, or call resume()"
+        )
+    source.given, source.shares = given, shares
+
+
+def lost(what: str, error: Exception) -> WindlassPeerLost:
+    """An error of the trainer's own collectives, with what was being done."""
+    return WindlassPeerLost(f"{what}: {error}", "see whether all ranks are alive and call offload() in step")
