@@ -6,6 +6,7 @@
 //! program would also want, start a thread that calls into Python, or do anything at import.
 
 mod cli;
+mod core;
 mod enter;
 mod errors;
 
@@ -14,6 +15,12 @@ mod errors;
 mod _windlass {
     #[pymodule_export]
     use crate::cli::main;
+    #[pymodule_export]
+    use crate::core::{
+        Chunker, choose, dtype_bits, dtype_name, dtype_safetensors, dtypes, engine_rank, extent,
+        legacy_request, module_of, packed_layout, parse_request, parse_sync_info, rank_offsets,
+        threshold_from_gb, world_size,
+    };
     #[pymodule_export]
     use crate::errors::kinds;
 
