@@ -26,9 +26,14 @@ mod _windlass {
 
     use pyo3::prelude::*;
 
+    /// The version of the package.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    // Takes no module: what it could add to one would be missing from the generated stubs.
     #[pymodule_init]
-    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)?;
-        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    fn init() -> PyResult<()> {
+        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)
     }
 }
