@@ -6,8 +6,10 @@
 
 use pyo3::prelude::*;
 use windlass_core::Dtype;
+use windlass_core::address::{Endpoint, Host};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
+use windlass_core::identity::ModelId;
 use windlass_core::request::{Parameters, WeightUpdateRequest, parse_request_json};
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
 
@@ -120,6 +122,27 @@ pub(crate) fn extent(dtype: &str, shape: Vec<u64>) -> Result<(u64, u64), Failure
     let item = Extent::of(dtype.parse()?, &shape)
         .map_err(|e| Failure::invalid(format!("{dtype} {shape:?} cannot be sized: {e}; check the shape")))?;
     Ok((item.numel, item.bytes))
+}
+
+/// Checks the id of a model, which is also the name of a directory.
+#[pyfunction]
+pub(crate) fn check_model_id(text: &str) -> Result<(), Failure> {
+    ModelId::new(text)?;
+    Ok(())
+}
+
+/// Checks the address of an agent or a controller, such as `http://10.0.0.7:9000`.
+#[pyfunction]
+pub(crate) fn check_endpoint(text: &str) -> Result<(), Failure> {
+    text.parse::<Endpoint>()?;
+    Ok(())
+}
+
+/// Checks the host part of an address that peers are told to connect to.
+#[pyfunction]
+pub(crate) fn check_host(text: &str) -> Result<(), Failure> {
+    Host::new(text)?;
+    Ok(())
 }
 
 /// Reads and checks JSON text of a request, plain or one of the four legacy dictionaries; gives the plain form.

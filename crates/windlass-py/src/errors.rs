@@ -5,10 +5,12 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
+use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;
 use windlass_core::dtype::DtypeError;
 use windlass_core::error::Kind;
+use windlass_core::identity::IdentityError;
 use windlass_core::request::RequestError;
 use windlass_core::sync_info::SyncInfoError;
 use windlass_data::image::ImageError;
@@ -61,7 +63,13 @@ macro_rules! failures {
 
 failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
 failures!(windlass_core::manifest::ManifestError);
-failures!(ChooseError, ChunkError, DtypeError);
+failures!(ChooseError, ChunkError, DtypeError, IdentityError);
+
+impl From<AddressError> for Failure {
+    fn from(e: AddressError) -> Failure {
+        Failure::of(e.kind(), &e).named(e.name())
+    }
+}
 
 impl From<RequestError> for Failure {
     fn from(e: RequestError) -> Failure {
