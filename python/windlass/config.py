@@ -1,0 +1,331 @@
+"""Configuration, checked when it is made.
+
+Every class is a frozen dataclass of keyword arguments. A bad value is refused on creation with the field, the value
+and what was expected; :meth:`Config.from_dict` refuses keys that it does not know and says which one was meant.
+:meth:`Config.to_dict` gives plain data, so that a configuration can be printed, logged and sent.
+
+>>> config = WeightManagerConfig(model_id="actor", engine=TransferEngineConfig(streams=8))
+>>> WeightManagerConfig.from_dict(config.to_dict()) == config
+True
+>>> WeightManagerConfig.from_dict({"model": "actor"})
+Traceback (most recent call last):
+windlass.errors.WindlassInvalid: WeightManagerConfig has no field 'model'; did you mean 'model_id'?
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from windlass import _windlass
+from windlass.errors import WindlassInvalid
+from windlass.plain import Plain
+from windlass.request import Identity
+
+__all__ = [
+    "Config",
+    "Known",
+    "ReceiverAgentConfig",
+    "ReceiverInfo",
+    "SenderAgentConfig",
+    "TransferEngineConfig",
+    "TransferStatus",
+    "WeightManagerConfig",
+]
+
+C = TypeVar("C", bound="Config")
+
+
+class Config:
+    """A dataclass that goes through plain data and back."""
+
+    #: Fields that are dataclasses themselves.
+    _parts: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def to_dict(self) -> Plain:
+        """Every field as plain data, defaults included."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls: type[C], data: Mapping[str, Any]) -> C:
+        """Made of plain data; what is left out has its default."""
+        if not isinstance(data, Mapping):
+            raise WindlassInvalid(f"{cls.__name__} is {data!r}: expected a dictionary of its fields")
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for key in data:
+            if key not in known:
+                raise WindlassInvalid(f"{cls.__name__} has no field {key!r}; {_nearest(str(key), known)}")
+        parts = {key: cls._parts[key](value) if key in cls._parts else value for key, value in data.items()}
+        try:
+            return cls(**parts)
+        except TypeError as e:
+            raise WindlassInvalid(f"{cls.__name__} cannot be made of {sorted(data)}: {e}") from e
+
+    def _bad(self, name: str, expected: str) -> WindlassInvalid:
+        return WindlassInvalid(
+            f"{type(self).__name__}.{name} is {getattr(self, name)!r}: expected {expected}", name="bad_value"
+        )
+
+    def _flag(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise self._bad(name, "True or False")
+
+    def _count(self, name: str, least: int, most: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self._bad(name, f"an integer from {least} to {most}" + (" or None" if optional else ""))
+
+    def _seconds(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value <= 0:
+                raise self._bad(name, "seconds, more than 0")
+
+    def _text(self, *names: str, optional: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if (optional and value is None) or (isinstance(value, str) and value and "\0" not in value):
+                continue
+            raise self._bad(name, "text that is not empty" + (" or None" if optional else ""))
+
+    def _choice(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise self._bad(name, "one of " + ", ".join(map(repr, choices)))
+
+    def _texts(self, *names: str) -> None:
+        """Several texts; one text alone is not taken for its letters."""
+        for name in names:
+            value = getattr(self, name)
+            if (
+                isinstance(value, (str, bytes))
+                or not isinstance(value, Sequence)
+                or not all(isinstance(item, str) for item in value)
+            ):
+                raise self._bad(name, "a list of texts")
+            object.__setattr__(self, name, tuple(value))
+
+    def _by_core(self, name: str, check: Callable[[str], object]) -> None:
+        """A rule of the Rust core, which knows what is wrong but not whose it is."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, str):
+            raise self._bad(name, "text")
+        try:
+            check(value)
+        except WindlassInvalid as e:
+            raise WindlassInvalid(f"{type(self).__name__}.{name}: {e}", e.advice, e.name) from e
+
+    def _ports(self, name: str) -> None:
+        value = getattr(self, name)
+        first, dash, last = value.partition("-") if isinstance(value, str) else ("", "", "")
+        ends = [first, last] if dash else [first, first]
+        if all(end.isascii() and end.isdigit() and int(end) < 65536 for end in ends):
+            low, high = map(int, ends)
+            if low <= high and (low == 0) == (high == 0):
+                return
+        raise self._bad(name, "a port such as '18100', a range such as '18100-18110', or '0' for any")
+
+    def _part(self, name: str, kind: type) -> None:
+        if not isinstance(getattr(self, name), kind):
+            raise self._bad(name, f"a {kind.__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferEngineConfig(Config):
+    """How bytes move between an agent and a receiver: streams, the deadline of a transfer, and what to ask for."""
+
+    streams: int = 6
+    timeout: float = 600.0
+    mode: Literal["auto", "full", "delta"] = "auto"
+
+    def __post_init__(self) -> None:
+        self._count("streams", 1, 64)
+        self._seconds("timeout")
+        self._choice("mode", "auto", "full", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderAgentConfig(Config):
+    """The agent that serves a trainer's region. ``ports`` is "0" for any, one port, or a range "18100-18110".
+
+    ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; ``threads`` is the number
+    of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``.
+    """
+
+    enabled: bool = True
+    bind: str = "127.0.0.1"
+    advertise_host: str | None = None
+    ports: str = "0"
+    data_ports: str = "0"
+    token_file: str | None = None
+    history: int = 16
+    history_bytes: int = 4 << 30
+    threads: int | None = None
+    log: str | None = None
+
+    def __post_init__(self) -> None:
+        self._flag("enabled")
+        self._text("bind")
+        self._by_core("advertise_host", _windlass.check_host)
+        self._ports("ports")
+        self._ports("data_ports")
+        self._text("token_file", "log", optional=True)
+        self._count("history", 0, 1 << 20)
+        self._count("history_bytes", 0, 1 << 62)
+        self._count("threads", 1, 4096, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiverAgentConfig(Config):
+    """A receiver: which agent it follows, and where it keeps its image."""
+
+    endpoint: str
+    token_file: str | None = None
+    image_dir: str = "/dev/shm"
+    name: str | None = None
+    group: bool = False
+    threads: int | None = None
+    engine: TransferEngineConfig = field(default_factory=TransferEngineConfig)
+
+    _parts: ClassVar = {"engine": TransferEngineConfig.from_dict}
+
+    def __post_init__(self) -> None:
+        self._text("endpoint", "image_dir")
+        self._by_core("endpoint", _windlass.check_endpoint)
+        self._text("token_file", "name", optional=True)
+        self._flag("group")
+        self._count("threads", 1, 4096, optional=True)
+        self._part("engine", TransferEngineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightManagerConfig(Config):
+    """How a trainer publishes.
+
+    ``generator_dtype`` is what floating-point weights are cast to; ``dtypes`` gives a dtype to names by pattern
+    (``{"*.gate.weight": "float32"}``, the first that fits), and ``checkpoint`` is a directory or file whose dtypes
+    are followed, tensor by tensor. The order is: ``dtypes``, then ``checkpoint``, then ``generator_dtype``, then the
+    weight's own. ``include`` and ``exclude`` are patterns of image names; nothing given means all, and none.
+    ``extras`` says what to do with weights that the checkpoint does not have. ``timeout`` bounds one offload.
+    """
+
+    model_id: str = "policy"
+    region_dir: str = "/dev/shm"
+    generator_dtype: str | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    extras: Literal["error", "ignore"] = "error"
+    buffers: bool = False
+    timeout: float = 120.0
+    controller: str | None = None
+    strict: bool = False
+    group: bool = False
+    memfd: Literal["auto", "never", "always"] = "auto"
+    agent: SenderAgentConfig = field(default_factory=SenderAgentConfig)
+    engine: TransferEngineConfig = field(default_factory=TransferEngineConfig)
+
+    _parts: ClassVar = {"agent": SenderAgentConfig.from_dict, "engine": TransferEngineConfig.from_dict}
+
+    def __post_init__(self) -> None:
+        self._text("model_id", "region_dir")
+        self._by_core("model_id", _windlass.check_model_id)
+        self._by_core("generator_dtype", _windlass.dtype_name)
+        if self.generator_dtype is not None:
+            object.__setattr__(self, "generator_dtype", _windlass.dtype_name(self.generator_dtype))
+        self._dtypes()
+        self._text("checkpoint", optional=True)
+        self._texts("include", "exclude")
+        self._choice("extras", "error", "ignore")
+        self._flag("buffers", "strict", "group")
+        self._seconds("timeout")
+        self._by_core("controller", _windlass.check_endpoint)
+        self._choice("memfd", "auto", "never", "always")
+        self._part("agent", SenderAgentConfig)
+        self._part("engine", TransferEngineConfig)
+
+    def _dtypes(self) -> None:
+        if not isinstance(self.dtypes, Mapping):
+            raise self._bad("dtypes", "a dictionary of name patterns and dtypes")
+        canonical = {}
+        for pattern, dtype in self.dtypes.items():
+            if not isinstance(pattern, str) or not isinstance(dtype, str):
+                raise self._bad("dtypes", "a dictionary of name patterns and dtypes")
+            try:
+                canonical[pattern] = _windlass.dtype_name(dtype)
+            except WindlassInvalid as e:
+                raise WindlassInvalid(
+                    f"{type(self).__name__}.dtypes[{pattern!r}]: {e}", e.advice, e.name
+                ) from e
+        object.__setattr__(self, "dtypes", canonical)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(Config):
+    """A version with the digest of its state."""
+
+    identity: Identity
+    digest: str
+
+    _parts: ClassVar = {"identity": lambda value: Identity(**value)}
+
+
+def _identity(value: Any) -> Identity | None:
+    return None if value is None else Identity(**value)
+
+
+def _known(value: Any) -> Known | None:
+    return None if value is None else Known.from_dict(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferStatus(Config):
+    """Where a receiver stands: what it is doing, what it has, and how far the transfer is."""
+
+    stage: Literal["idle", "asking", "pulling", "opening", "applying", "finishing"] = "idle"
+    target: Identity | None = None
+    image: Known | None = None
+    mode: Literal["full", "delta"] | None = None
+    bytes: int = 0
+    bytes_done: int = 0
+    synced: int = 0
+    error: str | None = None
+
+    _parts: ClassVar = {"target": _identity, "image": _known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiverInfo(Config):
+    """What an agent knows of a receiver: who it is, the version that it got last, and when it was heard of."""
+
+    instance_id: str
+    name: str | None = None
+    version: int | None = None
+    heard_seconds: float = 0.0
+    transfers: int = 0
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,281 @@
+"""The four roles, and the factory that pairs a sender with a receiver.
+
+::
+
+    trainer                                                                engine
+    WeightExtractor ─► WeightTransferSender ═══ requests, bytes ═══► WeightTransferReceiver ─► WeightLoader
+
+Each role can be used and tested alone. A :class:`WeightTransferStrategy` is a light factory: both sides build it from
+the same plain configuration, and nothing but plain data crosses between them.
+
+1. The trainer's rank 0 builds the strategy and has it make the sync info: plain data that says what there is to join.
+2. Whoever orchestrates carries the info to every engine. Each builds the same strategy there.
+3. Both sides join concurrently: :meth:`~WeightTransferStrategy.create_sender` here and
+   :meth:`~WeightTransferStrategy.create_receiver` there return when their end is ready. Each end owns its process
+   group or connection, and closes it.
+4. For each chunk the sender announces a request *before* the bytes move, and engines receive concurrently.
+
+Strategies come from outside as well: :func:`register_strategy`, or an entry point in the group
+``windlass.strategies`` of an installed package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from windlass import _windlass
+from windlass.errors import WindlassInvalid, WindlassNotFound
+from windlass.plain import Plain, text_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.chunk import WeightChunk
+    from windlass.request import WeightUpdateRequest
+    from windlass.sync_info import WeightSyncInfo
+
+__all__ = [
+    "ENTRY_POINTS",
+    "InferenceClient",
+    "NamedTensors",
+    "WeightLoader",
+    "WeightTransferReceiver",
+    "WeightTransferSender",
+    "WeightTransferStrategy",
+    "choose",
+    "each_tensor",
+    "register_strategy",
+    "strategy_class",
+    "strategy_from_config",
+    "strategy_names",
+]
+
+log = logging.getLogger("windlass")
+
+#: The group in which an installed package names its strategies.
+ENTRY_POINTS = "windlass.strategies"
+
+#: What a loader is given: a mapping, or names and tensors one by one.
+NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]"
+
+S = TypeVar("S", bound="WeightTransferSender")
+V = TypeVar("V", bound="WeightTransferReceiver")
+
+
+class InferenceClient(Protocol):
+    """What a sender needs of the engines: a way to announce a request to all of them."""
+
+    async def update_weights(self, request: WeightUpdateRequest) -> object:
+        """Hands a request to every engine, and returns when each has received and loaded it."""
+
+
+async def each_tensor(named_tensors: NamedTensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Names and tensors one by one, whatever form they came in.
+
+    >>> import asyncio
+    >>> async def names(tensors):
+    ...     return [name async for name, _ in each_tensor(tensors)]
+    >>> asyncio.run(names({"a": 1, "b": 2})), asyncio.run(names([("a", 1)]))
+    (['a', 'b'], ['a'])
+    """
+    if isinstance(named_tensors, AsyncIterable):
+        async for pair in named_tensors:
+            yield pair
+        return
+    for pair in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+        yield pair
+
+
+class WeightLoader(ABC):
+    """Puts received weights into an engine."""
+
+    @abstractmethod
+    async def load_weights(self, named_tensors: NamedTensors) -> None:
+        """Loads the tensors of one request together. They are valid until this returns (see :func:`each_tensor`)."""
+
+
+class WeightTransferSender(ABC):
+    """The trainer's end. Ready when created; owns its process group or connection."""
+
+    @abstractmethod
+    async def send_chunks(
+        self, chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk], inference_client: InferenceClient
+    ) -> None:
+        """Sends chunk by chunk without collecting them. Each is announced before its bytes move."""
+
+    def close(self) -> None:
+        """Leaves the group or closes the connection. More than once is the same as once."""
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class WeightTransferReceiver(ABC):
+    """The engine's end. Ready when created; owns its process group or connection."""
+
+    @abstractmethod
+    def receive_weights(self, request: WeightUpdateRequest) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The tensors of one request as they come. Each is valid until the next one is asked for, and the last one
+        until the iterator ends, unless the receiver says more."""
+
+    async def receive_and_load_weights(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
+        """Receives one request and hands it to the loader as a whole, tensor by tensor."""
+        await loader.load_weights(self.receive_weights(request))
+
+    def close(self) -> None:
+        """Leaves the group or closes the connection. More than once is the same as once."""
+
+    def __enter__(self: V) -> V:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class WeightTransferStrategy(ABC):
+    """Makes the two ends of one way to move weights, from plain configuration.
+
+    The configuration is all that a strategy is: a copy in another process is built from it, and so is one that comes
+    out of a pickle. Whatever else a subclass keeps (a bound port, a store) stays behind.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        # Through JSON and back: what a worker on another host would read.
+        self._config: Plain = json.loads(
+            text_of(dict(config or {}), f"configuration of {type(self).__name__}")
+        )
+
+    @property
+    def config(self) -> Plain:
+        """A copy of the configuration."""
+        copy: Plain = json.loads(json.dumps(self._config))
+        return copy
+
+    def __reduce__(self) -> tuple[type[WeightTransferStrategy], tuple[Plain]]:
+        return (type(self), (self._config,))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._config == other._config
+
+    def __hash__(self) -> int:
+        return hash((type(self), json.dumps(self._config, sort_keys=True)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._config!r})"
+
+    @abstractmethod
+    def create_sync_info(self) -> WeightSyncInfo:
+        """What engines need to join. Called once, on the trainer's rank 0."""
+
+    def create_init_info(self) -> WeightSyncInfo:
+        """Another name of :meth:`create_sync_info`."""
+        return self.create_sync_info()
+
+    @abstractmethod
+    def create_sender(self, sync_info: WeightSyncInfo) -> WeightTransferSender:
+        """The trainer's end, ready for use. Joins while the engines join."""
+
+    @abstractmethod
+    def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> WeightTransferReceiver:
+        """The engine's end, ready for use. ``rank`` is its rank in the update group, for strategies that have one
+        (see :func:`windlass.sync_info.engine_rank`)."""
+
+    @abstractmethod
+    def get_request_type(self) -> type[WeightUpdateRequest]:
+        """The class of the requests that announce its chunks."""
+
+
+#: Those that were registered. Installed packages are asked when a name is not here.
+_registered: dict[str, type[WeightTransferStrategy]] = {}
+
+
+def register_strategy(
+    name: str, strategy: type[WeightTransferStrategy], *, replace: bool = False
+) -> type[WeightTransferStrategy]:
+    """Makes a strategy known under a name in this process. A name that is taken is refused unless ``replace``."""
+    if not isinstance(name, str) or not name or not name.replace("_", "").replace("-", "").isalnum():
+        raise WindlassInvalid(f"{name!r} is not a name for a strategy: expected letters, digits, '_' and '-'")
+    if not (isinstance(strategy, type) and issubclass(strategy, WeightTransferStrategy)):
+        raise WindlassInvalid(f"{strategy!r} is not a class derived from WeightTransferStrategy")
+    taken = _registered.get(name)
+    if taken not in (None, strategy) and not replace:
+        raise WindlassInvalid(
+            f"the name {name!r} is taken by {taken!r}: choose another one, or say replace=True to put "
+            f"{strategy!r} in its place"
+        )
+    _registered[name] = strategy
+    return strategy
+
+
+def strategy_names() -> list[str]:
+    """The names of all strategies that are known here."""
+    return sorted({*_registered, *(point.name for point in _points())})
+
+
+def strategy_class(name: str) -> type[WeightTransferStrategy]:
+    """A strategy by its name. One that was registered comes before one of an installed package."""
+    if name in _registered:
+        return _registered[name]
+    for point in _points():
+        if point.name == name:
+            return register_strategy(name, point.load())
+    known = strategy_names()
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    raise WindlassNotFound(
+        f"there is no strategy {name!r}; {hint}",
+        f"import the module that registers it, or install the package that names it in {ENTRY_POINTS!r}",
+    )
+
+
+def _points() -> list[Any]:
+    # Searching the installed packages takes a while: not before somebody asks.
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=ENTRY_POINTS))
+
+
+def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Plain:
+    """Which strategy, link and codec fit what is known about the run, and why.
+
+    ``facts`` and ``config`` have the keys of ``Facts`` and ``Overrides`` in the Rust core; the overrides may carry the
+    prefix ``generator.``. What was not taken stands under ``considered``, with the reason.
+
+    >>> choose({"placement": "same_host"}, {"strategy": "tcp"})["link"]
+    'shm'
+    """
+    choice: Plain = json.loads(
+        _windlass.choose(text_of(facts, "facts"), text_of(config or {}, "configuration"))
+    )
+    return choice
+
+
+def strategy_from_config(
+    config: Mapping[str, Any], facts: Mapping[str, Any] | None = None
+) -> WeightTransferStrategy:
+    """The strategy that a configuration names under ``strategy``; the other keys are its own.
+
+    Every worker calls this with the same configuration. Where ``strategy`` is "auto" or absent, ``facts`` decide
+    (:func:`choose`), with ``overrides`` among the keys; the decision and its reason are logged.
+    """
+    own = dict(config)
+    name = own.pop("strategy", None) or "auto"
+    if name == "auto":
+        if facts is None:
+            raise WindlassInvalid(
+                "the configuration names no strategy and there are no facts to choose by: set 'strategy' to one of "
+                f"{strategy_names()}, or pass facts"
+            )
+        choice = choose(facts, own.pop("overrides", None))
+        name = choice["strategy"]
+        log.info("strategy %s over %s, %s: %s", name, choice["link"], choice["codec"], choice["why"])
+        own = {**own, "link": choice["link"], "codec": choice["codec"]}
+    return strategy_class(name)(own)
