@@ -5,6 +5,7 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
+use windlass::supervise::SuperviseError;
 use windlass_core::error::Kind;
 use windlass_data::image::ImageError;
 use windlass_data::receiver::ReceiverError;
@@ -48,7 +49,7 @@ macro_rules! failures {
 }
 
 failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
-failures!(windlass_core::manifest::ManifestError);
+failures!(windlass_core::manifest::ManifestError, SuperviseError);
 
 impl From<Error> for Failure {
     fn from(e: Error) -> Failure {

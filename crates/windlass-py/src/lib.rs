@@ -8,6 +8,7 @@
 mod cli;
 mod enter;
 mod errors;
+mod supervise;
 
 /// The compiled half of the package. Everything public is re-exported by `windlass`.
 #[pyo3::pymodule]
@@ -16,6 +17,8 @@ mod _windlass {
     use crate::cli::main;
     #[pymodule_export]
     use crate::errors::kinds;
+    #[pymodule_export]
+    use crate::supervise::Supervisor;
 
     use pyo3::prelude::*;
 
