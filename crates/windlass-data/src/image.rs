@@ -369,7 +369,7 @@ impl Image {
 /// It counts as whole only if `state.json` says the same digest.
 fn seal_left(seat: &AgentSeat, digest: StateDigest) -> Result<(), ImageError> {
     if let Some(seal) = seat.seal()? {
-        seal.finish(digest);
+        seal.finish(digest)?;
     }
     Ok(())
 }
@@ -714,7 +714,7 @@ impl Refresh<'_> {
         write_state(self.region.dir(), &state)?;
         self.attempt.done(stop)?;
         if let Some(seal) = self.seat.seal()? {
-            seal.finish(known.digest);
+            seal.finish(known.digest)?;
         }
         *self.current = Some(known.clone());
         Ok(())

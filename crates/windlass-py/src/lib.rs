@@ -14,6 +14,7 @@ mod layout;
 mod memory;
 mod publish;
 mod receive;
+mod supervise;
 
 /// The compiled half of the package. Everything public is re-exported by `windlass`.
 #[pyo3::pymodule]
@@ -38,6 +39,8 @@ mod _windlass {
     use crate::publish::{Copies, Publisher};
     #[pymodule_export]
     use crate::receive::Receiver;
+    #[pymodule_export]
+    use crate::supervise::Supervisor;
 
     use pyo3::prelude::*;
 

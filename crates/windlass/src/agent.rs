@@ -15,6 +15,7 @@
 //! the token, for processes on the same host. It is removed at a regular end.
 
 use std::fmt::Write as _;
+use std::io;
 use std::net::IpAddr;
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
@@ -82,6 +83,8 @@ pub struct Agent {
     pub wait: Duration,
     /// End when standard input ends: the parent is gone.
     pub with_parent: bool,
+    /// The ports of an earlier agent for requests and data: tried first, if they are among those above.
+    pub again: Option<(u16, u16)>,
 }
 
 /// What `agent.json` says.
@@ -129,6 +132,7 @@ impl Agent {
             tcp: SenderConfig {
                 bind: self.bind,
                 ports: self.data_ports.0..=self.data_ports.1,
+                first: self.again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
@@ -143,9 +147,11 @@ impl Agent {
             .enable_all()
             .build()
             .map_err(|e| Error::Bug(format!("no async runtime: {e}")))?;
-        let listener = runtime
-            .block_on(http::bind(self.bind, self.ports))
-            .map_err(|source| Error::Listen { bind: self.bind, ports: self.ports, source })?;
+        let listener = runtime.block_on(self.bind()).map_err(|source| Error::Listen {
+            bind: self.bind,
+            ports: self.ports,
+            source,
+        })?;
         let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
         // The region's report of what the system refused belongs to the start, and is said once.
         tracing::info!(memory = %region.report(), "region");
@@ -191,6 +197,17 @@ impl Agent {
             server.shutdown(Duration::from_secs(2));
         }
         result
+    }
+
+    async fn bind(&self) -> io::Result<tokio::net::TcpListener> {
+        let again = self.again.map(|(port, _)| port).filter(|p| is_among(*p, self.ports));
+        match again {
+            Some(port) => match http::bind(self.bind, (port, port)).await {
+                Err(_) => http::bind(self.bind, self.ports).await,
+                ok => ok,
+            },
+            None => http::bind(self.bind, self.ports).await,
+        }
     }
 
     /// The region, which its publisher may be about to make.
@@ -295,6 +312,11 @@ fn room(region: &Region) -> u64 {
         0 => u64::MAX,
         bytes => bytes,
     }
+}
+
+/// Whether a port is one of those that may be used; zeros mean any.
+fn is_among(port: u16, (first, last): (u16, u16)) -> bool {
+    port != 0 && (first == 0 || (first..=last).contains(&port))
 }
 
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {

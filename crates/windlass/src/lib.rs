@@ -19,6 +19,7 @@
 //! | [`http`] | HTTP as all services speak it: bounded and authenticated |
 //! | [`token`] | the secret of the control connection |
 //! | [`agent`] | `windlass agent` |
+//! | [`supervise`] | an agent that is kept running |
 //! | [`control`] | the receiver's end of the control connection |
 //! | [`plane`] | both ends of the control connection, for trainers and engines in Rust |
 //! | [`receive`] | `windlass receive` |
@@ -42,6 +43,7 @@ pub mod plane;
 pub mod program;
 pub mod receive;
 pub mod session;
+pub mod supervise;
 pub mod synth;
 pub mod token;
 pub mod verify;

@@ -17,12 +17,19 @@ pub fn set(words: impl IntoIterator<Item = impl Into<OsString>>) {
     let _ = WORDS.set(words.into_iter().map(Into::into).collect());
 }
 
+/// How the command is started.
+pub fn words() -> Result<Vec<OsString>, Error> {
+    if let Some(words) = WORDS.get().filter(|w| !w.is_empty()) {
+        return Ok(words.clone());
+    }
+    let own = std::env::current_exe().map_err(Error::io("find", Path::new("this program")))?;
+    Ok(vec![own.into_os_string()])
+}
+
 /// The command, without arguments.
 pub fn command() -> Result<Command, Error> {
-    if let Some((program, arguments)) = WORDS.get().and_then(|w| w.split_first()) {
-        let mut command = Command::new(program);
-        command.args(arguments);
-        return Ok(command);
-    }
-    Ok(Command::new(std::env::current_exe().map_err(Error::io("find", Path::new("this program")))?))
+    let mut words = words()?.into_iter();
+    let mut command = Command::new(words.next().unwrap_or_default());
+    command.args(words);
+    Ok(command)
 }

@@ -19,6 +19,7 @@
 //! committed   the last committed attempt that is no longer the current one
 //! pending     the version that the current attempt writes
 //! agent       owner of the agent's seat
+//! due         until when the agent counts as at work; 0 for ever
 //! slot        id (the attempt that filled it) · version · sealed (= id once sealed) · digest (2 words)
 //! rank        attempt << 2 | absent 0, joined 1, done 2 · owner
 //! lease       owner · id << 24 | serial << 8 | slot << 4 | kind · deadline
@@ -40,8 +41,12 @@
 //! # An attempt
 //!
 //! 1. *Guard.* The lead takes back the target slot: it goes on when no live lease is on it, and when the active
-//!    version is sealed or no agent lives (the sealer compares both slots). Leases of dead owners do not count. A
+//!    version is sealed or no agent is at work (the sealer compares both slots). Leases of dead owners do not count. A
 //!    lease past its deadline is broken, unless it is a sealer's.
+//!
+//!    An agent that has said how long it counts as at work, and is silent beyond that, is stopped or hangs: it is not
+//!    waited for, and what it leases to seal or to send is broken. It keeps its seat as long as its process lives, so
+//!    that there is never a second sealer whose digest its late stores could spoil.
 //! 2. *Open.* Each rank joins by its rank word, and writes only after **all** ranks have joined this attempt. It
 //!    joins only after all its earlier writes have ended.
 //! 3. Each rank says *done*. When all have, the lead fills in the slot's words and commits. Whoever loses patience
@@ -86,8 +91,10 @@
 //!   are not read. `loom_lead_dies_anywhere`, `a_killed_writer_leaves_the_old_version_whole_at_every_step`.
 //! - **F-5 A slot's words belong to the `control` they are read under.** `id` and `version` change only while their
 //!   slot is not whole, and readers look at `control` before and after. The digest counts when `sealed` equals `id`; it
-//!   is stored first, by a sealer whose lease keeps the slot. `loom_snapshot_is_of_one_moment`,
-//!   `loom_seal_against_guard`, `loom_agent_dies_anywhere`.
+//!   is stored first, by a sealer whose lease keeps the slot. If that lease was broken, the slot's id is another one
+//!   or about to be, so that `sealed` equals nothing; and the stores of the next seal come after, because one process
+//!   makes them both. `loom_snapshot_is_of_one_moment`, `loom_seal_against_guard`, `loom_agent_dies_anywhere`,
+//!   `loom_silent_agent_is_not_waited_for`.
 //! - **F-6 A rank learns the true fate of its attempt.** While `control` speaks of n, its phase says it. To move on from
 //!   *Quiet (n)*, the lead first stores `committed = n`; and no later attempt commits without this rank. So later,
 //!   `committed ≥ n` says it. `loom_outcome_is_the_same_for_all`.
@@ -226,7 +233,7 @@ pub enum LeaseKind {
     Stream,
     /// A process reads in place; it cannot be hurried.
     Map,
-    /// The agent seals. Never broken, whatever its deadline.
+    /// The agent seals. Not broken by its deadline, but when the agent is silent for too long.
     Seal,
 }
 
@@ -346,6 +353,7 @@ const CONTROL: usize = 0;
 const COMMITTED: usize = 1;
 const PENDING: usize = 2;
 const AGENT: usize = 3;
+const DUE: usize = 5;
 /// The word whose first half is the bell. The protocol does not use it.
 pub const BELL: usize = 4;
 const SLOTS: usize = 8;
@@ -457,7 +465,8 @@ impl<'a, W: Word> Flip<'a, W> {
     }
 
     /// What keeps the target slot of attempt `n` from being written. Takes back entries of dead owners and breaks
-    /// leases whose deadline is before `now`. Nothing, if the attempt is no longer in its guard.
+    /// leases whose deadline is before `now`, or that a silent agent holds. Nothing, if the attempt is no longer in its
+    /// guard.
     pub fn blockers(&self, n: u64, now: u64, alive: impl Fn(u64) -> bool) -> Vec<Blocker> {
         let control = self.control();
         if control.attempt() != n || control.phase() != Phase::Guard {
@@ -465,7 +474,8 @@ impl<'a, W: Word> Flip<'a, W> {
         }
         let mut found = Vec::new();
         let agent = self.words[AGENT].load();
-        if agent != 0 && control.whole(control.active()) {
+        let silent = self.is_silent(now);
+        if agent != 0 && !silent && control.whole(control.active()) {
             let active = self.slot_words(control.active());
             if active.digest.is_none() && alive(agent) {
                 found.push(Blocker::Agent { owner: agent, id: active.id });
@@ -485,10 +495,12 @@ impl<'a, W: Word> Flip<'a, W> {
                 owner_word.swap(owner, 0);
                 continue;
             }
-            if leased.kind != LeaseKind::Seal
-                && deadline.load() < now
-                && state_word.swap(state, state | BROKEN)
-            {
+            let over = match leased.kind {
+                LeaseKind::Stream => deadline.load() < now || silent && owner == agent,
+                LeaseKind::Map => deadline.load() < now,
+                LeaseKind::Seal => silent && owner == agent,
+            };
+            if over && state_word.swap(state, state | BROKEN) {
                 continue;
             }
             found.push(Blocker::Lease { owner, kind: leased.kind, id: leased.id });
@@ -688,7 +700,21 @@ impl<'a, W: Word> Flip<'a, W> {
 
     /// Takes the agent's seat, or answers the owner that lives.
     pub fn claim_agent(&self, me: u64, alive: impl Fn(u64) -> bool) -> Result<(), u64> {
-        claim(&self.words[AGENT], me, alive)
+        claim(&self.words[AGENT], me, alive)?;
+        // Until this store a predecessor's silence may count as ours, which holds no lease yet.
+        self.words[DUE].store(0);
+        Ok(())
+    }
+
+    /// Says, as the agent, that it is at work until `due`.
+    pub fn attend(&self, due: u64) {
+        self.words[DUE].store(due);
+    }
+
+    /// Whether the agent should have said that it is at work before `now`, and has not.
+    pub fn is_silent(&self, now: u64) -> bool {
+        let due = self.words[DUE].load();
+        due != 0 && due < now
     }
 
     /// Gives the seat back.
@@ -701,12 +727,16 @@ impl<'a, W: Word> Flip<'a, W> {
         self.words[AGENT].load()
     }
 
-    /// Fixes the digest of what `held`, a sealer's lease, is on.
-    pub fn seal(&self, held: &Held, digest: [u64; 2]) {
+    /// Fixes the digest of what `held`, a sealer's lease, is on. False if the lease was broken.
+    pub fn seal(&self, held: &Held, digest: [u64; 2]) -> bool {
+        if !self.stands(held) {
+            return false;
+        }
         let words = self.slot(held.slot);
         words[3].store(digest[0]);
         words[4].store(digest[1]);
         words[2].store(held.state >> 24);
+        true
     }
 }
 

@@ -453,7 +453,7 @@ fn seal<W: Word>(flip: Flip<'_, W>, world: &World, over: &dyn Fn() -> bool) -> O
     if let Some(base) = base.filter(|_| !over()) {
         world.assert_holds(base.slot, active.id - 1);
     }
-    flip.seal(&new, [active.id, active.id]);
+    assert!(flip.seal(&new, [active.id, active.id]) || over());
     if let Some(base) = &base {
         assert!(flip.release(base) || over(), "a sealer's lease is never broken");
     }
@@ -488,6 +488,45 @@ fn loom_seal_against_guard() {
         agent.join().unwrap();
     });
     assert!(with_base.load(O::Relaxed) > 0 && commits.load(O::Relaxed) > 0);
+}
+
+#[test]
+fn loom_silent_agent_is_not_waited_for() {
+    let (stood, broken, late) = (counter(), counter(), counter());
+    check(move || {
+        let world = Arc::new(World::with_two_versions(1, 2));
+        world.flip().claim_agent(AGENT, |o| world.alive(o)).unwrap();
+        world.flip().attend(5);
+        let w = Arc::clone(&world);
+        let agent = thread::spawn(move || {
+            let (flip, alive) = (w.flip(), |o| w.alive(o));
+            let Ok(new) = flip.acquire(AGENT, 2, LeaseKind::Seal, 0, 1, alive) else { return };
+            if let Ok(base) = flip.acquire(AGENT, 1, LeaseKind::Seal, 0, 2, alive) {
+                let seen = [0, 1].map(|c| w.bytes[base.slot][c].load(Ordering::Relaxed));
+                if flip.release(&base) {
+                    assert_eq!(seen, [1, 1], "a base that stood until its end is one version");
+                    stood.fetch_add(1, O::Relaxed);
+                } else {
+                    broken.fetch_add(1, O::Relaxed);
+                }
+            }
+            let sealed = flip.seal(&new, [2, 2]);
+            // Broken between the look and the stores: they are late.
+            let kept = flip.release(&new);
+            late.fetch_add((sealed && !kept).into(), O::Relaxed);
+        });
+        for _ in 0..2 {
+            let committed = lead(world.flip(), 10, &world, plain_write(&world));
+            assert!(committed.is_some(), "a silent agent is in nobody's way");
+            assert_digests_are_whole(&world);
+        }
+        assert!(world.flip().claim_agent(HEIR, |o| world.alive(o)).is_err(), "it keeps its seat");
+        agent.join().unwrap();
+        assert_digests_are_whole(&world);
+        let slots = world.flip().snapshot().slots;
+        assert_eq!(slots.map(|s| s.unwrap().digest), [None, None], "nothing of it is on what came later");
+    });
+    assert!([stood, broken, late].iter().all(|c| c.load(O::Relaxed) > 0));
 }
 
 #[test]

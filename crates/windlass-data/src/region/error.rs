@@ -367,6 +367,14 @@ pub enum RegionError {
         /// How long it was given for.
         after: Duration,
     },
+    /// Writers did not wait for the agent.
+    #[error(
+        "id {id} is not sealed: the agent was silent for too long (stopped, or on a machine that slept), and writers went on without it. It seals what comes next"
+    )]
+    SealBroken {
+        /// The id that was being sealed or compared with.
+        id: u64,
+    },
 }
 
 impl RegionError {
@@ -395,7 +403,8 @@ impl RegionError {
             RegionError::VersionOrder { .. }
             | RegionError::Aborted { .. }
             | RegionError::LeaseGone { .. }
-            | RegionError::LeaseBroken { .. } => Kind::Stale,
+            | RegionError::LeaseBroken { .. }
+            | RegionError::SealBroken { .. } => Kind::Stale,
             RegionError::Stopped { stopped, .. } => stopped.kind(),
         }
     }

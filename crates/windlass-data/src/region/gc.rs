@@ -84,6 +84,25 @@ pub(super) fn living(dir: &Path) -> Vec<u32> {
     pids
 }
 
+/// The processes that keep a region from being replaced, for messages: those registered in it, and all whose
+/// descriptors can be seen and are of its directory. A forked child has its parent's, and is registered nowhere.
+pub(super) fn holders(dir: &Path) -> Vec<u32> {
+    let mut pids = living(dir);
+    // This process may have made it and let it go since; its descriptors tell.
+    pids.retain(|pid| *pid != std::process::id());
+    let Ok(dir) = fs::canonicalize(dir) else { return pids };
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbered = processes.filter_map(|p| Some((p.file_name().to_str()?.parse::<u32>().ok()?, p.path())));
+    let holds = |path: &Path| {
+        let mut descriptors = fs::read_dir(path.join("fd")).into_iter().flatten().flatten();
+        descriptors.any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == dir))
+    };
+    pids.extend(numbered.filter(|(_, path)| holds(path)).map(|(pid, _)| pid));
+    pids.sort_unstable();
+    pids.dedup();
+    pids
+}
+
 /// Bytes that the files of a region take.
 pub(super) fn allocated(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };

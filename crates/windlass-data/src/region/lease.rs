@@ -57,7 +57,7 @@ impl Region {
 ///
 /// The bytes do not change while it stands. It is broken if its deadline passes **and** the slot is wanted for the
 /// next attempt; [`Lease::finish`] at the end of reading tells, and then what was read must be thrown away. Leases of
-/// kind [`LeaseKind::Seal`] are never broken.
+/// kind [`LeaseKind::Seal`] are broken only if the agent falls silent ([`AgentSeat::attend`]).
 #[derive(Debug)]
 pub struct Lease {
     region: Arc<Region>,
@@ -166,6 +166,12 @@ impl AgentSeat {
         &self.region
     }
 
+    /// Says that the agent is at work. If it is then silent for longer than `silence`, writers go on without it, until
+    /// it says so again. One that has never said it is waited for as long as its process lives.
+    pub fn attend(&self, silence: Duration) {
+        self.region.flip().attend(deadline_after(silence));
+    }
+
     /// The committed version that is not sealed yet, held for sealing; `None` if there is none. One at a time.
     pub fn seal(&self) -> Result<Option<Seal>, RegionError> {
         let state = self.region.state();
@@ -213,15 +219,23 @@ impl Seal {
         self.base_state.filter(|_| self.base.is_some())
     }
 
-    /// Fixes the digest. Sums and delta must be in their files before.
-    pub fn finish(self, digest: StateDigest) {
+    /// An error if writers went on without the agent meanwhile: then neither sums nor delta can be believed.
+    pub fn check(&self) -> Result<(), RegionError> {
+        let broken = std::iter::once(&self.new).chain(&self.base).find(|lease| !lease.stands());
+        broken.map_or(Ok(()), |lease| Err(RegionError::SealBroken { id: lease.id }))
+    }
+
+    /// Fixes the digest. Sums and delta must be in their files before. An error if the version was taken back.
+    pub fn finish(self, digest: StateDigest) -> Result<(), RegionError> {
         let region = Arc::clone(&self.new.region);
-        if let Some(held) = &self.new.held {
-            region.flip().seal(held, digest_words(digest));
+        let sealed = self.new.held.as_ref().is_some_and(|h| region.flip().seal(h, digest_words(digest)));
+        if !sealed {
+            return Err(RegionError::SealBroken { id: self.new.id });
         }
         // The sealed word is out before the leases end, so that the guard never sees the one without the other.
         drop(self);
         region.ring();
         step("sealed");
+        Ok(())
     }
 }

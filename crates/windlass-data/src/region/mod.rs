@@ -198,7 +198,28 @@ struct Files {
 impl Region {
     /// Makes a region, in place of a dead one if there is any. Keeps it open.
     pub fn create(spec: &RegionSpec) -> Result<Arc<Region>, RegionError> {
-        create::create(spec, &create::Limits::default())
+        Region::create_when_free(spec, &Stop::after(Duration::ZERO))
+    }
+
+    /// The same, and waits until `stop` for those who still have the old one open. After a crash these are the agent
+    /// and engines, which notice within a second, and forked children (data loaders), which take a few.
+    pub fn create_when_free(spec: &RegionSpec, stop: &Stop) -> Result<Arc<Region>, RegionError> {
+        let mut said = false;
+        loop {
+            match create::create(spec, &create::Limits::default()) {
+                Err(RegionError::Live { dir, owners }) if !stop.is_set() => {
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::info!(dir = %dir.display(), ?owners, "waiting for the region to be let go");
+                    }
+                    std::thread::sleep(stop.nap());
+                }
+                Err(RegionError::Live { dir, .. }) => {
+                    let owners = gc::holders(&dir);
+                    return Err(RegionError::Live { dir, owners });
+                }
+                other => return other,
+            }
+        }
     }
 
     /// Opens a region.

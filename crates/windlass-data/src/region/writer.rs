@@ -119,12 +119,29 @@ impl Writer {
             region.ring();
             return Err(self.stopped(id, version, Stage::Guard, missing, stopped));
         }
+        self.note_unsealed();
         if !flip.open(id, version) {
             return Err(self.aborted(id, version, Stage::Guard));
         }
         region.ring();
         step("open");
         Ok(id)
+    }
+
+    /// Says that the next attempt goes on without the agent.
+    fn note_unsealed(&self) {
+        let Some(version) = self.region.state().active.filter(|s| s.sealed.is_none()).map(|s| s.version)
+        else {
+            return;
+        };
+        match self.region.flip().agent() {
+            0 => tracing::debug!(version, "there is no agent: the version is not sealed and gets no delta"),
+            owner => tracing::warn!(
+                version,
+                agent = %Owner(owner),
+                "the agent is dead or silent: the version is not sealed and gets no delta"
+            ),
+        }
     }
 
     fn follow(&mut self, version: Version, stop: &Stop) -> Result<u64, RegionError> {

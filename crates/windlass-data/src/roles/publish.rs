@@ -18,7 +18,7 @@ use super::strategy::{ControlPlane, Reachable};
 use super::{WeightTransferSender, sealed_digest};
 use crate::image::Known;
 use crate::local::LocalServer;
-use crate::region::{Memfd, Region, RegionError, RegionSpec, Slots, Writer};
+use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
 use crate::serve::{Server, ServerConfig};
 use crate::stop::Stop;
 use crate::work;
@@ -134,7 +134,7 @@ impl RegionSender {
             let writer = region.writer(rank)?;
             return Ok(RegionSender { reachable: None, local: None, server: None, writer, region, threads });
         }
-        let region = create(&RegionSpec {
+        let spec = RegionSpec {
             dir: config.region_dir,
             model_id: config.model_id,
             manifest: config.manifest,
@@ -145,7 +145,8 @@ impl RegionSender {
             memfd: config.memfd,
             extra_bytes: server.history.bytes,
             incarnation: None,
-        })?;
+        };
+        let region = Region::create_when_free(&spec, &Stop::after(LET_GO))?;
         let writer = region.writer(0)?;
         let server = Arc::new(Server::start(Arc::clone(&region), server)?);
         // From here on, dropping it takes everything back.
@@ -189,19 +190,8 @@ impl RegionSender {
     }
 }
 
-/// How long engines may take to let go of the region of a publisher that was killed.
-const LET_GO: Duration = Duration::from_secs(3);
-
-/// Makes the region. One of a dead publisher may still be open in engines, which notice soon.
-fn create(spec: &RegionSpec) -> Result<Arc<Region>, RegionError> {
-    let until = Instant::now() + LET_GO;
-    loop {
-        match Region::create(spec) {
-            Err(RegionError::Live { .. }) if Instant::now() < until => std::thread::sleep(Stop::GLANCE),
-            other => return other,
-        }
-    }
-}
+/// How long agents, engines and forked children may take to let go of the region of a publisher that was killed.
+const LET_GO: Duration = Duration::from_secs(10);
 
 impl WeightTransferSender for RegionSender {
     fn publish(

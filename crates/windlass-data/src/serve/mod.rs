@@ -279,8 +279,10 @@ impl Server {
         });
         inner.recover()?;
         let mut server = Server { inner, threads: Vec::new() };
-        server.spawn("sealer", move |inner| inner.seal_loop(&seat))?;
-        server.spawn("warden", Inner::watch_loop)?;
+        let seat = Arc::new(seat);
+        let sealers = Arc::clone(&seat);
+        server.spawn("sealer", move |inner| inner.seal_loop(&sealers))?;
+        server.spawn("warden", move |inner| inner.watch_loop(&seat))?;
         if !server.inner.config.peers.is_empty() {
             server.spawn("gatherer", Inner::gather_loop)?;
         }

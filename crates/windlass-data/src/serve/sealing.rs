@@ -17,6 +17,9 @@ use crate::seal::table::{self, TableId};
 use crate::seal::{self, SealError, SealJob};
 use crate::stop::Stop;
 
+/// How long the trainer waits for an agent that is stopped, once; one that is merely slow says so in between.
+const SILENCE: Duration = Duration::from_secs(5);
+
 impl Inner {
     /// Takes over what an earlier server left: slots that are sealed and whose table is whole.
     pub(super) fn recover(&self) -> Result<(), ServeError> {
@@ -199,6 +202,13 @@ impl Inner {
         });
         let blocks = blocks_of(&self.region);
         let sealed = self.seal_pass(&job, &blocks, version, base.as_ref())?;
+        if let Err(error) = job.check() {
+            // This process was stopped for so long that the trainer went on without it.
+            if let Some((_, known)) = &base {
+                let _ = std::fs::remove_file(self.history.path(known.version, version));
+            }
+            return Err(error.into());
+        }
         self.keep_table(slot, self.table_id(version, id), sealed.digest, &sealed.sums);
         let mut delta = None;
         if let Some(file) = sealed.delta {
@@ -223,7 +233,7 @@ impl Inner {
         }
         self.counters.seal_ms.fetch_add(start.elapsed().as_millis() as u64, Ordering::Relaxed);
         drop(base);
-        job.finish(digest);
+        job.finish(digest)?;
         self.sealed(slot, id, version, Arc::new(sealed.sums), delta);
         Ok(())
     }
@@ -267,9 +277,11 @@ impl Inner {
         }
     }
 
-    /// Ends offers whose slot a writer wants, and forgets those that are over.
-    pub(super) fn watch_loop(&self) {
+    /// Ends offers whose slot a writer wants, forgets those that are over, and says that the agent is at work: a
+    /// process that cannot even do this is not waited for.
+    pub(super) fn watch_loop(&self, seat: &AgentSeat) {
         while !self.stop.is_set() {
+            seat.attend(SILENCE);
             let seen = self.region.bell();
             let now = Instant::now();
             let lease = |o: &Active| o.lease.as_ref().and_then(Weak::upgrade);

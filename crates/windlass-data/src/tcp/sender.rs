@@ -30,6 +30,8 @@ pub struct SenderConfig {
     pub bind: IpAddr,
     /// The ports to try, in order. Port 0 is any free one.
     pub ports: RangeInclusive<u16>,
+    /// A port to try before those.
+    pub first: Option<u16>,
     /// Connections at a time, proved or not. Beyond them an unproved one is put out, or the new one refused.
     pub max_connections: usize,
     /// Connections at a time that have not proved a ticket. Beyond them the oldest is put out.
@@ -55,6 +57,7 @@ impl Default for SenderConfig {
         SenderConfig {
             bind: Ipv4Addr::LOCALHOST.into(),
             ports: 0..=0,
+            first: None,
             max_connections: 1024,
             max_handshakes: 128,
             max_handshakes_per_peer: 64,
@@ -213,8 +216,9 @@ impl Sender {
         let (first, last) = (*config.ports.start(), *config.ports.end());
         let mut source = io::Error::from(io::ErrorKind::InvalidInput);
         let listener = config
-            .ports
-            .clone()
+            .first
+            .into_iter()
+            .chain(config.ports.clone())
             .find_map(|port| TcpListener::bind((config.bind, port)).map_err(|e| source = e).ok());
         let bind = config.bind;
         let listener = listener.ok_or(TcpError::Bind { bind, first, last, source })?;

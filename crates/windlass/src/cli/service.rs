@@ -59,6 +59,9 @@ pub(super) struct ParsedAgent {
     /// End when standard input ends: whoever started this is gone
     #[arg(long)]
     with_parent: bool,
+    /// The ports of an earlier agent, for requests and for data, which are tried first if they are in range
+    #[arg(long, value_parser = parse_again, hide = true, value_name = "PORT,PORT")]
+    again: Option<(u16, u16)>,
     #[command(flatten)]
     threads: Threads,
 }
@@ -109,6 +112,7 @@ impl ParsedAgent {
             peers: self.peers,
             wait: Duration::from_secs(self.wait),
             with_parent: self.with_parent,
+            again: self.again,
         })
     }
 }
@@ -229,6 +233,12 @@ fn parse_ports(text: &str) -> Result<(u16, u16), String> {
         return Err(format!("{text:?} is not a range of ports: expected FIRST-LAST"));
     }
     Ok((first, last))
+}
+
+/// Two ports.
+fn parse_again(text: &str) -> Result<(u16, u16), String> {
+    let ports = text.split_once(',').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+    ports.ok_or_else(|| format!("{text:?} is not two ports"))
 }
 
 #[cfg(test)]

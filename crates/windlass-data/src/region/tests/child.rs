@@ -115,11 +115,14 @@ fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Result<String, Reg
         "finish" => held.lease.take().unwrap().finish()?,
         "drop-lease" => drop(held.lease.take()),
         "agent" => held.seat = Some(region.agent()?),
+        "attend" => {
+            held.seat.as_ref().unwrap().attend(Duration::from_millis(number(1)));
+        }
         "seal" => held.seal = held.seat.as_ref().unwrap().seal()?,
         "sealed" => {
             let seal = held.seal.take().unwrap();
             let base = seal.base.as_ref().map(Lease::version);
-            seal.finish(StateDigest([number(1) as u8; 16]));
+            seal.finish(StateDigest([number(1) as u8; 16]))?;
             return Ok(format!("{base:?}"));
         }
         "leave" => *held = Held::default(),

@@ -27,7 +27,7 @@ fn a_version_goes_through_commit_lease_and_seal() {
         let seal = agent.seal().unwrap().unwrap();
         assert!(seal.new.data() == expected(&region, version));
         assert_eq!(seal.base.as_ref().map(Lease::version), (version > 1).then_some(version - 1));
-        seal.finish(StateDigest([version as u8; 16]));
+        seal.finish(StateDigest([version as u8; 16])).unwrap();
         assert!(agent.seal().unwrap().is_none());
         let state = region.state();
         assert_eq!(state.active.unwrap().sealed, Some(StateDigest([version as u8; 16])));

@@ -293,12 +293,61 @@ fn a_killed_agent_gives_up_its_seat_and_leases_at_every_step() {
         let sealed = (step == "sealed").then_some(StateDigest([7; 16]));
         assert_eq!(seal.base_state().unwrap().sealed, sealed, "{step}");
         assert!(seal.base.as_ref().unwrap().data() == expected(&region, version - 1));
-        seal.finish(StateDigest([version as u8; 16]));
+        seal.finish(StateDigest([version as u8; 16])).unwrap();
         drop(seat);
         version += 1;
         publish(&mut writer, version);
         child = Child::open(region.dir());
     }
+}
+
+#[test]
+fn a_silent_agent_is_not_waited_for_and_finds_its_seal_broken() {
+    let (_home, region, mut writer, mut child) = alone();
+    child.ask("agent").unwrap();
+    // Stopped before it took anything: version 2 is not sealed, and 3 does not wait for that.
+    child.ask("attend 200").unwrap();
+    child.stop();
+    publish(&mut writer, 3);
+    child.cont();
+    // Stopped while it seals 3 with 2 as its base, and left behind by two versions.
+    child.ask("attend 200").unwrap();
+    child.run_to("sealing", "seal");
+    child.stop();
+    publish(&mut writer, 4);
+    publish(&mut writer, 5);
+    child.cont();
+    child.go_on();
+    child.done().unwrap();
+    let e = child.ask("sealed 3").unwrap_err();
+    assert!(e.contains("writers went on without it"), "{e}");
+    let state = region.state();
+    assert_eq!([state.active, state.inactive].map(|s| s.unwrap().sealed), [None, None]);
+    let e = region.agent().unwrap_err();
+    assert!(e.to_string().contains(&format!("pid {}", child.pid())), "it keeps its seat: {e}");
+    // At work again, it is waited for again.
+    child.ask("attend 60000").unwrap();
+    child.ask("seal").unwrap();
+    let e = writer.begin(6, &Stop::after(Duration::from_millis(20))).unwrap_err();
+    assert!(e.to_string().contains("has not sealed"), "{e}");
+    assert_eq!(child.ask("sealed 5").unwrap(), "Some(4)");
+    assert_eq!(region.state().active.unwrap().sealed, Some(StateDigest([5; 16])));
+    publish(&mut writer, 6);
+}
+
+#[test]
+fn a_region_is_made_anew_once_its_last_user_is_gone() {
+    let (home, region, writer, mut child) = alone();
+    let incarnation = region.incarnation();
+    drop((region, writer));
+    let spec = spec(home.path(), 1);
+    let e = Region::create_when_free(&spec, &Stop::after(Duration::from_millis(20))).unwrap_err();
+    assert!(e.to_string().contains(&format!("in use by pid {}:", child.pid())), "{e}");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| Region::create_when_free(&spec, &Stop::after(PATIENCE)).unwrap());
+        child.kill();
+        assert!(waiting.join().unwrap().incarnation() > incarnation);
+    });
 }
 
 #[test]
