@@ -27,15 +27,17 @@ __all__ = [
 
 
 class WindlassError(Exception):
-    """A failure: what happened, and what to do next (:attr:`advice`)."""
+    """A failure: what happened, what to do next (:attr:`advice`), and its name where it has one (:attr:`name`)."""
 
-    def __init__(self, message: str = "", advice: str = "") -> None:
+    def __init__(self, message: str = "", advice: str = "", name: str = "") -> None:
         super().__init__(message)
         #: What to do next where the message does not say.
         self.advice = advice
+        #: The stable name of the failure, the same in every language ("missing_field"); empty where it has none.
+        self.name = name
 
-    def __reduce__(self) -> tuple[type[WindlassError], tuple[str, str]]:
-        return (type(self), (str(self.args[0]), self.advice))
+    def __reduce__(self) -> tuple[type[WindlassError], tuple[str, str, str]]:
+        return (type(self), (str(self.args[0]), self.advice, self.name))
 
 
 class WindlassInvalid(WindlassError, ValueError):
@@ -65,11 +67,11 @@ class WindlassPeerLost(WindlassError, ConnectionError):
 class WindlassExhausted(WindlassError, OSError):
     """Memory, disk, connections or a configured limit ran out."""
 
-    def __init__(self, message: str = "", advice: str = "") -> None:
+    def __init__(self, message: str = "", advice: str = "", name: str = "") -> None:
         # OSError reads two arguments as an error number and its text.
-        WindlassError.__init__(self, message, advice)
+        WindlassError.__init__(self, message, advice, name)
 
-    def __new__(cls, message: str = "", advice: str = "") -> WindlassExhausted:
+    def __new__(cls, message: str = "", advice: str = "", name: str = "") -> WindlassExhausted:
         return super().__new__(cls, message)
 
 
@@ -80,10 +82,10 @@ class WindlassUnsupported(WindlassError, NotImplementedError):
 class WindlassDenied(WindlassError, PermissionError):
     """Not authenticated or not allowed."""
 
-    def __init__(self, message: str = "", advice: str = "") -> None:
-        WindlassError.__init__(self, message, advice)
+    def __init__(self, message: str = "", advice: str = "", name: str = "") -> None:
+        WindlassError.__init__(self, message, advice, name)
 
-    def __new__(cls, message: str = "", advice: str = "") -> WindlassDenied:
+    def __new__(cls, message: str = "", advice: str = "", name: str = "") -> WindlassDenied:
         return super().__new__(cls, message)
 
 

@@ -99,7 +99,9 @@ fn is_over(end: &mut Receiver<()>) -> bool {
 fn stop_after(timeout: Option<f64>) -> Result<Stop, Failure> {
     let Some(seconds) = timeout else { return Ok(Stop::never()) };
     if seconds.is_nan() || seconds < 0.0 {
-        return Err(Failure::invalid(format!("a timeout of {seconds} s makes no sense; give seconds, 0 or more")));
+        return Err(Failure::invalid(format!(
+            "a timeout of {seconds} s makes no sense; give seconds, 0 or more"
+        )));
     }
     // Beyond the clock is as good as none.
     Ok(Duration::try_from_secs_f64(seconds).map_or_else(|_| Stop::never(), Stop::after))

@@ -5,7 +5,12 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
+use windlass_core::choose::ChooseError;
+use windlass_core::chunk::ChunkError;
+use windlass_core::dtype::DtypeError;
 use windlass_core::error::Kind;
+use windlass_core::request::RequestError;
+use windlass_core::sync_info::SyncInfoError;
 use windlass_data::image::ImageError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
@@ -17,12 +22,14 @@ pub(crate) struct Failure {
     kind: Kind,
     message: String,
     advice: String,
+    /// The stable name of the failure where it has one, the same in every language.
+    name: &'static str,
 }
 
 impl Failure {
     /// With the advice of its kind.
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), advice: kind.row().advice.into() }
+        Failure { kind, message: message.into(), advice: kind.row().advice.into(), name: "" }
     }
 
     /// A mistake of the caller.
@@ -33,6 +40,11 @@ impl Failure {
     /// An error with its causes.
     pub(crate) fn of(kind: Kind, error: &dyn std::error::Error) -> Failure {
         Failure::new(kind, chain(error))
+    }
+
+    /// The same with a name.
+    fn named(self, name: &'static str) -> Failure {
+        Failure { name, ..self }
     }
 }
 
@@ -49,10 +61,23 @@ macro_rules! failures {
 
 failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
 failures!(windlass_core::manifest::ManifestError);
+failures!(ChooseError, ChunkError, DtypeError);
+
+impl From<RequestError> for Failure {
+    fn from(e: RequestError) -> Failure {
+        Failure::of(e.kind(), &e).named(e.name())
+    }
+}
+
+impl From<SyncInfoError> for Failure {
+    fn from(e: SyncInfoError) -> Failure {
+        Failure::of(e.kind(), &e).named(e.name())
+    }
+}
 
 impl From<Error> for Failure {
     fn from(e: Error) -> Failure {
-        Failure { kind: e.kind(), message: e.chain(), advice: e.advice() }
+        Failure { kind: e.kind(), message: e.chain(), advice: e.advice(), name: "" }
     }
 }
 
@@ -63,7 +88,7 @@ impl From<Failure> for PyErr {
             let made = py
                 .import("windlass.errors")
                 .and_then(|errors| errors.getattr(row.python))
-                .and_then(|class| class.call1((failure.message, failure.advice)));
+                .and_then(|class| class.call1((failure.message, failure.advice, failure.name)));
             match made {
                 Ok(exception) => PyErr::from_value(exception),
                 Err(e) => e,

@@ -6,6 +6,7 @@
 //! program would also want, start a thread that calls into Python, or do anything at import.
 
 mod cli;
+mod core;
 mod enter;
 mod errors;
 
@@ -15,13 +16,24 @@ mod _windlass {
     #[pymodule_export]
     use crate::cli::main;
     #[pymodule_export]
+    use crate::core::{
+        Chunker, choose, dtype_bits, dtype_name, dtype_safetensors, dtypes, engine_rank, extent,
+        legacy_request, module_of, packed_layout, parse_request, parse_sync_info, rank_offsets,
+        threshold_from_gb, world_size,
+    };
+    #[pymodule_export]
     use crate::errors::kinds;
 
     use pyo3::prelude::*;
 
+    /// The version of the package.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    // Takes no module: what it could add to one would be missing from the generated stubs.
     #[pymodule_init]
-    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)?;
-        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    fn init() -> PyResult<()> {
+        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)
     }
 }

@@ -1,0 +1,122 @@
+"""Plain data: what crosses a process is JSON, never a pickle.
+
+Records with rules (requests, sync infos) are written as JSON text, judged by the Rust core, and filled with what it
+gives back. So there is one set of rules for both languages, and what a record holds is always its canonical form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+from windlass.errors import WindlassInvalid
+
+__all__ = ["Plain", "Record", "text_of"]
+
+#: A value of JSON.
+Plain: TypeAlias = dict[str, Any]
+
+
+def text_of(value: object, what: str) -> str:
+    """The JSON text of plain data; ``what`` is its name in the error if it is something else.
+
+    >>> text_of({"names": ("a",)}, "request")
+    '{"names": ["a"]}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, default=_spell)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WindlassInvalid(
+            f"this {what} is not plain data: {e}; give strings, numbers, lists and dictionaries only",
+            name="not_json",
+        ) from e
+
+
+R = TypeVar("R", bound="Record")
+
+
+class Record:
+    """A dataclass with a ``type`` in JSON whose rules are the core's. Its fields hold the canonical form."""
+
+    #: The ``type`` in JSON.
+    type_name: ClassVar[str]
+    _what: ClassVar[str]
+    _judge: ClassVar[Callable[[str], str]]
+    _types: ClassVar[Mapping[str, type[Record]]]
+
+    def __post_init__(self) -> None:
+        self._fill(self._judged(self.to_dict()))
+
+    @classmethod
+    def _judged(cls, value: Mapping[str, Any] | str | bytes) -> Plain:
+        """The canonical form of a dictionary or of JSON text."""
+        if isinstance(value, bytes):
+            try:
+                value = value.decode()
+            except UnicodeDecodeError as e:
+                raise WindlassInvalid(f"this {cls._what} is not JSON: {e}", name="not_json") from e
+        text = value if isinstance(value, str) else text_of(value, cls._what)
+        canonical: Plain = json.loads(cls._judge(text))
+        return canonical
+
+    def _fill(self, canonical: Plain) -> None:
+        for field, value in canonical.items():
+            if field != "type":
+                # Frozen for everybody else.
+                object.__setattr__(self, field, self._read(field, value))
+
+    @staticmethod
+    def _read(field: str, value: Any) -> Any:
+        """A field from its plain form."""
+        return value
+
+    @staticmethod
+    def _write(value: Any) -> Any:
+        """A field in its plain form."""
+        return value
+
+    @classmethod
+    def _parse(cls: type[R], value: Mapping[str, Any] | str | bytes) -> R:
+        canonical = cls._judged(value)
+        kind = cls._types[canonical["type"]]
+        if not issubclass(kind, cls):
+            raise WindlassInvalid(
+                f"this {cls._what} is of type {kind.type_name!r}, where {cls.__name__} was expected: both sides must "
+                "use the same strategy",
+                name="unknown_type",
+            )
+        # It has been judged: no second time by the constructor.
+        record = object.__new__(kind)
+        record._fill(canonical)
+        return record
+
+    def to_dict(self) -> Plain:
+        """The plain form, which JSON can carry."""
+        values = {field.name: self._write(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        return {"type": self.type_name, **values}
+
+    @classmethod
+    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
+        """Reads and checks the plain form of this class, or of any of its subclasses."""
+        return cls._parse(data)
+
+    def to_json(self) -> str:
+        """The plain form as JSON text."""
+        return text_of(self.to_dict(), self._what)
+
+    @classmethod
+    def from_json(cls: type[R], text: str | bytes) -> R:
+        """Reads and checks JSON text."""
+        return cls._parse(text)
+
+
+def _spell(value: object) -> object:
+    """Values that are not plain but have one spelling."""
+    kind = type(value)
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} has no JSON form")
