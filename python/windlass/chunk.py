@@ -7,10 +7,11 @@ tensor is whatever has a dtype, a shape and a size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from windlass import _windlass
 from windlass.errors import WindlassInvalid
 
 if TYPE_CHECKING:
@@ -41,14 +42,15 @@ class WeightChunk:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        columns = {"names": self.names, "tensors": self.tensors, "dtypes": self.dtypes, "shapes": self.shapes}
-        for column, values in columns.items():
-            # Column by column a caller may hand over tuples; requests are written from lists.
-            object.__setattr__(self, column, list(values))
+        # Column by column a caller may hand over tuples; requests are written from lists.
+        object.__setattr__(self, "names", list(self.names))
+        object.__setattr__(self, "tensors", list(self.tensors))
+        object.__setattr__(self, "dtypes", [_windlass.dtype_name(str(dtype)) for dtype in self.dtypes])
         object.__setattr__(self, "shapes", [[int(size) for size in shape] for shape in self.shapes])
-        lengths = {column: len(values) for column, values in columns.items()}
-        if len(set(lengths.values())) != 1:
-            raise WindlassInvalid(f"a chunk's columns differ in length: {lengths}", "give one entry per parameter")
+        lengths = [len(self.names), len(self.tensors), len(self.dtypes), len(self.shapes)]
+        if len(set(lengths)) != 1:
+            of = "{} names, {} tensors, {} dtypes and {} shapes".format(*lengths)
+            raise WindlassInvalid(f"a chunk has {of}", "give one of each for every parameter")
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
             raise WindlassInvalid(f"a chunk names {twice[0]!r} twice", "names are keys at the receiver")
@@ -57,12 +59,11 @@ class WeightChunk:
 
     def _check(self, position: int) -> None:
         name, tensor = self.names[position], self.tensors[position]
-        dtype, shape = _dtype_name(tensor.dtype), list(tensor.shape)
-        # Every spelling that requests accept names the same dtype; a chunk keeps the canonical one.
-        given = _dtype_name(self.dtypes[position])
-        if given != dtype:
-            raise WindlassInvalid(f"{name!r} is {dtype}, but its chunk says {given}", "take it from the tensor")
-        self.dtypes[position] = given
+        dtype, shape = _windlass.dtype_name(str(tensor.dtype)), list(tensor.shape)
+        if self.dtypes[position] != dtype:
+            raise WindlassInvalid(
+                f"{name!r} is {dtype}, but its chunk says {self.dtypes[position]}", "take it from the tensor"
+            )
         if self.shapes[position] != shape:
             raise WindlassInvalid(
                 f"{name!r} has shape {shape}, but its chunk says {self.shapes[position]}",
@@ -78,7 +79,7 @@ class WeightChunk:
         return cls(
             names=[name for name, _ in pairs],
             tensors=[tensor for _, tensor in pairs],
-            dtypes=[_dtype_name(tensor.dtype) for _, tensor in pairs],
+            dtypes=[str(tensor.dtype) for _, tensor in pairs],
             shapes=[list(tensor.shape) for _, tensor in pairs],
             module_name=module_name,
             packed=packed,
@@ -87,19 +88,10 @@ class WeightChunk:
     @property
     def total_size_bytes(self) -> int:
         """Bytes of all tensors, as they would lie without gaps."""
-        return sum(_numel(tensor.shape) * tensor.element_size() for tensor in self.tensors)
+        return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in self.tensors)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return zip(self.names, self.tensors)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def _dtype_name(dtype: Any) -> str:
-    """``bfloat16`` for ``torch.bfloat16`` and for either spelling of it."""
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -76,6 +76,10 @@ class WeightExtractor(ABC):
         """What :meth:`_extract_raw_weights` will yield, in its order; None where that is not known in advance."""
         return None
 
+    def _extract_buckets(self, model: Any) -> Iterable[Iterator[tuple[str, Tensor]]] | None:
+        """Raw weights that are in chunks already, for a subclass with a cutting of its own; else None."""
+        return None
+
     def _extract_lora(self, model: Any) -> Iterator[tuple[str, Tensor]] | None:
         """The adapters under their final names, or None for a model without any."""
         return None
@@ -103,25 +107,48 @@ class WeightExtractor(ABC):
         [(['0.weight'], ['bfloat16']), (['0.bias'], ['bfloat16'])]
         """
         dtype = None if generator_dtype is None else torch_dtype(generator_dtype)
-        raw = None if self.lora is False else self._extract_lora(model)
-        if self.lora and raw is None:
+        adapters = self._adapters(model)
+        if adapters is not None:
+            yield from self._share(
+                adapters, lambda raw: self._streamed(Pieces(None, dtype, self.dtypes).stream(raw))
+            )
+            return
+        views = self._source_map(model)
+        buckets = self._extract_buckets(model)
+        if buckets is not None:
+            for bucket in buckets:
+                yield from self._share(
+                    bucket, lambda raw: _bucket(Pieces(views, dtype, self.dtypes).stream(raw))
+                )
+            return
+        metadata = self._extract_metadata(model)
+        plan = None if metadata is None else self._plan(metadata, Pieces(views, dtype, self.dtypes))
+
+        def cut(raw: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
+            weights = Pieces(views, dtype, self.dtypes).stream(raw)
+            return self._streamed(weights) if plan is None else _planned(weights, plan)
+
+        yield from self._share(self._extract_raw_weights(model), cut)
+
+    def _adapters(self, model: Any) -> Iterator[tuple[str, Tensor]] | None:
+        adapters = None if self.lora is False else self._extract_lora(model)
+        if self.lora and adapters is None:
             raise WindlassInvalid(
                 f"{type(model).__name__} has no LoRA adapters, but the extractor was made with lora=True",
                 "leave lora out to send adapters where there are any, and the weights where there are none",
             )
-        views, plan = None, None
-        if raw is None:
-            views = self._source_map(model)
-            metadata = self._extract_metadata(model)
-            if metadata is not None:
-                plan = self._plan(metadata, Pieces(views, dtype, self.dtypes))
-            raw = self._extract_raw_weights(model)
+        return adapters
+
+    def _share(
+        self,
+        raw: Iterator[tuple[str, Tensor]],
+        cut: Callable[[Iterator[tuple[str, Tensor]]], Iterator[WeightChunk]],
+    ) -> Iterator[WeightChunk]:
+        """The chunks, on the ranks that get them; the others take part in every collective and drop the rest."""
         if self.only_rank0 and _rank() != 0:
-            # Takes part in every collective and drops what it gets.
             collections.deque(raw, maxlen=0)
-            return
-        weights = Pieces(views, dtype, self.dtypes).stream(raw)
-        yield from self._streamed(weights) if plan is None else _planned(weights, plan)
+        else:
+            yield from cut(raw)
 
     async def aextract_weights(
         self, model: Any, generator_dtype: Dtype | None = None
@@ -134,7 +161,7 @@ class WeightExtractor(ABC):
         """
         loop = asyncio.get_running_loop()
         chunks = self.extract_weights(model, generator_dtype)
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         worker = ThreadPoolExecutor(1, "windlass-extract", _use_device, (device,))
         held: list[WeightChunk] = []
         try:
@@ -183,6 +210,13 @@ def _planned(weights: Iterator[tuple[str, Tensor]], plan: _Plan) -> Iterator[Wei
         yield _take(held, module)
     if (extra := next(weights, None)) is not None:
         raise WindlassBug(f"{extra[0]!r} came out of the model but was not announced")
+
+
+def _bucket(weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
+    """All of them in one chunk."""
+    held = list(weights)
+    if held:
+        yield _take(held, None)
 
 
 def _expect(weights: Iterator[tuple[str, Tensor]], name: str) -> tuple[str, Tensor]:

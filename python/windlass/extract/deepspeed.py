@@ -7,20 +7,17 @@ away with that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from windlass.extract.base import Metadata
 from windlass.extract.source import GatheringExtractor, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.extract.pieces import Views
-
-__all__ = ["DeepSpeedWeightExtractor"]
+__all__ = ["DeepSpeedWeightExtractor", "inner_module"]
 
 
 class DeepSpeedWeightExtractor(GatheringExtractor):
@@ -39,7 +36,8 @@ class DeepSpeedWeightExtractor(GatheringExtractor):
 
     def sources(self, model: torch.nn.Module) -> Iterator[Source]:
         """The engine's parameters under the names of its module."""
-        for name, parameter in _module(model).named_parameters():
+        parameters: Iterator[tuple[str, Any]] = inner_module(model).named_parameters()
+        for name, parameter in parameters:
             if hasattr(parameter, "ds_id"):
                 yield Source(name, parameter.dtype, tuple(parameter.ds_shape), _Gather(parameter))
             else:
@@ -65,6 +63,7 @@ def _is_engine(model: torch.nn.Module) -> bool:
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
 
 
-def _module(model: torch.nn.Module) -> torch.nn.Module:
+def inner_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The module in an engine; any other module itself."""
     inner: torch.nn.Module = model.module if _is_engine(model) else model  # type: ignore[assignment]
     return inner

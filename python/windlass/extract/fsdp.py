@@ -128,7 +128,7 @@ def _unit(prefix: str, handle: Any) -> Iterator[Source]:
 
 
 def _flat_parameters(model: torch.nn.Module) -> list[Any]:
-    units = [module for module in model.modules() if _is_unit(module)]
+    units: list[Any] = [module for module in model.modules() if _is_unit(module)]
     return [unit._handle.flat_param for unit in units if unit._handle is not None]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from windlass import _windlass
 from windlass.errors import WindlassInvalid
 
 if TYPE_CHECKING:
@@ -124,12 +125,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """torch's own dtype for any spelling of it.
 
-    >>> torch_dtype("bfloat16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
+    >>> torch_dtype("BF16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
     (torch.bfloat16, torch.float32, torch.int8)
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+    found = getattr(torch, _windlass.dtype_name(dtype), None)
     if not isinstance(found, torch.dtype):
-        raise WindlassInvalid(f"{dtype!r} is no dtype of torch", "use a name such as 'bfloat16'")
+        raise WindlassInvalid(f"this torch has no dtype {dtype!r}", "use a newer one, or another dtype")
     return found
