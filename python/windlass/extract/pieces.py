@@ -107,7 +107,7 @@ def _slice(tensor: Tensor, view: View) -> Tensor:
     """The view's box, with the dimensions of the image tensor: a view of the same memory."""
     part = tensor[tuple(slice(start, stop) for start, stop in view.box)]
     left_out = [dim for dim in range(part.dim()) if dim not in view.dims]
-    part = part.permute(*view.dims, *left_out)
+    part = part.permute([*view.dims, *left_out])
     for _ in left_out:
         part = part.select(-1, 0)
     return part
