@@ -5,14 +5,11 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
-<<<<<<< HEAD
 use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;
 use windlass_core::dtype::DtypeError;
-=======
 use windlass::supervise::SuperviseError;
->>>>>>> py-super
 use windlass_core::error::Kind;
 use windlass_core::identity::IdentityError;
 use windlass_core::request::RequestError;
@@ -66,8 +63,6 @@ macro_rules! failures {
 }
 
 failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
-<<<<<<< HEAD
-failures!(windlass_core::manifest::ManifestError);
 failures!(ChooseError, ChunkError, DtypeError, IdentityError);
 
 impl From<AddressError> for Failure {
@@ -87,9 +82,7 @@ impl From<SyncInfoError> for Failure {
         Failure::of(e.kind(), &e).named(e.name())
     }
 }
-=======
 failures!(windlass_core::manifest::ManifestError, SuperviseError);
->>>>>>> py-super
 
 impl From<Error> for Failure {
     fn from(e: Error) -> Failure {

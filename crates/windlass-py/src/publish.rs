@@ -11,7 +11,6 @@ use windlass_data::copies::{Copy, CopyPlan, Dim};
 use windlass_data::region::{
     LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer,
 };
-use windlass_data::stop::Stop;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
@@ -96,7 +95,7 @@ impl Publisher {
             extra_bytes,
             incarnation: None,
         };
-        enter(py, Some(timeout), |stop| Publisher::of(create(&spec, stop)?, 0))
+        enter(py, Some(timeout), |stop| Publisher::of(Region::create_when_free(&spec, stop)?, 0))
     }
 
     /// Joins the region `dir` as `rank` once it is there with this layout.
@@ -344,14 +343,5 @@ impl Copies {
 
     fn __len__(&self) -> usize {
         self.plan.spans().len()
-    }
-}
-
-fn create(spec: &RegionSpec, stop: &Stop) -> Result<Arc<Region>, Failure> {
-    loop {
-        match Region::create(spec) {
-            Err(RegionError::Live { .. }) if !stop.is_set() => std::thread::sleep(stop.nap()),
-            other => return Ok(other?),
-        }
     }
 }
