@@ -1,6 +1,7 @@
 # The one list of commands. `make` prints it.
 # Needs cargo (the toolchain is pinned in rust-toolchain.toml), Python 3.11 and a C compiler; nothing else is
-# installed, and nothing is written outside this tree but cargo's own cache.
+# installed, and nothing is written outside this tree but the caches of cargo and uv. What Python needs beyond that
+# stands pinned in requirements/ and goes into .venv; `make pytest PY=/path/to/python` takes an environment of yours.
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash -euo pipefail
@@ -13,7 +14,16 @@ SYNCS ?= 1000
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
 
+ifeq ($(origin PY),undefined)
+PY := .venv/bin/python
+READY := .venv/ready
+endif
+# Where the package and its tests are looked for; the extension is put there by `develop`.
+PYCODE := python tests/python scripts/stubs.py
+EXTENSION := python/windlass/_windlass.abi3.so
+
 .PHONY: help demo test loom soak bench lint fmt layers contract testdata fuzz doc clean
+.PHONY: venv develop wheel pytest lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +73,44 @@ fuzz: ## fuzz every parser, or TARGET=name, for SECONDS=60 each
 doc: ## build the API documentation
 	$(CARGO) doc --workspace --no-deps --locked
 	@echo "open target/doc/windlass_core/index.html"
+
+venv: $(READY) ## the Python environment .venv, from the pinned requirements
+
+.venv/ready: requirements/dev.txt requirements/torch.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --require-hashes -r requirements/dev.txt
+	.venv/bin/uv pip sync --quiet --require-hashes --python .venv/bin/python $^
+	touch $@
+
+develop: $(READY) ## build the extension and put it where python/ finds it
+	$(CARGO) build --locked -p windlass-py
+	cp "$${CARGO_TARGET_DIR:-target}/debug/lib_windlass.so" $(EXTENSION).new
+	mv $(EXTENSION).new $(EXTENSION)
+
+wheel: $(READY) ## a wheel for release, in target/wheels
+	$(PY) -m maturin build --release --locked --strip --out target/wheels
+
+pytest: develop ## the Python tests and doc tests (ARGS="-k name")
+	$(PY) -m pytest $(ARGS)
+
+lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
+	$(PY) -m ruff format --check $(PYCODE)
+	$(PY) -m ruff check $(PYCODE)
+	$(PY) -m mypy
+	MYPYPATH=python PYTHONPATH=python $(PY) -m mypy.stubtest windlass
+	$(PY) scripts/stubs.py --check
+
+fmt-py: $(READY) ## format all Python code
+	$(PY) -m ruff check --fix $(PYCODE)
+	$(PY) -m ruff format $(PYCODE)
+
+stubs: $(READY) ## write python/windlass/_windlass.pyi anew
+	$(PY) scripts/stubs.py
+
+requirements: ## pin the newest versions that requirements/*.in allow (needs uv: PY=... or a .venv)
+	for group in dev torch; do \
+	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
 	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .tools
