@@ -1,8 +1,9 @@
 """What is known of an architecture by its `model_type` alone, without a model and without transformers.
 
 transformers (5.x) holds the experts of a layer in two parameters, `…experts.gate_up_proj` [E, 2I, H] and
-`…experts.down_proj` [E, H, I]. Whether a checkpoint does too depends on the architecture: most checkpoints have one tensor for each
-expert and projection, some (gpt-oss, Llama 4) are fused. A name does not tell, so it needs a model type.
+`…experts.down_proj` [E, H, I]. Whether a checkpoint does too depends on the architecture: most checkpoints
+have one tensor for each expert and projection, some (gpt-oss, Llama 4) are fused. A name does not tell, so it
+needs a model type.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Experts:
                 return None
             return [View(box, target, shape, (0,) * len(shape), tuple(range(len(shape))))]
         if len(shape) != 3:
-            raise WindlassInvalid(f"parameter {name!r} should have 3 dimensions (experts, rows, columns), not {shape}")
+            raise WindlassInvalid(
+                f"parameter {name!r} should have 3 dimensions (experts, rows, columns), not {shape}"
+            )
         count, rows, columns = shape
         parts = [self.down] if match["part"] == "down_proj" else [self.gate, self.up]
         if rows % len(parts):
@@ -90,7 +93,19 @@ PER_EXPERT: dict[str, Experts] = {
 AS_IS = frozenset(
     {
         *("cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_oss"),
-        *("granite", "llama", "llama4_text", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3"),
+        *(
+            "granite",
+            "llama",
+            "llama4_text",
+            "mistral",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "phi",
+            "phi3",
+            "qwen2",
+            "qwen3",
+        ),
         *("smollm3", "stablelm", "starcoder2"),
     }
 )

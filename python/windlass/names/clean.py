@@ -3,10 +3,12 @@
 Decided by names alone, because that is all a rank has for a parameter that it does not hold.
 
 - `_fsdp_wrapped_module`, `_orig_mod` and `_checkpoint_wrapped_module` are added by FSDP1, `torch.compile` and
-  activation checkpointing at any depth; nobody names a submodule so, and they are removed wherever they stand.
-- `module` is what DDP, DataParallel and DeepSpeed add, always outermost: it is removed at the front only, as often
-  as it stands there, because a model may well have a submodule of that name deeper inside.
-- PEFT adds `base_model.model` (or `base_model` alone, with prompt learning) at the front, `base_layer` where a layer was replaced, and its own parameters beside it.
+  activation checkpointing at any depth; nobody names a submodule so, and they are removed wherever they
+  stand.
+- `module` is what DDP, DataParallel and DeepSpeed add, always outermost: it is removed at the front only, as
+  often as it stands there, because a model may well have a submodule of that name deeper inside.
+- PEFT adds `base_model.model` (or `base_model` alone, with prompt learning) at the front, `base_layer` where
+  a layer was replaced, and its own parameters beside it.
 """
 
 from __future__ import annotations
@@ -23,14 +25,27 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 
 #: How the segments that hold PEFT's own parameters begin: `lora_A.default.weight`, `ia3_l.default`, …
 ADAPTER_PREFIXES = (
-    *("adamss_", "adaption_prompt_", "beft_", "boft_", "bone_", "c3a_", "cartridge_", "cpt_", "deft_", "delora_"),
+    *(
+        "adamss_",
+        "adaption_prompt_",
+        "beft_",
+        "boft_",
+        "bone_",
+        "c3a_",
+        "cartridge_",
+        "cpt_",
+        "deft_",
+        "delora_",
+    ),
     *("fourierft_", "frod_", "glora_", "gralora_", "hada_", "hira_", "hra_", "ia3_", "lily_", "ln_tuning_"),
     *("lokr_", "lora_", "miss_", "multitask_prompt_tuning_", "oft_", "osf_", "p_tuning_", "peanut_", "poly_"),
     *("prefix_tuning_", "prompt_tuning_", "psoft_", "pvera_", "randlora_", "road_", "shadow_", "shira_"),
     *("supertuning_", "tinylora_", "trainable_tokens_", "unilora_", "vblora_", "vera_", "waveft_", "xlora_"),
 )
 #: Whole segments of PEFT's that hold parameters themselves.
-_ADAPTER_SEGMENTS = frozenset({"prompt_encoder", "adaption_prompt", "adaption_gate", "internal_xlora_classifier"})
+_ADAPTER_SEGMENTS = frozenset(
+    {"prompt_encoder", "adaption_prompt", "adaption_gate", "internal_xlora_classifier"}
+)
 _BASE_SEGMENTS = frozenset({"base_layer", "token_adapter"})
 
 

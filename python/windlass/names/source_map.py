@@ -1,16 +1,16 @@
 """The source map: from a trainer's parameters to the tensors of the image.
 
-A map is a pipeline. A parameter's name is first cleaned (see :mod:`windlass.names.clean`); then each rule in turn
-looks at every image tensor that the rules before it made, and may rename it, split it, place it into a larger one or drop it. Rules
-see names and shapes, never data. The order is
+A map is a pipeline. A parameter's name is first cleaned (see :mod:`windlass.names.clean`); then each rule in
+turn looks at every image tensor that the rules before it made, and may rename it, split it, place it into a
+larger one or drop it. Rules see names and shapes, never data. The order is
 
 1. wrappers and PEFT,
 2. the model's own conversion (`from_model`, `from_config`, `for_model_type`),
 3. rules given to the constructor, then those added by methods, in the order they were added.
 
-Who uses it: the manager, once for each parameter when it plans its copies. What it must not do: touch a tensor, talk to other ranks,
-or guess. A fused tensor of experts of an unknown architecture is an error, because half of all checkpoints hold it
-in one way and half in the other.
+Who uses it: the manager, once for each parameter when it plans its copies. What it must not do: touch a
+tensor, talk to other ranks, or guess. A fused tensor of experts of an unknown architecture is an error,
+because half of all checkpoints hold it in one way and half in the other.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Split:
         views = self.function(name, shape)
         if not self.partial and not tile_exactly([view.box for view in views], shape):
             raise WindlassInvalid(
-                f"the rule {self.pattern.pattern!r} does not cover {name!r} of shape {list(shape)} exactly once: "
-                f"it gives {[view.box for view in views]}",
+                f"the rule {self.pattern.pattern!r} does not cover {name!r} of shape {list(shape)} exactly "
+                f"once: it gives {[view.box for view in views]}",
                 "cover every element once, or pass partial=True where some are meant to be left out",
             )
         return views
@@ -128,10 +128,12 @@ class _Model:
         if expected != shape:
             raise WindlassInvalid(
                 f"parameter {name!r} has shape {list(shape)}, but the model had {list(expected)}",
-                "make the map anew with SourceMap.from_model after changing the model; give global shapes, not shards",
+                "give global shapes, not shards'; after changing the model make the map anew",
             )
         if isinstance(views, str):
-            raise WindlassUnsupported(f"parameter {name!r} {views}", "gather it and publish it under its own name")
+            raise WindlassUnsupported(
+                f"parameter {name!r} {views}", "gather it and publish it under its own name"
+            )
         return views
 
 
@@ -155,10 +157,11 @@ class SourceMap:
         peft: bool = True,
         saved_modules: str | None = None,
     ) -> None:
-        """Make a map of the given rules, after wrappers and PEFT have been taken off unless that is switched off.
+        """Make a map of rules, which see names after wrappers and PEFT were taken off (unless switched off).
 
-        PEFT keeps a trained copy of some modules (`modules_to_save`). The base image takes the originals, and the
-        copies travel with the adapter; `saved_modules="default"` takes the copies of that adapter instead.
+        PEFT keeps a trained copy of some modules (`modules_to_save`). The base image takes the originals, and
+        the copies travel with the adapter; `saved_modules="default"` takes the copies of that adapter
+        instead.
         """
         self._clean = Clean(wrappers=wrappers, peft=peft, saved_modules=saved_modules)
         self._rules: tuple[Rule, ...] = tuple(rules)
@@ -168,7 +171,7 @@ class SourceMap:
 
     @classmethod
     def for_model_type(cls, model_type: str, **options: Any) -> Self:
-        """The map of an architecture that is known by its `config.model_type`; `options` are the constructor's.
+        """The map of an architecture known by its `config.model_type`; `options` are the constructor's.
 
         >>> qwen = SourceMap.for_model_type("qwen3_moe")
         >>> [view.name for view in qwen.views("model.layers.0.mlp.experts.down_proj", (2, 64, 32))]
@@ -188,11 +191,13 @@ class SourceMap:
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> Self:
-        """The map of a transformers model, derived from what its `save_pretrained` would do; `options` are the constructor's.
+        """The map of a transformers model, derived from what its `save_pretrained` would do.
 
-        The model may be wrapped (DDP, FSDP, `torch.compile`, PEFT, DeepSpeed, a module with a value head); only its
-        names, global shapes and configuration are read. Parameters that are not the transformers model's pass
-        through under their own names.
+        `options` are the constructor's.
+
+        The model may be wrapped (DDP, FSDP, `torch.compile`, PEFT, DeepSpeed, a module with a value head);
+        only its names, global shapes and configuration are read. Parameters that are not the transformers
+        model's pass through under their own names.
         """
         from windlass.names import conversion
 
@@ -206,7 +211,7 @@ class SourceMap:
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> Self:
-        """The map of the causal language model that a transformers configuration (or a directory with one) describes.
+        """The map of the causal language model of a transformers configuration, or of a directory with one.
 
         Nothing is allocated: the model is built on the meta device.
         """
@@ -218,7 +223,9 @@ class SourceMap:
         """Rename by a regular expression, as :func:`re.sub` does (anywhere in the name unless anchored)."""
         return self.then(_Rename(_compile(pattern), replacement))
 
-    def split(self, pattern: str, function: Callable[[str, Shape], Sequence[View]], *, partial: bool = False) -> Self:
+    def split(
+        self, pattern: str, function: Callable[[str, Shape], Sequence[View]], *, partial: bool = False
+    ) -> Self:
         """Hand tensors whose whole name matches to a function of (name, shape) that returns their views.
 
         The views must cover the tensor exactly once, or at most once with `partial` (rows of padding).
@@ -226,9 +233,12 @@ class SourceMap:
         return self.then(_Split(_compile(pattern), function, partial))
 
     def split_rows(self, pattern: str, sizes: Mapping[str, int], dim: int = 0) -> Self:
-        """Split fused tensors whose whole name matches; `sizes` gives the new names (with `\\\\1`) and their rows.
+        """Split fused tensors whose whole name matches.
 
-        >>> names = SourceMap().split_rows(r"(.*)\\.qkv\\.weight", {r"\\1.q.weight": 8, r"\\1.k.weight": 4, r"\\1.v.weight": 4})
+        `sizes` gives the new names, in which `\\\\1` stands for a group of the pattern, and their rows.
+
+        >>> names = SourceMap().split_rows(
+        ...     r"(.*)\\.qkv\\.weight", {r"\\1.q.weight": 8, r"\\1.k.weight": 4, r"\\1.v.weight": 4})
         >>> [(view.name, view.shape) for view in names.views("attn.qkv.weight", (16, 2))]
         [('attn.q.weight', (8, 2)), ('attn.k.weight', (4, 2)), ('attn.v.weight', (4, 2))]
         """
@@ -242,11 +252,13 @@ class SourceMap:
         return self.then(_Split(compiled, split, False))
 
     def transpose(self, pattern: str, dims: Sequence[int] | None = None) -> Self:
-        """Permute the dimensions of tensors whose whole name matches (reverse them unless `dims` is given)."""
+        """Permute the dimensions of tensors whose whole name matches (reverse them without `dims`)."""
         return self.split(pattern, lambda name, shape: transpose(name, shape, dims))
 
     def merge(self, pattern: str, into: str, parts: Mapping[str, int], dim: int = 0) -> Self:
-        """Put several tensors into one: `parts` gives the sizes along `dim` by what the group `part` matches, in order.
+        """Put several tensors into one.
+
+        `parts` gives, in order, what the group `part` of the pattern may match, and its size along `dim`.
 
         >>> names = SourceMap().merge(
         ...     r"(.*)\\.(?P<part>gate|up)\\.weight", r"\\1.gate_up.weight", {"gate": 8, "up": 8})
@@ -256,11 +268,13 @@ class SourceMap:
         """
         compiled = _compile(pattern)
         if "part" not in compiled.groupindex:
-            raise WindlassInvalid(f"the pattern {pattern!r} of a merge needs a group named part, as in (?P<part>gate|up)")
+            raise WindlassInvalid(
+                f"the pattern {pattern!r} of a merge needs a group named part, as in (?P<part>gate|up)"
+            )
         return self.then(_Merge(compiled, into, dict(parts), dim))
 
     def drop(self, pattern: str) -> Self:
-        """Leave tensors whose whole name matches out of the image."""
+        """Leave out tensors whose whole name matches, as the model has it or as the rules before made it."""
         return self.then(_Drop(_compile(pattern)))
 
     def keep(self, pattern: str) -> Self:
@@ -282,6 +296,9 @@ class SourceMap:
         if cleaned is None:
             self._say_dropped(name)
             return ()
+        # A parameter without views can be dropped only before the model's rule is asked for them.
+        if any(isinstance(rule, _Drop) and rule.pattern.fullmatch(cleaned) for rule in self._rules):
+            return ()
         views: list[View] = [whole(cleaned, size)]
         try:
             for rule in self._rules:
@@ -295,7 +312,7 @@ class SourceMap:
         return tuple(views)
 
     def written(self) -> dict[str, Shape] | None:
-        """The names and shapes that the model's checkpoint has, where the map was made from a model; else None.
+        """The names and shapes of the model's checkpoint, where the map was made from a model; else None.
 
         Persistent buffers are among them.
         """
@@ -313,7 +330,7 @@ class SourceMap:
         if any(isinstance(rule, _Keep) and rule.pattern.fullmatch(view.name) for rule in self._rules):
             return
         raise WindlassInvalid(
-            f"{view.name!r} holds fused experts, and whether the checkpoint does too depends on the architecture",
+            f"{view.name!r} holds fused experts; whether the checkpoint does too depends on the architecture",
             "use SourceMap.from_model(model), SourceMap.for_model_type(config.model_type), "
             "or .keep(pattern) if the checkpoint has this very name",
         )
@@ -322,8 +339,8 @@ class SourceMap:
         if ".modules_to_save." in name and "modules_to_save" not in self._said:
             self._said.add("modules_to_save")
             logger.warning(
-                "PEFT trains a copy of some modules (%s); the base image holds the originals and the copies travel "
-                "with the adapter (saved_modules=<adapter> publishes the copies instead)",
+                "PEFT trains a copy of some modules (%s); the base image holds the originals and the copies "
+                "travel with the adapter (saved_modules=<adapter> publishes the copies instead)",
                 name,
             )
 

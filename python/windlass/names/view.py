@@ -1,7 +1,8 @@
 """Views: which box of a parameter stands where in which tensor of the image.
 
-Pure arithmetic on names and shapes; nothing here reads a tensor. Positions are half-open ranges of a parameter's
-*global* shape, so that a rank may intersect them with whatever it holds and copy without asking anybody.
+Pure arithmetic on names and shapes; nothing here reads a tensor. Positions are half-open ranges of a
+parameter's *global* shape, so that a rank may intersect them with whatever it holds and copy without asking
+anybody.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Box = tuple[tuple[int, int], ...]
 class View:
     """A box of a parameter, and where it stands in a tensor of the image.
 
-    >>> gate = View(box=((3, 4), (0, 8), (0, 16)), name="experts.3.gate.weight", shape=(8, 16), at=(0, 0), dims=(1, 2))
-    >>> gate.extent
+    >>> box = ((3, 4), (0, 8), (0, 16))
+    >>> View(box, name="experts.3.gate.weight", shape=(8, 16), at=(0, 0), dims=(1, 2)).extent
     (8, 16)
     """
 
@@ -35,8 +36,8 @@ class View:
     shape: Shape
     #: Where the box starts in that tensor.
     at: Shape
-    #: For each dimension of the image tensor, the parameter's dimension. A parameter's dimension that is left out
-    #: has extent 1 in the box.
+    #: For each dimension of the image tensor, the parameter's dimension. A parameter's dimension that is left
+    #: out has extent 1 in the box.
     dims: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ def whole(name: str, shape: Shape) -> View:
 
 
 def transpose(name: str, shape: Shape, dims: Sequence[int] | None = None) -> list[View]:
-    """The view of a parameter that the image holds with its dimensions permuted (reversed unless `dims` says else).
+    """The view of a parameter whose dimensions the image holds in another order (reversed without `dims`).
 
     >>> [view] = transpose("proj.weight", (4, 6))
     >>> view.shape, view.dims
@@ -109,7 +110,7 @@ def split_rows(name: str, shape: Shape, sizes: Mapping[str, int], dim: int = 0) 
     if total != shape[dim] or any(size < 0 for size in sizes.values()):
         parts = ", ".join(f"{part} {size}" for part, size in sizes.items())
         raise WindlassInvalid(
-            f"parameter {name!r} has {shape[dim]} rows in dimension {dim}, but its parts have {total} ({parts})",
+            f"parameter {name!r} has {shape[dim]} rows in dimension {dim}, its parts {total} ({parts})",
             "give sizes that add up to the parameter's",
         )
     views, start = [], 0
