@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from windlass._windlass import __version__
 from windlass.config import (
     ReceiverAgentConfig,
@@ -25,6 +27,9 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.chunk import WeightChunk
+from windlass.names import DtypeRules, Selection, SourceMap, View
+from windlass.receiver import Image, Receiver
 from windlass.request import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
@@ -66,31 +71,52 @@ from windlass.sync_info import (
     world_size,
 )
 
+if TYPE_CHECKING:
+    from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor, ModuleWeightExtractor, WeightExtractor
+    from windlass.lora import LoraState, collect_lora, is_lora, save_lora
+    from windlass.manager import Offloaded, WeightManager, WeightSource
+
 __all__ = [
     "AgentWeightSyncInfo",
     "BroadcastWeightUpdateRequest",
     "CudaIpcWeightUpdateRequest",
+    "DeepSpeedWeightExtractor",
+    "DtypeRules",
     "EmptyWeightSyncInfo",
     "EmptyWeightSyncInitInfo",
     "EngineShape",
+    "FSDPWeightExtractor",
     "Identity",
+    "Image",
     "InferenceClient",
     "IpcHandle",
     "LoraDiskWeightUpdateRequest",
+    "LoraState",
+    "MegatronWeightExtractor",
+    "ModuleWeightExtractor",
+    "Offloaded",
     "PackedCudaIpcWeightUpdateRequest",
     "PackedTensor",
     "PullWeightUpdateRequest",
+    "Receiver",
     "ReceiverAgentConfig",
     "ReceiverInfo",
+    "Selection",
     "SenderAgentConfig",
+    "SourceMap",
     "StoreWeightSyncInfo",
     "StoreWeightUpdateRequest",
     "TorchDistributedWeightSyncInfo",
     "TorchDistributedWeightSyncInitInfo",
     "TransferEngineConfig",
     "TransferStatus",
+    "View",
+    "WeightChunk",
+    "WeightExtractor",
     "WeightLoader",
+    "WeightManager",
     "WeightManagerConfig",
+    "WeightSource",
     "WeightSyncInfo",
     "WeightSyncInitInfo",
     "WeightTransferReceiver",
@@ -111,13 +137,46 @@ __all__ = [
     "WindlassUnsupported",
     "__version__",
     "choose",
+    "collect_lora",
     "each_tensor",
     "engine_rank",
+    "is_lora",
     "packed_layout",
     "parse_request",
     "parse_sync_info",
     "rank_offsets",
     "register_strategy",
+    "save_lora",
     "strategy_from_config",
     "world_size",
 ]
+
+#: What needs torch, and where it is: imported when it is first asked for.
+_LAZY = {
+    "DeepSpeedWeightExtractor": "windlass.extract",
+    "FSDPWeightExtractor": "windlass.extract",
+    "LoraState": "windlass.lora",
+    "MegatronWeightExtractor": "windlass.extract",
+    "ModuleWeightExtractor": "windlass.extract",
+    "Offloaded": "windlass.manager",
+    "WeightExtractor": "windlass.extract",
+    "WeightManager": "windlass.manager",
+    "WeightSource": "windlass.manager",
+    "collect_lora": "windlass.lora",
+    "is_lora": "windlass.lora",
+    "save_lora": "windlass.lora",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

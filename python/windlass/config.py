@@ -224,7 +224,7 @@ class WeightManagerConfig(Config):
     checkpoint: str | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    extras: Literal["error", "ignore"] = "error"
+    extras: Literal["error", "ignore"] = "ignore"
     buffers: bool = False
     timeout: float = 120.0
     controller: str | None = None

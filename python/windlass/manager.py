@@ -28,16 +28,16 @@ from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassError, WindlassInvalid, WindlassNotFound, WindlassStale
 from windlass.exchange import Alone, Exchange, exchange_for
 from windlass.memory import flat
-from windlass.names import DtypeRules, Selection, SourceMap
+from windlass.names import DtypeRules, Selection, SourceMap, checkpoint_layout
 from windlass.notify import notify
 from windlass.plan import Naming, Plan, Source
-from windlass.supervise import AgentSupervisor
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Self
 
     from windlass._windlass import Held
+    from windlass.supervise import AgentSupervisor
 
 __all__ = ["Offloaded", "WeightManager", "WeightSource"]
 
@@ -347,7 +347,7 @@ class WeightManager:
             naming = self._naming()
         except WindlassError as e:
             # The others are told before it is raised here.
-            sources, naming = e, Naming(SourceMap(), _always, _own)
+            sources, naming = e, Naming(SourceMap(), frozenset, _own)
         plan = planning.make_plan(
             sources, naming, rank=rank, node=self._node, exchange=exchange, timeout=_left(until)
         )
@@ -372,9 +372,15 @@ class WeightManager:
 
     def _naming(self) -> Naming:
         config = self.config
-        rules = DtypeRules(config.generator_dtype, config.dtypes, config.checkpoint)
-        chosen = Selection(config.include, config.exclude, config.extras, config.checkpoint)
-        return Naming(self._names or SourceMap(), chosen.keep, rules.dtype)
+        stored = None if config.checkpoint is None else checkpoint_layout(config.checkpoint)
+        dtypes = None if stored is None else {name: dtype for name, (dtype, _) in stored.items()}
+        rules = DtypeRules(config.generator_dtype, config.dtypes, dtypes)
+        selection = Selection(config.include, config.exclude, config.extras)
+
+        def keep(names: Iterable[str]) -> frozenset[str]:
+            return frozenset(selection.choose(names, stored).kept)
+
+        return Naming(self._names or SourceMap(), keep, rules.dtype_of)
 
     def _join(self, plan: Plan, place: int, exchange: Exchange, until: float) -> Publisher | None:
         """The region: made by the first writer, joined by the others, who learn where it is."""
@@ -418,6 +424,8 @@ class WeightManager:
         return publisher
 
     def _start_agent(self, region: str) -> None:
+        from windlass.supervise import AgentSupervisor
+
         agent = self.config.agent
         if not agent.enabled:
             return
@@ -575,10 +583,6 @@ def _end(publisher: Publisher, agent: AgentSupervisor | None) -> None:
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
-
-
-def _always(name: str) -> bool:
-    return True
 
 
 def _own(name: str, dtype: str) -> str:

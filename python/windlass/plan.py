@@ -12,7 +12,7 @@ only what was exchanged, so all ranks come to the same answer without another wo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,10 @@ class Naming:
     """How parameters become tensors of the image."""
 
     names: SourceMap
-    #: Whether a tensor of this name belongs to the image.
-    keep: Any
+    #: Which of these tensors belong to the image.
+    keep: Callable[[Iterable[str]], frozenset[str]]
     #: The dtype of a tensor by its name and the trainer's dtype.
-    dtype: Any
+    dtype: Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,12 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
     storage: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     empty: list[str] = []
+    all_views = {s.name: naming.names.views(s.name, s.shape) for source in sources for s in source.shares}
+    kept = naming.keep(v.name for views in all_views.values() for v in views) if all_views else frozenset()
     for source in sources:
         source.targets = []
         for share in source.shares:
-            views = [v for v in naming.names.views(share.name, share.shape) if naming.keep(v.name)]
+            views = [v for v in all_views[share.name] if v.name in kept]
             own = dtype_name(share.dtype)
             dtypes = {v.name: naming.dtype(v.name, own) for v in views}
             if len(views) == 1 and views[0].shape == share.shape:

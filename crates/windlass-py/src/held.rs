@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_data::region::{Lease, Region};
 
 use crate::enter::Home;
@@ -35,8 +36,14 @@ pub(crate) struct Held {
 
 impl Held {
     /// What `lease` holds.
-    pub(crate) fn new(lease: Lease, path: PathBuf, incarnation: String, digest: Option<String>) -> Held {
-        let (region, version) = (Arc::clone(lease.region()), lease.version());
+    pub(crate) fn new(
+        lease: Lease,
+        path: PathBuf,
+        (incarnation, version): (Incarnation, Version),
+        digest: Option<StateDigest>,
+    ) -> Held {
+        let region = Arc::clone(lease.region());
+        let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
         Held { lease: Mutex::new(Some(lease)), region, path, version, incarnation, digest, home: Home::here() }
     }
 

@@ -301,7 +301,8 @@ impl Publisher {
             match self.region.lease(active.id, LeaseKind::Map, seconds) {
                 Ok(lease) => {
                     let path = self.region.slot_path(active.slot);
-                    return Ok(Held::new(lease, path, self.incarnation(), active.sealed.map(|d| d.to_string())));
+                    let which = (self.region.incarnation(), active.version);
+                    return Ok(Held::new(lease, path, which, active.sealed));
                 }
                 // Replaced since the look above.
                 Err(RegionError::LeaseGone { .. }) => {}

@@ -156,8 +156,8 @@ impl Receiver {
                 let none = || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
                 let view = ImageView::take(inner.image().ok_or_else(none)?.region(), load, stop)?;
                 let (known, path) = (view.known().clone(), view.path());
-                let incarnation = known.identity.incarnation.to_string();
-                Ok(Held::new(view.into_lease(), path, incarnation, Some(known.digest.to_string())))
+                let which = (known.identity.incarnation, known.identity.version);
+                Ok(Held::new(view.into_lease(), path, which, Some(known.digest)))
             })
         })
     }

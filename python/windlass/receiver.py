@@ -1,0 +1,155 @@
+"""An engine's side in Python: an image on this host that follows a publisher.
+
+Owns: :class:`Receiver`, for engines that embed it, for evaluation scripts and for tests. Services use
+``windlass receive``, which needs no Python. Must not: pause an engine or load weights into one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass import _windlass
+from windlass.config import TransferStatus
+from windlass.errors import WindlassNotFound, WindlassTimeout
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+__all__ = ["Image", "Receiver"]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A whole version, in place. Its tensors are the image's own memory: copy what should outlive the hold."""
+
+    version: int
+    incarnation: str
+    #: The state digest, which was found right.
+    digest: str | None
+    #: The image as a safetensors file.
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Receiver:
+    """Keeps an image at the newest version of one publisher.
+
+    >>> receiver = Receiver("/dev/shm", endpoint="http://trainer:18100", token="...")    # doctest: +SKIP
+    >>> receiver.wait(version=7, timeout=60)                                             # doctest: +SKIP
+    >>> with receiver.hold() as image:                                                   # doctest: +SKIP
+    ...     model.load_state_dict(image.tensors)
+
+    ``endpoint`` is the agent's, with its token; on the trainer's host, ``region`` names the region's directory
+    instead. The image is kept in a directory of the model's name below ``image_dir``.
+    """
+
+    def __init__(
+        self,
+        image_dir: str | Path,
+        *,
+        endpoint: str | None = None,
+        token: str | None = None,
+        region: str | Path | None = None,
+        timeout: float = 60.0,
+        **options: Any,
+    ) -> None:
+        self._inner = _windlass.Receiver(
+            Path(image_dir),
+            endpoint=endpoint,
+            token=token,
+            region=None if region is None else Path(region),
+            timeout=timeout,
+            **options,
+        )
+
+    def sync(self, timeout: float = 600.0) -> dict[str, Any]:
+        """Brings the image to the newest version, and tells how: mode, bytes, milliseconds of each part."""
+        told: dict[str, Any] = json.loads(self._inner.sync(timeout))
+        return told
+
+    def wait_newer(self, timeout: float) -> tuple[str, int] | None:
+        """Waits until the publisher has something newer: (incarnation, version), or ``None`` after ``timeout``."""
+        return self._inner.wait_newer(timeout)
+
+    def wait(self, version: int, timeout: float = 60.0) -> dict[str, Any]:
+        """Syncs until the image is at ``version`` or beyond, and tells how the last sync went."""
+        until = time.monotonic() + timeout
+        while True:
+            told = self.sync(max(0.0, until - time.monotonic()))
+            have = self.version
+            if have is not None and have >= version:
+                return told
+            left = until - time.monotonic()
+            if left <= 0:
+                raise WindlassTimeout(f"version {version} did not come within {timeout:g} s; the image has {have}")
+            self.wait_newer(left)
+
+    @property
+    def version(self) -> int | None:
+        """The version in the image."""
+        known = json.loads(self._inner.status()).get("image")
+        return None if known is None else int(known["identity"]["version"])
+
+    def status(self) -> TransferStatus:
+        """Where it stands. Answers at once, also while a sync runs."""
+        return TransferStatus.from_dict(json.loads(self._inner.status()))
+
+    @contextmanager
+    def hold(self, seconds: float = 300.0, timeout: float = 60.0) -> Iterator[Image]:
+        """The version in the image, which does not change while it is held, for at most ``seconds``.
+
+        An error at the end if it had to be taken back: what was read may be of two versions.
+        """
+        held = self._inner.hold(seconds, timeout)
+        try:
+            yield Image(held.version, held.incarnation, held.digest, Path(held.path), _Tensors(held))
+        finally:
+            held.finish()
+
+    def close(self) -> None:
+        """Lets go of the image, which stays for the next receiver."""
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Tensors(Mapping[str, Any]):
+    """Tensors of an image by name, aliases included; made when they are asked for."""
+
+    def __init__(self, held: _windlass.Held) -> None:
+        from windlass.memory import flat
+
+        layout = held.layout()
+        self._data = flat(held.memory())
+        self._table = {name: rest for name, *rest in layout.tensors()}
+        self._aliases = layout.aliases()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        from windlass.memory import tensor_at
+
+        row = self._table.get(self._aliases.get(name, name))
+        if row is None:
+            raise WindlassNotFound(f"the image has no tensor {name!r}")
+        dtype, shape, offset, size = row
+        if dtype == "float4_e2m1fn_x2" and shape:
+            # torch counts pairs.
+            shape = [*shape[:-1], shape[-1] // 2]
+        return tensor_at(self._data, offset, size, dtype, shape)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._table
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._table) + len(self._aliases)
