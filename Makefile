@@ -79,7 +79,7 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 .venv/ready: requirements/dev.txt requirements/torch.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --require-hashes -r requirements/dev.txt
-	.venv/bin/uv pip sync --quiet --require-hashes --python .venv/bin/python $^
+	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
 	touch $@
 
 develop: $(READY) ## build the extension and put it where python/ finds it

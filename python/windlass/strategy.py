@@ -61,7 +61,11 @@ log = logging.getLogger("windlass")
 ENTRY_POINTS = "windlass.strategies"
 
 #: What a loader is given: a mapping, or names and tensors one by one.
-NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]"
+NamedTensors: TypeAlias = (
+    Mapping[str, "torch.Tensor"]
+    | Iterable[tuple[str, "torch.Tensor"]]
+    | AsyncIterable[tuple[str, "torch.Tensor"]]
+)
 
 S = TypeVar("S", bound="WeightTransferSender")
 V = TypeVar("V", bound="WeightTransferReceiver")
