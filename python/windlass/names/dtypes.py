@@ -131,8 +131,8 @@ def _by_name(checkpoint: Mapping[str, str] | str | os.PathLike[str]) -> dict[str
 def _checked(name: str, held: str, wanted: str, who: str, *, asked: bool) -> str:
     """The wanted dtype, if casting to it keeps the meaning.
 
-    A user may ask for a cast into or out of 8-bit floats; a checkpoint may not, because what it has in them was
-    quantised, and means nothing without the scales that stand beside it.
+    A user may ask for a cast into or out of 8-bit floats; a checkpoint may not, because what it has in them
+    was quantised, and means nothing without the scales that stand beside it.
     """
     if held == wanted or (held in _WIDE and wanted in _WIDE):
         return wanted

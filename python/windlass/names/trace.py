@@ -209,7 +209,7 @@ def _cut(values: tuple[int, ...], index: int) -> tuple[int, ...]:
 
 def _coalesced(blocks: list[Block]) -> list[Block]:
     """Neighbours that continue each other in both the tensor and the source, joined."""
-    if not blocks:
+    if len(blocks) < 2:
         return blocks
     for axis in reversed(range(len(blocks[0].at))):
         blocks = _joined(blocks, axis)
