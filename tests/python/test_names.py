@@ -347,7 +347,7 @@ def test_integers_and_booleans_are_never_cast() -> None:
         ("bfloat16", DtypeRules(dtypes={"w": "F4"})),
         ("float4_e2m1fn_x2", DtypeRules("bfloat16")),
         ("float8_e8m0fnu", DtypeRules(dtypes={"w": "float32"})),
-        ("float8_e4m3fn", DtypeRules("bfloat16")),
+        ("float8_e8m0fnu", DtypeRules("bfloat16")),
     ],
 )
 def test_a_cast_that_changes_the_meaning_is_an_error(held: str, rules: DtypeRules) -> None:
@@ -359,6 +359,7 @@ def test_a_cast_that_changes_the_meaning_is_an_error(held: str, rules: DtypeRule
 def test_a_user_may_ask_for_eight_bit_floats() -> None:
     assert DtypeRules("float8_e4m3fn").dtype_of("w", "bfloat16") == "float8_e4m3fn"
     assert DtypeRules(dtypes={"w": "float32"}).dtype_of("w", "float8_e4m3fn") == "float32"
+    assert DtypeRules("bfloat16").dtype_of("w", "float8_e4m3fn") == "bfloat16"
 
 
 def test_unknown_dtypes_are_refused_where_they_are_given() -> None:

@@ -81,8 +81,8 @@ _MIXTRAL = Experts("w1", "w3", "w2", block="mlp", checkpoint_block="block_sparse
 PER_EXPERT: dict[str, Experts] = {
     **dict.fromkeys(
         (
-            *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
-            *("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+            *("deepseek_v2", "deepseek_v3", "dots1", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "olmoe"),
+            *("qwen2_moe", "qwen3_moe", "qwen3_next"),
         ),
         _QWEN,
     ),

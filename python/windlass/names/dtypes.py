@@ -116,7 +116,7 @@ class DtypeRules:
         if stored is not None:
             return _checked(name, held, stored, "the checkpoint", asked=False)
         if self.generator_dtype is not None:
-            return _checked(name, held, self.generator_dtype, "generator_dtype", asked=held in _WIDE)
+            return _checked(name, held, self.generator_dtype, "generator_dtype", asked=True)
         return held
 
 
@@ -131,8 +131,8 @@ def _by_name(checkpoint: Mapping[str, str] | str | os.PathLike[str]) -> dict[str
 def _checked(name: str, held: str, wanted: str, who: str, *, asked: bool) -> str:
     """The wanted dtype, if casting to it keeps the meaning.
 
-    A user may ask for a cast into or out of 8-bit floats; nobody else may, because their values mean nothing
-    without the scales that stand beside them.
+    A user may ask for a cast into or out of 8-bit floats; a checkpoint may not, because what it has in them
+    was quantised, and means nothing without the scales that stand beside it.
     """
     if held == wanted or (held in _WIDE and wanted in _WIDE):
         return wanted

@@ -209,7 +209,7 @@ def _cut(values: tuple[int, ...], index: int) -> tuple[int, ...]:
 
 def _coalesced(blocks: list[Block]) -> list[Block]:
     """Neighbours that continue each other in both the tensor and the source, joined."""
-    if not blocks:
+    if len(blocks) < 2:
         return blocks
     for axis in reversed(range(len(blocks[0].at))):
         blocks = _joined(blocks, axis)
@@ -301,12 +301,13 @@ def _transpose(tensor: Traced, dim0: int = 0, dim1: int = 1) -> Traced:
     return _permute(tensor, order)
 
 
-def _squeeze(tensor: Traced, dim: int | Sequence[int] | None = None) -> Traced:
+def _squeeze(tensor: Traced, dim: int | Sequence[int] | None = None) -> Any:
     wanted = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     for axis in sorted({axis % tensor.dim() for axis in wanted}, reverse=True):
         if tensor.shape[axis] == 1:
             tensor = _select(tensor, axis, 0)
-    return tensor
+    # torch does not accept its argument back as the result of a view.
+    return _same(tensor)
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
