@@ -259,7 +259,7 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
 
 def _identity(source: Source, share: Share) -> Any:
     """What tied parameters have in common; nothing where nothing of them is here."""
-    if share.gathered or share.reason.startswith(("FSDP1", "ZeRO")):
+    if share.gathered or source.given is None or share.reason.startswith(("FSDP1", "ZeRO")):
         return id(source.given), share.name
     local = share.fetch(source.given)
     if local.numel() == 0 or local.device.type == "meta":

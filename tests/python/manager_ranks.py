@@ -139,7 +139,7 @@ def fsdp2(dtype: str, shape: tuple[int, ...], cast: str | None = None, offload: 
     model = Odd(getattr(torch, dtype))
     mesh = mesh_of(shape, ("replicate", "shard")[-len(shape) :])
     more = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
-    fully_shard(model, mesh=mesh, **more)
+    fully_shard(model, mesh=mesh, ignored_params={model.inner.scale}, **more)
     wanted = None if cast is None else getattr(torch, cast)
     return followed(
         model.named_parameters,
@@ -304,7 +304,8 @@ def another_host() -> dict[str, int]:
 
     model = Odd(torch.bfloat16)
     half = dist.get_world_size() // 2
-    fully_shard(model, mesh=mesh_of((2, half), ("replicate", "shard")))
+    mesh = mesh_of((2, half), ("replicate", "shard"))
+    fully_shard(model, mesh=mesh, ignored_params={model.inner.scale})
     return followed(
         model.named_parameters,
         lambda: reference(model),

@@ -70,7 +70,7 @@ def test_replicas_share_the_work(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_fsdp2_shards_go_straight_to_their_place(world: int) -> None:
     for ways in of(world, "fsdp2"):
-        assert set(ways) == {"shards"}
+        assert set(ways) == {"shards", "whole"}
 
 
 @pytest.mark.timeout(330)
