@@ -181,7 +181,8 @@ def test_every_role_can_be_used_alone_and_the_alias_makes_the_same_info() -> Non
 
     class Client:
         async def update_weights(self, request: Any) -> object:
-            return announced.append(request)
+            announced.append(request)
+            return None
 
     with made.create_sender(info) as sender:
         asyncio.run(sender.send_chunks([1, 2], Client()))  # type: ignore[list-item]
