@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from windlass import (
     BroadcastWeightUpdateRequest,
@@ -39,18 +40,18 @@ from windlass.strategy import InferenceClient, NamedTensors
 DEADLINE = timedelta(seconds=60)
 
 
-def join(info: WeightSyncInfo, rank: int, store: dist.Store | None = None) -> None:
+def join(info: WeightSyncInfo, rank: int, store: Store | None = None) -> None:
     """Joins the group; whoever has the store has it bound already."""
     assert isinstance(info, TorchDistributedWeightSyncInfo)
     if store is None:
-        store = dist.TCPStore(info.master_addr, info.master_port, is_master=False, timeout=DEADLINE)
+        store = TCPStore(info.master_addr, info.master_port, is_master=False, timeout=DEADLINE)
     dist.init_process_group(
         info.backend, store=store, rank=rank, world_size=info.world_size, timeout=DEADLINE
     )
 
 
 class GlooSender(WeightTransferSender):
-    def __init__(self, info: WeightSyncInfo, store: dist.Store | None) -> None:
+    def __init__(self, info: WeightSyncInfo, store: Store | None) -> None:
         join(info, 0, store)
 
     async def send_chunks(
@@ -87,10 +88,10 @@ class GlooReceiver(WeightTransferReceiver):
 
 
 class GlooStrategy(WeightTransferStrategy):
-    _store: dist.TCPStore | None = None
+    _store: TCPStore | None = None
 
     def create_sync_info(self) -> WeightSyncInfo:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=DEADLINE)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=DEADLINE)
         return TorchDistributedWeightSyncInfo(
             "127.0.0.1", self._store.port, self.config["engine_ranks"] + 1, backend="gloo"
         )
@@ -152,7 +153,8 @@ class Pipe:
     """Engines at the other end of standard output."""
 
     async def update_weights(self, request: WeightUpdateRequest) -> object:
-        return say(request.to_dict())
+        say(request.to_dict())
+        return None
 
 
 def say(value: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from children import environment
 from windlass import (
     ReceiverAgentConfig,
     ReceiverInfo,
@@ -135,6 +136,7 @@ def test_the_defaults_of_an_agent_are_those_of_the_command() -> None:
         text=True,
         timeout=60,
         check=True,
+        env=environment(),
     )
     agent, engine = SenderAgentConfig(), TransferEngineConfig()
     options = done.stdout.split("\n      --")

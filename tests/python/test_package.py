@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import windlass
+from children import environment
 from windlass import _windlass, errors
 
 FRESH = """
@@ -31,7 +32,12 @@ print(json.dumps(len(os.listdir("/proc/self/fd"))))
 
 def fresh(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment(),
     )
     assert not done.stderr
     return done.stdout

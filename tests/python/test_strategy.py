@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from children import environment
 from windlass import (
     EmptyWeightSyncInfo,
     LoraDiskWeightUpdateRequest,
@@ -85,25 +86,31 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that names the outside strategy, as pip would leave it."""
+def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A package that names the outside strategy, as pip would leave it; gives the environment of children."""
     info = tmp_path / "outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[windlass.strategies]\noutside_gloo = outside:GlooStrategy\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return {**environment(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_strategy_from_outside_moves_tensors_between_two_processes(tmp_path: pathlib.Path) -> None:
+def test_a_strategy_from_outside_moves_tensors_between_two_processes(
+    tmp_path: pathlib.Path, installed: dict[str, str]
+) -> None:
     config = json.dumps({"strategy": "outside_gloo", "engine_ranks": 1})
     program = [sys.executable, str(HERE / "outside.py")]
     errors = [(tmp_path / "train").open("w+"), (tmp_path / "serve").open("w+")]
-    trainer = subprocess.Popen([*program, "train", config], stdout=subprocess.PIPE, stderr=errors[0])
+    trainer = subprocess.Popen(
+        [*program, "train", config], stdout=subprocess.PIPE, stderr=errors[0], env=installed
+    )
     engine = subprocess.Popen(
-        [*program, "serve", config], stdin=trainer.stdout, stdout=subprocess.PIPE, stderr=errors[1]
+        [*program, "serve", config],
+        stdin=trainer.stdout,
+        stdout=subprocess.PIPE,
+        stderr=errors[1],
+        env=installed,
     )
     assert trainer.stdout is not None
     trainer.stdout.close()
@@ -181,7 +188,8 @@ def test_every_role_can_be_used_alone_and_the_alias_makes_the_same_info() -> Non
 
     class Client:
         async def update_weights(self, request: Any) -> object:
-            return announced.append(request)
+            announced.append(request)
+            return None
 
     with made.create_sender(info) as sender:
         asyncio.run(sender.send_chunks([1, 2], Client()))  # type: ignore[list-item]

@@ -20,7 +20,7 @@ from windlass import (
 )
 
 
-def each(directory: str, least: int) -> Any:
+def each(directory: str, least: int) -> pytest.MarkDecorator:
     found = cases(directory)
     # A directory that has lost its files would make a test of nothing.
     assert len(found) >= least, f"only {len(found)} cases in {directory}"
