@@ -549,7 +549,7 @@ class WeightManager:
         self._agent, self._open = None, None
         self._end.detach()
         if agent is not None:
-            self._ports = agent.ports() or self._ports
+            self._ports = _ports_of(agent.status()) or self._ports
             agent.stop()
         if opened is None or opened.publisher is None:
             return
@@ -579,6 +579,14 @@ def _end(publisher: Publisher, agent: AgentSupervisor | None) -> None:
     if agent is not None:
         agent.stop()
     _remove(publisher, 1.0)
+
+
+def _ports_of(status: dict[str, object]) -> tuple[str, str] | None:
+    """The ports of an agent that listened: the next one should be found in the same place."""
+    endpoint, data = status.get("endpoint"), status.get("data_port")
+    if not isinstance(endpoint, str) or not data:
+        return None
+    return endpoint.rpartition(":")[2], str(data)
 
 
 def _left(until: float) -> float:

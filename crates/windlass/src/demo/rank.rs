@@ -91,7 +91,7 @@ impl Rank {
     /// The first rank makes the region, the others wait for it.
     fn region(&self, manifest: &Arc<Manifest>, session: &Session) -> Result<Arc<Region>, Error> {
         if self.rank == 0 {
-            return Ok(Region::create(&RegionSpec {
+            let spec = RegionSpec {
                 dir: self.region.clone(),
                 model_id: self.model_id.clone(),
                 manifest: Arc::clone(manifest),
@@ -102,7 +102,10 @@ impl Rank {
                 memfd: Memfd::Auto,
                 extra_bytes: manifest.data_bytes() / 2,
                 incarnation: None,
-            })?);
+            };
+            // The agent of one that was killed notices soon.
+            let stop = session.cancel().with_timeout(Duration::from_secs(10));
+            return Ok(Region::create_when_free(&spec, &stop)?);
         }
         let stop = session.cancel().with_timeout(PATIENCE);
         loop {

@@ -16,7 +16,7 @@
 //!
 //! ```text
 //! start ── says `listening` ──► found by `whereabouts`
-//!   │ dies, or is killed: not listening in time, or stopped (SIGSTOP) for STALLED
+//!   │ dies, or is killed: not listening in time, or stopped (SIGSTOP) for too long
 //!   ▼
 //! pause of 50 ms, twice as long after each failure in a row up to 5 s ──► start
 //! ```
@@ -88,6 +88,8 @@ pub struct Spec {
     pub log: Option<PathBuf>,
     /// How long an agent may take until it listens. The region may be made meanwhile.
     pub listen_within: Duration,
+    /// How long an agent may be stopped (SIGSTOP) before it is replaced.
+    pub stalled_after: Duration,
 }
 
 impl Spec {
@@ -101,6 +103,7 @@ impl Spec {
             log: None,
             // An agent waits a minute for its region.
             listen_within: Duration::from_secs(90),
+            stalled_after: Duration::from_secs(10),
         }
     }
 }
@@ -301,6 +304,7 @@ struct Launch {
     input: PipeReader,
     region: PathBuf,
     listen_within: Duration,
+    stalled_after: Duration,
 }
 
 impl Launch {
@@ -319,7 +323,8 @@ impl Launch {
             environment.extend(value.map(|v| (name, v)));
         }
         let directory = env::current_dir().ok();
-        Ok(Launch { words, environment, directory, input, region, listen_within: spec.listen_within })
+        let (listen_within, stalled_after) = (spec.listen_within, spec.stalled_after);
+        Ok(Launch { words, environment, directory, input, region, listen_within, stalled_after })
     }
 
     /// Starts one that tries these ports first.

@@ -25,9 +25,6 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Between two looks at one that is about to end.
 const SOON: Duration = Duration::from_millis(10);
 
-/// How long an agent may be stopped before it is replaced.
-const STALLED: Duration = Duration::from_secs(10);
-
 /// An agent that has listened for this long was a good one: the next pause is short again.
 const GOOD: Duration = Duration::from_secs(10);
 
@@ -143,9 +140,9 @@ impl Watch {
             }
             if !is_stopped(agent.child.id()) {
                 stopped_since = None;
-            } else if stopped_since.get_or_insert_with(Instant::now).elapsed() > STALLED {
+            } else if stopped_since.get_or_insert_with(Instant::now).elapsed() >= self.launch.stalled_after {
                 agent.kill();
-                return format!("was stopped for {STALLED:?} and was killed");
+                return format!("was stopped for {:?} and was killed", self.launch.stalled_after);
             }
         }
     }

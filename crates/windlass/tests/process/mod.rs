@@ -57,6 +57,11 @@ impl Process {
         line
     }
 
+    /// The next line, of whatever form.
+    pub fn any_line(&self) -> Value {
+        self.lines.recv_timeout(PATIENCE).expect("another line")
+    }
+
     /// The next line with this event; none in between may be an error.
     pub fn event(&self, name: &str) -> Value {
         loop {
