@@ -59,7 +59,9 @@ class Config:
             if key not in known:
                 raise WindlassInvalid(f"{cls.__name__} has no field {key!r}; {_nearest(str(key), known)}")
         try:
-            parts = {key: cls._parts[key](value) if key in cls._parts else value for key, value in data.items()}
+            parts = {
+                key: cls._parts[key](value) if key in cls._parts else value for key, value in data.items()
+            }
             return cls(**parts)
         except TypeError as e:
             raise WindlassInvalid(f"{cls.__name__} cannot be made of {sorted(data)}: {e}") from e
