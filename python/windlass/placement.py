@@ -294,7 +294,7 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
     if not isinstance(tensor, torch.Tensor):
         raise WindlassInvalid(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     if is_flat(tensor):
-        yield from flat_parameter(name.removesuffix("_flat_param").removesuffix("."), tensor)
+        yield from flat_parameter(name.removesuffix("_flat_param"), tensor)
         return
     if is_zero(tensor):
         yield zero_parameter(name, tensor)
