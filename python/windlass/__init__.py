@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from windlass._windlass import __version__
+from windlass.chunk import WeightChunk
 from windlass.config import (
     ReceiverAgentConfig,
     ReceiverInfo,
@@ -27,7 +28,6 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.chunk import WeightChunk
 from windlass.names import DtypeRules, Selection, SourceMap, View
 from windlass.receiver import Image, Receiver
 from windlass.request import (
@@ -72,7 +72,13 @@ from windlass.sync_info import (
 )
 
 if TYPE_CHECKING:
-    from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor, ModuleWeightExtractor, WeightExtractor
+    from windlass.extract import (
+        DeepSpeedWeightExtractor,
+        FSDPWeightExtractor,
+        MegatronWeightExtractor,
+        ModuleWeightExtractor,
+        WeightExtractor,
+    )
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
 

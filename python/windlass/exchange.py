@@ -53,7 +53,9 @@ class OverGroup:
         import torch.distributed as dist
 
         backend = dist.get_backend(self._group)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        )
         data = zlib.compress(json.dumps(mine).encode(), 1)
         size = dist.get_world_size(self._group)
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -139,7 +139,7 @@ class WeightManager:
         self._ports: tuple[str, str] | None = None
         self._notifier: ThreadPoolExecutor | None = None
         self._closed = False
-        self._end = weakref.finalize(self, _nothing)
+        self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
 
     # The one call.
 
@@ -180,9 +180,7 @@ class WeightManager:
             _follow(self._open.plan, given)
         return self._publish(self._open, stream, version, until)
 
-    def prepare(
-        self, named_parameters: Any, rank: int | None = None, world_size: int | None = None
-    ) -> None:
+    def prepare(self, named_parameters: Any, rank: int | None = None, world_size: int | None = None) -> None:
         """Agrees with the other ranks, makes the region and starts the agent, without publishing anything yet."""
         if self._open is None:
             rank, world_size = self._who(rank, world_size)
@@ -355,7 +353,13 @@ class WeightManager:
         ways = ", ".join(f"{count} by {reason}" for reason, count in sorted(plan.reasons.items()))
         log.info(
             "%s: %d tensors, %d bytes; this rank (%d of %d) writes %d of them: %s",
-            self.config.model_id, len(plan.table), plan.layout.data_bytes, rank, world_size, plan.bytes, ways,
+            self.config.model_id,
+            len(plan.table),
+            plan.layout.data_bytes,
+            rank,
+            world_size,
+            plan.bytes,
+            ways,
         )
         if plan.gathered and self.config.strict:
             slow = {c.source for c in plan.gathered}
@@ -513,7 +517,8 @@ class WeightManager:
         try:
             data = flat(held.memory())
             same = all(
-                _same(planning.placed(plan, data, target), values) for target, values in _everything(plan, stream)
+                _same(planning.placed(plan, data, target), values)
+                for target, values in _everything(plan, stream)
             )
         finally:
             held.finish()
@@ -565,7 +570,10 @@ def _remove(publisher: Publisher, patience: float) -> None:
     until = time.monotonic() + patience
     while not publisher.discard():
         if time.monotonic() >= until:
-            log.info("the region %s is still open elsewhere and stays; `windlass gc` removes it later", publisher.dir)
+            log.info(
+                "the region %s is still open elsewhere and stays; `windlass gc` removes it later",
+                publisher.dir,
+            )
             return
         time.sleep(0.02)
 

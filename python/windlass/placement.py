@@ -268,7 +268,9 @@ def zero_parameter(name: str, param: Any) -> Share:
     here = str(getattr(part, "status", "")).endswith("NOT_AVAILABLE") is False
 
     if not here or part.numel() == 0 or getattr(param, "ds_secondary_tensor", None) is not None:
-        why = "its partition is swapped out" if not here else "ZeRO-3 keeps it in a way that is not known here"
+        why = (
+            "its partition is swapped out" if not here else "ZeRO-3 keeps it in a way that is not known here"
+        )
         return Share(name, shape, param.dtype, (), _gathered_zero, gathered=True, reason=why)
     rank = dist.get_rank(group)
     size = int(part.numel())

@@ -356,7 +356,8 @@ def _writers(said: list[dict[str, Any]], holders: dict[str, dict[Box, list[int]]
 
 def merged(dims: list[tuple[int, int, int]], element: int) -> tuple[int, list[tuple[int, int, int]]]:
     """A run in bytes and the dimensions around it, from (count, stride in the image, stride in the source)."""
-    run, out = element, []
+    run = element
+    out: list[tuple[int, int, int]] = []
     for count, to, source in reversed([d for d in dims if d[0] != 1]):
         if not out and to == run and source == run:
             run *= count
@@ -418,9 +419,7 @@ def _mine(
                 source.form = (tuple(local.shape), local.stride())
         if offsets:
             addresses.append((i, offsets))
-    return Plan(
-        layout, table, sources, addresses, copies, casts, gathered, writers, total, reasons
-    )
+    return Plan(layout, table, sources, addresses, copies, casts, gathered, writers, total, reasons)
 
 
 _NOTHING = Target("", (), (), 0)
@@ -446,8 +445,7 @@ def _part(
     if box is None or volume(box) == 0:
         return None
     moved = sum(
-        (now[0] - then[0]) * stride
-        for now, then, stride in zip(box, target.box, target.strides, strict=True)
+        (now[0] - then[0]) * stride for now, then, stride in zip(box, target.box, target.strides, strict=True)
     )
     return Target(target.tensor, box, target.strides, target.offset + moved)
 

@@ -88,7 +88,9 @@ class Receiver:
                 return told
             left = until - time.monotonic()
             if left <= 0:
-                raise WindlassTimeout(f"version {version} did not come within {timeout:g} s; the image has {have}")
+                raise WindlassTimeout(
+                    f"version {version} did not come within {timeout:g} s; the image has {have}"
+                )
             self.wait_newer(left)
 
     @property
@@ -132,7 +134,7 @@ class _Tensors(Mapping[str, Any]):
 
         layout = held.layout()
         self._data = flat(held.memory())
-        self._table = {name: rest for name, *rest in layout.tensors()}
+        self._table = {name: (dtype, shape, at, size) for name, dtype, shape, at, size in layout.tensors()}
         self._aliases = layout.aliases()
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ real receiver, fed by a real agent, holds the gathered state bit by bit.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -90,7 +91,10 @@ def followed(
                     receiver.wait(version, 60.0)
                     with receiver.hold() as image:
                         assert image.version == version
-                        assert sorted(image.tensors) == sorted(wanted), (sorted(image.tensors), sorted(wanted))
+                        assert sorted(image.tensors) == sorted(wanted), (
+                            sorted(image.tensors),
+                            sorted(wanted),
+                        )
                         for tensor, value in wanted.items():
                             same(image.tensors[tensor], value, tensor)
                         assert image.digest == wm.wait_delta_ready(version)
@@ -132,7 +136,9 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def fsdp2(dtype: str, shape: tuple[int, ...], cast: str | None = None, offload: bool = False) -> dict[str, int]:
+def fsdp2(
+    dtype: str, shape: tuple[int, ...], cast: str | None = None, offload: bool = False
+) -> dict[str, int]:
     """FSDP2 on a mesh of one (fully sharded) or two dimensions (HSDP)."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -185,9 +191,7 @@ def fsdp2_over_tp() -> dict[str, int]:
     model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    return followed(
-        model.named_parameters, lambda: reference(model), lambda v: change(model.parameters(), v)
-    )
+    return followed(model.named_parameters, lambda: reference(model), lambda v: change(model.parameters(), v))
 
 
 def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
@@ -204,7 +208,10 @@ def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
         device_id=torch.device("cpu"),
     )
     outer = FSDP(
-        model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, device_id=torch.device("cpu")
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=orig,
+        device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
 
@@ -216,7 +223,8 @@ def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
     def gathered() -> dict[str, torch.Tensor]:
         with FSDP.summon_full_params(outer, writeback=False):
             return {
-                n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in outer.named_parameters()
+                n.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+                for n, p in outer.named_parameters()
             }
 
     return followed(lambda: outer if whole_model else outer.named_parameters(), gathered, step)
@@ -319,6 +327,6 @@ def several(cases: list[tuple[str, list[Any]]]) -> list[dict[str, int]]:
     out = []
     for number, (name, args) in enumerate(cases):
         Case.number = number
-        print(f"case {name}{tuple(args)}", flush=True)
+        sys.stderr.write(f"case {name}{tuple(args)}\n")
         out.append(globals()[name](*args))
     return out

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import pytest
+
 from ranks import run_ranks
 
 BF16 = ["bfloat16"]
@@ -106,7 +107,9 @@ def test_a_whole_replica_on_one_host_publishes_alone() -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("world", "stage", "dtype"), [(2, 3, "bfloat16"), (3, 3, "float32"), (2, 1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("world", "stage", "dtype"), [(2, 3, "bfloat16"), (3, 3, "float32"), (2, 1, "bfloat16")]
+)
 def test_zero_partitions_go_straight_to_their_place(world: int, stage: int, dtype: str) -> None:
     env = {"DS_ACCELERATOR": "cpu"}
     ways = run_ranks(world, "manager_ranks:zero", [stage, dtype], 180.0, env=env)
