@@ -7,6 +7,7 @@ version. Called by training loops. Must not: know how an engine loads.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -245,7 +246,10 @@ class WeightManager:
 
     @property
     def endpoint(self) -> str | None:
-        """Where receivers reach the agent; waits for it to listen. ``None`` on ranks without one."""
+        """Where receivers reach the agent; waits for it to listen. ``None`` on ranks without one.
+
+        On several hosts each has an agent; receivers need the first rank's, which knows the others.
+        """
         return None if self._agent is None else self._agent.endpoint(self.config.timeout)
 
     @property
@@ -349,7 +353,8 @@ class WeightManager:
         plan = planning.make_plan(
             sources, naming, rank=rank, node=self._node, exchange=exchange, timeout=_left(until)
         )
-        place = plan.writers.index(rank) if rank in plan.writers else -1
+        here = [] if plan.host is None else plan.hosts[plan.host]
+        place = here.index(rank) if here else -1
         ways = ", ".join(f"{count} by {reason}" for reason, count in sorted(plan.reasons.items()))
         log.info(
             "%s: %d tensors, %d bytes; this rank (%d of %d) writes %d of them: %s",
@@ -370,7 +375,7 @@ class WeightManager:
             )
         publisher = self._join(plan, place, exchange, until)
         cores = len(os.sched_getaffinity(0))
-        threads = max(1, cores // max(1, len(plan.writers)))
+        threads = max(1, cores // max(1, len(here)))
         copies = publisher.plan(plan.copies) if publisher is not None else None
         return _Open(plan, publisher, copies, place, threads)
 
@@ -387,47 +392,96 @@ class WeightManager:
         return Naming(self._names or SourceMap(), keep, rules.dtype_of)
 
     def _join(self, plan: Plan, place: int, exchange: Exchange, until: float) -> Publisher | None:
-        """The region: made by the first writer, joined by the others, who learn where it is."""
+        """The region of this host: made by its first writer, joined by the others.
+
+        On several hosts, the first writer of all goes first: the others need its incarnation and its secret.
+        """
         directory = Path(self.config.region_dir) / f"windlass-{self.config.model_id}"
+        first = plan.hosts[0][0]
         publisher: Publisher | None = None
+        lead = place == 0 and plan.host == 0
+
+        def make(incarnation: str | None) -> Publisher:
+            return Publisher.create(
+                directory,
+                self.config.model_id,
+                plan.layout,
+                ranks=len(plan.hosts[plan.host or 0]),
+                part=plan.part,
+                incarnation=incarnation,
+                group=self.config.group,
+                memfd=self.config.memfd,
+                extra_bytes=self.config.agent.history_bytes if self.config.agent.enabled else 0,
+                timeout=min(TAKE_S, _left(until)),
+            )
+
+        def agree(words: dict[str, Any], failure: WindlassError | None) -> list[dict[str, Any]]:
+            """Everybody's words; an error of one is an error of all."""
+            # Without a group the others find the region by its name and its layout.
+            said = [words] if isinstance(exchange, Alone) else exchange.all(words, _left(until))
+            if failure is not None:
+                raise failure
+            for rank, others in enumerate(said):
+                if "error" in others:
+                    raise WindlassInvalid(f"rank {rank} could not make its region: {others['error']}")
+            return said
+
+        words: dict[str, Any] = {"host": socket.gethostname()}
         failure: WindlassError | None = None
-        words: dict[str, Any] = {}
-        if place == 0:
+        try:
+            if lead:
+                publisher = make(None)
+                words["incarnation"] = publisher.incarnation
+                if len(plan.hosts) > 1:
+                    words["token"] = publisher.token()
+        except WindlassError as e:
+            failure, words = e, {"error": str(e)}
+        said = agree(words, failure)
+        begun = said[0] if isinstance(exchange, Alone) else said[first]
+        if len(plan.hosts) > 1:
+            self._check_reachable({w["host"] for w in said})
+            words, failure = {}, None
             try:
-                publisher = Publisher.create(
-                    directory,
-                    self.config.model_id,
-                    plan.layout,
-                    ranks=len(plan.writers),
-                    group=self.config.group,
-                    memfd=self.config.memfd,
-                    extra_bytes=self.config.agent.history_bytes if self.config.agent.enabled else 0,
-                    timeout=min(TAKE_S, _left(until)),
-                )
-                words = {"incarnation": publisher.incarnation}
+                if place == 0 and not lead:
+                    publisher = make(begun["incarnation"])
+                    publisher.set_token(begun["token"])
             except WindlassError as e:
                 failure, words = e, {"error": str(e)}
-        if not isinstance(exchange, Alone):
-            # Without a group the others find the region by its name and its layout.
-            words = exchange.all(words, _left(until))[plan.writers[0]]
-        if failure is not None:
-            raise failure
-        if "error" in words:
-            raise WindlassInvalid(f"rank {plan.writers[0]} could not make the region: {words['error']}")
+            agree(words, failure)
         if place > 0:
             publisher = Publisher.open(
                 directory,
                 plan.layout,
                 rank=place,
-                incarnation=words.get("incarnation"),
+                incarnation=begun.get("incarnation"),
                 timeout=_left(until),
             )
+        peers: list[str] = []
+        if len(plan.hosts) > 1 and self.config.agent.enabled:
+            # The first agent serves all parts: it must know where the others are.
+            words, failure = {}, None
+            try:
+                if place == 0 and not lead and publisher is not None:
+                    self._start_agent(str(publisher.dir), [])
+                    words["endpoint"] = self.endpoint
+            except WindlassError as e:
+                failure, words = e, {"error": str(e)}
+            peers = [w["endpoint"] for w in agree(words, failure) if "endpoint" in w]
+        if lead and publisher is not None:
+            self._start_agent(str(publisher.dir), peers)
         if place == 0 and publisher is not None:
-            self._start_agent(str(publisher.dir))
             self._end = weakref.finalize(self, _end, publisher, self._agent)
         return publisher
 
-    def _start_agent(self, region: str) -> None:
+    def _check_reachable(self, hosts: set[str]) -> None:
+        if len(hosts) > 1 and self.config.agent.enabled and _is_loopback(self.config.agent.bind):
+            raise WindlassInvalid(
+                f"the weights are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and agents bound to "
+                f"{self.config.agent.bind} cannot reach each other",
+                'set agent.bind to an address of this host, or to "0.0.0.0"',
+            )
+
+    def _start_agent(self, region: str, peers: list[str]) -> None:
         from windlass.supervise import AgentSupervisor
 
         agent = self.config.agent
@@ -436,7 +490,7 @@ class WeightManager:
         self._agent = AgentSupervisor(
             region,
             bind=agent.bind,
-            advertise_host=agent.advertise_host,
+            advertise_host=agent.advertise_host or (socket.gethostname() if _is_any(agent.bind) else None),
             ports=self._ports[0] if self._ports else agent.ports,
             data_ports=self._ports[1] if self._ports else agent.data_ports,
             token_file=agent.token_file,
@@ -445,6 +499,7 @@ class WeightManager:
             threads=agent.threads,
             streams=self.config.engine.streams,
             timeout=self.config.engine.timeout,
+            peers=peers,
             log=agent.log,
         )
 
@@ -539,7 +594,8 @@ class WeightManager:
         publisher = self._published("announce")
         if version is None:
             version = self.version
-        if self._agent is None:
+        assert self._open is not None
+        if self._agent is None or self._open.plan.host != 0:
             return None
         return {
             "model_id": self.config.model_id,
@@ -595,6 +651,14 @@ def _ports_of(status: dict[str, object]) -> tuple[str, str] | None:
     if not isinstance(endpoint, str) or not data:
         return None
     return endpoint.rpartition(":")[2], str(data)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_any(address: str) -> bool:
+    return ipaddress.ip_address(address).is_unspecified
 
 
 def _left(until: float) -> float:

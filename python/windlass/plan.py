@@ -21,7 +21,7 @@ import torch
 from windlass import placement
 from windlass._windlass import Layout
 from windlass.dtypes import dtype_name, torch_dtype
-from windlass.errors import WindlassError, WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.errors import WindlassError, WindlassInvalid, WindlassPeerLost
 from windlass.memory import tensor_at
 from windlass.placement import Box, Share
 
@@ -94,8 +94,12 @@ class Plan:
     casts: list[Cast]
     #: Parameters that all ranks gather together, in this order, and write slices of.
     gathered: list[Cast]
-    #: Ranks that write, in the order of their places in the region; this one may not be among them.
-    writers: list[int]
+    #: For each host that publishes, the ranks that write there, in the order of their places in its region.
+    hosts: list[list[int]]
+    #: Which of them this rank is on; ``None`` if its host does not publish.
+    host: int | None
+    #: The blocks that this host's region holds, if several publish.
+    part: list[tuple[int, int]] | None
     bytes: int
     #: How many parameters went which way, and why.
     reasons: dict[str, int]
@@ -292,17 +296,23 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
         holders.pop(alias, None)
     for name, (_, shape) in shapes.items():
         _check_whole(name, shape, list(holders[name]))
-    writers = _writers(said, holders)
-    for held in holders.values():
-        for ranks in held.values():
-            ranks[:] = [r for r in ranks if r in writers]
+    hosts, owners = _hosts(said, shapes, holders)
+    for name, held in holders.items():
+        for box, ranks in held.items():
+            ranks[:] = [r for r in ranks if r in hosts[owners[name][box]]]
     layout = Layout(
-        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()], aliases
+        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()],
+        aliases,
+        _cuts(owners, shapes) if len(hosts) > 1 else None,
     )
     table = {
         name: (dtype, shapes[name][1], offset, size) for name, dtype, _, offset, size in layout.tensors()
     }
-    return _mine(sources, layout, table, holders, writers, rank)
+    host = next((i for i, ranks in enumerate(hosts) if rank in ranks), None)
+    part = None
+    if len(hosts) > 1 and host is not None:
+        part = layout.parts(len(hosts), _owned(owners, shapes))[host]
+    return _mine(sources, layout, table, holders, hosts, host, part, rank)
 
 
 def _image_shape(dtype: str, shape: tuple[int, ...]) -> list[int]:
@@ -337,21 +347,72 @@ def _check_whole(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         )
 
 
-def _writers(said: list[dict[str, Any]], holders: dict[str, dict[Box, list[int]]]) -> list[int]:
-    """The ranks of one host that hold everything between them."""
+def _hosts(
+    said: list[dict[str, Any]],
+    shapes: dict[str, tuple[str, tuple[int, ...]]],
+    holders: dict[str, dict[Box, list[int]]],
+) -> tuple[list[list[int]], dict[str, dict[Box, int]]]:
+    """The hosts that publish, each with its ranks, and which of them writes which box.
+
+    A host that holds everything publishes alone, the first one if there are several. Otherwise all hosts publish the
+    boxes that they hold; one that several hold goes to the host that has the least so far.
+    """
     nodes: dict[str, list[int]] = {}
     for rank, words in enumerate(said):
         nodes.setdefault(words["node"], []).append(rank)
-    if len(nodes) == 1:
-        return list(range(len(said)))
     for ranks in nodes.values():
         here = set(ranks)
         if all(here.intersection(r) for held in holders.values() for r in held.values()):
-            return ranks
-    raise WindlassUnsupported(
-        f"the parameters are spread over {len(nodes)} hosts ({', '.join(sorted(nodes))}) and none of them holds a "
-        "whole replica; shard within a host and replicate across hosts (HSDP)"
-    )
+            return [ranks], {name: dict.fromkeys(held, 0) for name, held in holders.items()}
+    hosts = list(nodes.values())
+    of_rank = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+    load = [0] * len(hosts)
+    owners: dict[str, dict[Box, int]] = {}
+    # In the order of the image, which is the same for all.
+    for name in sorted(holders):
+        element = _element(torch_dtype(shapes[name][0]))
+        owners[name] = {}
+        for box in sorted(holders[name]):
+            able = sorted({of_rank[r] for r in holders[name][box]}, key=lambda h: (load[h], h))
+            owners[name][box] = able[0]
+            load[able[0]] += volume(box) * element
+    return hosts, owners
+
+
+def _cuts(
+    owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, list[tuple[int, list[int]]]]:
+    """Where blocks must end so that each lies on one host: (dimension, bounds) of tensors that several hold."""
+    out = {}
+    for name, boxes in owners.items():
+        if len(set(boxes.values())) < 2:
+            continue
+        dtype, shape = shapes[name]
+        cuts = []
+        for dim in range(len(shape)):
+            # Packed elements are counted one by one in the image.
+            factor = packing(dtype) if dim == len(shape) - 1 else 1
+            bounds = sorted({edge * factor for box in boxes for edge in box[dim]} - {0, shape[dim] * factor})
+            if bounds:
+                cuts.append((dim, bounds))
+        out[name] = cuts
+    return out
+
+
+def _owned(
+    owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, list[tuple[list[int], list[int], int]]]:
+    """Boxes with their hosts, as the layout wants them."""
+
+    def corner(name: str, box: Box, side: int) -> list[int]:
+        dtype = shapes[name][0]
+        at = [edge[side] for edge in box]
+        return [*at[:-1], at[-1] * packing(dtype)] if at else []
+
+    return {
+        name: [(corner(name, box, 0), corner(name, box, 1), host) for box, host in boxes.items()]
+        for name, boxes in owners.items()
+    }
 
 
 def merged(dims: list[tuple[int, int, int]], element: int) -> tuple[int, list[tuple[int, int, int]]]:
@@ -373,7 +434,9 @@ def _mine(
     layout: Layout,
     table: dict[str, tuple[str, tuple[int, ...], int, int]],
     holders: dict[str, dict[Box, list[int]]],
-    writers: list[int],
+    hosts: list[list[int]],
+    host: int | None,
+    part: list[tuple[int, int]] | None,
     rank: int,
 ) -> Plan:
     turns = {name: turn for turn, name in enumerate(table)}
@@ -419,7 +482,9 @@ def _mine(
                 source.form = (tuple(local.shape), local.stride())
         if offsets:
             addresses.append((i, offsets))
-    return Plan(layout, table, sources, addresses, copies, casts, gathered, writers, total, reasons)
+    return Plan(
+        layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons
+    )
 
 
 _NOTHING = Target("", (), (), 0)

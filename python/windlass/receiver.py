@@ -6,10 +6,10 @@ Owns: :class:`Receiver`, for engines that embed it, for evaluation scripts and f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,15 +82,16 @@ class Receiver:
         """Syncs until the image is at ``version`` or beyond, and tells how the last sync went."""
         until = time.monotonic() + timeout
         while True:
-            told = self.sync(max(0.0, until - time.monotonic()))
+            told: dict[str, Any] = {}
+            # Before the first version there is nothing to sync to; it is waited for like any other.
+            with contextlib.suppress(WindlassNotFound):
+                told = self.sync(max(0.0, until - time.monotonic()))
             have = self.version
-            if have is not None and have >= version:
+            if told and have is not None and have >= version:
                 return told
             left = until - time.monotonic()
             if left <= 0:
-                raise WindlassTimeout(
-                    f"version {version} did not come within {timeout:g} s; the image has {have}"
-                )
+                raise WindlassTimeout(f"version {version} did not come within {timeout:g} s; the image has {have}")
             self.wait_newer(left)
 
     @property
@@ -103,7 +104,7 @@ class Receiver:
         """Where it stands. Answers at once, also while a sync runs."""
         return TransferStatus.from_dict(json.loads(self._inner.status()))
 
-    @contextmanager
+    @contextlib.contextmanager
     def hold(self, seconds: float = 300.0, timeout: float = 60.0) -> Iterator[Image]:
         """The version in the image, which does not change while it is held, for at most ``seconds``.
 

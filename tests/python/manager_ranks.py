@@ -77,7 +77,10 @@ def followed(
         homes = [home]
         dist.broadcast_object_list(homes)
         options = {"names": config.pop("names", None), "node": config.pop("node", None)}
-        fields = {"model_id": name, "region_dir": homes[0], "timeout": 60.0, **config}
+        # Hosts share no memory.
+        place = os.path.join(homes[0], options["node"] or "here")
+        os.makedirs(place, exist_ok=True)
+        fields = {"model_id": name, "region_dir": place, "timeout": 60.0, **config}
         with WeightManager(**options, **fields) as wm:
             receiver = None
             for version in VERSIONS:
@@ -104,7 +107,8 @@ def followed(
                 receiver.close()
             ways = dict(wm.status()["ways"] or {})
         dist.barrier()
-        assert not os.path.exists(os.path.join(homes[0], f"windlass-{name}"))
+        assert os.listdir(place) == []
+        dist.barrier()
     return ways
 
 
@@ -319,6 +323,23 @@ def another_host() -> dict[str, int]:
         lambda: reference(model),
         lambda v: change(model.parameters(), v),
         node=f"host-{dist.get_rank() // half}",
+    )
+
+
+def two_hosts(dtype: str, cast: str | None = None) -> dict[str, int]:
+    """Sharded over two pretended hosts: each publishes its part, and receivers get the whole from both."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = Odd(getattr(torch, dtype))
+    world = dist.get_world_size()
+    fully_shard(model, mesh=mesh_of((world,), ("shard",)), ignored_params={model.inner.scale})
+    wanted = None if cast is None else getattr(torch, cast)
+    return followed(
+        model.named_parameters,
+        lambda: reference(model, wanted),
+        lambda v: change(model.parameters(), v),
+        generator_dtype=cast,
+        node=f"host-{dist.get_rank() * 2 // world}",
     )
 
 

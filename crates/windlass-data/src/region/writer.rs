@@ -75,10 +75,10 @@ impl Writer {
         mut self,
         version: Version,
         stop: &Stop,
-    ) -> Result<OwnedAttempt, (Writer, RegionError)> {
+    ) -> Result<OwnedAttempt, Box<(Writer, RegionError)>> {
         match self.start(version, stop) {
             Ok(attempt) => Ok(OwnedAttempt { attempt, writer: self }),
-            Err(e) => Err((self, e)),
+            Err(e) => Err(Box::new((self, e))),
         }
     }
 
