@@ -14,9 +14,13 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from windlass._windlass import Supervisor
 from windlass.errors import WindlassInvalid
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AgentSupervisor"]
 
@@ -97,7 +101,7 @@ class AgentSupervisor:
         """Ends the agent: it has ``timeout`` seconds to end transfers, then it is killed. Again is nothing."""
         self._kept.stop(timeout)
 
-    def __enter__(self) -> AgentSupervisor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
