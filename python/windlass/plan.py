@@ -454,10 +454,10 @@ def _mine(
                 reasons[share.reason] = reasons.get(share.reason, 0) + 1
             mine: list[Target] = []
             for target in source.targets[s]:
-                part = _part(target, table, holders, turns, rank)
-                if part is not None and (part.tensor, part.box) not in written:
-                    written.add((part.tensor, part.box))
-                    mine.append(part)
+                slice_here = _part(target, table, holders, turns, rank)
+                if slice_here is not None and (slice_here.tensor, slice_here.box) not in written:
+                    written.add((slice_here.tensor, slice_here.box))
+                    mine.append(slice_here)
             source.targets[s] = mine
             if share.gathered:
                 # All ranks gather, also those that write nothing of it.
