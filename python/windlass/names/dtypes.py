@@ -1,0 +1,145 @@
+"""Which dtype each tensor has in the image.
+
+Per tensor first: a glob given by the user, then the checkpoint; else `generator_dtype` for floating tensors;
+else the tensor's own. Some tensors must not follow the global value (router biases, `A_log`, some norms stay
+float32), and some must not be cast at all: integers and booleans never are, and a cast that would change what
+the bits mean is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from windlass.errors import WindlassInvalid
+
+__all__ = ["DtypeRules", "canonical_dtype"]
+
+#: By canonical name: safetensors' name, and bits of an element.
+DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "bool": ("BOOL", 8),
+        "float4_e2m1fn_x2": ("F4", 4),
+        "float6_e2m3fn": ("F6_E2M3", 6),
+        "float6_e3m2fn": ("F6_E3M2", 6),
+        "uint8": ("U8", 8),
+        "int8": ("I8", 8),
+        "float8_e5m2": ("F8_E5M2", 8),
+        "float8_e4m3fn": ("F8_E4M3", 8),
+        "float8_e8m0fnu": ("F8_E8M0", 8),
+        "float8_e4m3fnuz": ("F8_E4M3FNUZ", 8),
+        "float8_e5m2fnuz": ("F8_E5M2FNUZ", 8),
+        "int16": ("I16", 16),
+        "uint16": ("U16", 16),
+        "float16": ("F16", 16),
+        "bfloat16": ("BF16", 16),
+        "int32": ("I32", 32),
+        "uint32": ("U32", 32),
+        "float32": ("F32", 32),
+        "complex64": ("C64", 64),
+        "float64": ("F64", 64),
+        "int64": ("I64", 64),
+        "uint64": ("U64", 64),
+    }
+)
+
+_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in DTYPES},
+        **{stored: name for name, (stored, _) in DTYPES.items()},
+        **{"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32"},
+        **{"long": "int64", "cfloat": "complex64"},
+    }
+)
+_PACKED = frozenset({"float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"})
+_WIDE = frozenset({"float16", "bfloat16", "float32", "float64"})
+_INTEGER = frozenset(name for name in DTYPES if name.startswith(("int", "uint", "bool")))
+
+
+def canonical_dtype(spelling: object) -> str:
+    """The canonical name of a dtype; torch's own dtypes and safetensors' names are accepted.
+
+    >>> canonical_dtype("BF16"), canonical_dtype("torch.float32")
+    ('bfloat16', 'float32')
+    """
+    name = _SPELLINGS.get(str(spelling).removeprefix("torch."))
+    if name is None:
+        raise WindlassInvalid(
+            f"unknown dtype {str(spelling)!r}",
+            'give a torch name such as "bfloat16" or a safetensors name such as "BF16"',
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class DtypeRules:
+    """Decides the dtype of each tensor of the image.
+
+    >>> rules = DtypeRules("bfloat16", {"*.A_log": "float32"})
+    >>> rules.dtype_of("model.norm.weight", "float32"), rules.dtype_of("layers.0.A_log", "float32")
+    ('bfloat16', 'float32')
+    >>> rules.dtype_of("layers.0.positions", "int64")
+    'int64'
+    """
+
+    #: For floating tensors about which nothing else is said.
+    generator_dtype: str | None = None
+    #: By glob of image names; the first that matches counts.
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    #: Dtypes by image name, or a checkpoint (file, directory or index) whose headers give them.
+    checkpoint: Mapping[str, str] | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.generator_dtype is not None:
+            generator = canonical_dtype(self.generator_dtype)
+            if generator in _INTEGER:
+                raise WindlassInvalid(f"generator_dtype {self.generator_dtype!r} is not a floating dtype")
+            object.__setattr__(self, "generator_dtype", generator)
+        object.__setattr__(
+            self, "dtypes", {glob: canonical_dtype(dtype) for glob, dtype in self.dtypes.items()}
+        )
+        if self.checkpoint is not None:
+            object.__setattr__(self, "checkpoint", _by_name(self.checkpoint))
+
+    def dtype_of(self, name: str, own: object) -> str:
+        """The dtype of an image tensor whose parameter has the dtype `own`."""
+        held = canonical_dtype(own)
+        if held in _INTEGER:
+            return held
+        for glob, dtype in self.dtypes.items():
+            if fnmatchcase(name, glob):
+                return _checked(name, held, dtype, f"dtypes[{glob!r}]", asked=True)
+        stored = self.checkpoint.get(name) if isinstance(self.checkpoint, Mapping) else None
+        if stored is not None:
+            return _checked(name, held, stored, "the checkpoint", asked=False)
+        if self.generator_dtype is not None:
+            return _checked(name, held, self.generator_dtype, "generator_dtype", asked=True)
+        return held
+
+
+def _by_name(checkpoint: Mapping[str, str] | str | os.PathLike[str]) -> dict[str, str]:
+    if isinstance(checkpoint, Mapping):
+        return {name: canonical_dtype(dtype) for name, dtype in checkpoint.items()}
+    from windlass.names.checkpoint import checkpoint_layout
+
+    return {name: dtype for name, (dtype, _) in checkpoint_layout(checkpoint).items()}
+
+
+def _checked(name: str, held: str, wanted: str, who: str, *, asked: bool) -> str:
+    """The wanted dtype, if casting to it keeps the meaning.
+
+    A user may ask for a cast into or out of 8-bit floats; a checkpoint may not, because what it has in them
+    was quantised, and means nothing without the scales that stand beside it.
+    """
+    if held == wanted or (held in _WIDE and wanted in _WIDE):
+        return wanted
+    odd = {held, wanted} & (_INTEGER | _PACKED | {"complex64", "float8_e8m0fnu"})
+    if odd or not asked:
+        raise WindlassInvalid(
+            f"{name!r} is {held}, and {who} wants {wanted}: a plain cast would change what its values mean",
+            f"publish it as it is with dtypes={{{name!r}: {held!r}}}, or quantise it before publishing",
+        )
+    return wanted
