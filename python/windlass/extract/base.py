@@ -1,0 +1,288 @@
+"""What all extractors share: names, casts, cutting into chunks, and who gets them.
+
+A subclass says how whole weights come out of its kind of model (:meth:`WeightExtractor._extract_raw_weights`), and
+where it can, what they will be (:meth:`WeightExtractor._extract_metadata`). The rest is done here, once:
+
+1. **Names.** A raw weight is cut into the tensors of the checkpoint by the source map: slices, without a copy. A
+   tensor that several parameters make up is put together and leaves when it is complete.
+2. **Cast.** To the dtype that was given for this tensor or that a checkpoint has for it, else to
+   ``generator_dtype``, which concerns floating-point weights only; on the device, one tensor at a time.
+3. **Chunks.** By the chunker of the core. With metadata the chunks are known before anything is gathered, so a
+   chunk leaves with its last weight and nothing of the next one is gathered before it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from windlass import _windlass
+from windlass.chunk import WeightChunk
+from windlass.errors import WindlassBug, WindlassInvalid
+from windlass.extract.pieces import Dtype, Pieces, Views, dtype_name
+from windlass.names import DtypeRules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Metadata", "WeightExtractor", "settings"]
+
+#: Name, dtype and shape of a weight that has not been gathered.
+Metadata: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
+
+#: The module's name, if the chunk is one module, and the names of its weights.
+_Plan: TypeAlias = list[tuple["str | None", list[str]]]
+
+
+class WeightExtractor(ABC):
+    """Gets whole weights out of a model; see :mod:`windlass.extract` for what holds for all of them.
+
+    ``group_by_module`` keeps the parameters of one module in one chunk, ``threshold_gb`` joins chunks up to that
+    size (units of 1024³ bytes); without either, each weight is a chunk. ``dtypes`` maps patterns of checkpoint names
+    (``*.A_log``) to dtypes, ``checkpoint`` is one whose dtypes are followed, and both come before
+    ``generator_dtype``; see :class:`windlass.names.DtypeRules`. ``names`` is the source map; without one it is made
+    from the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_by_module: bool = False,
+        threshold_gb: float | None = None,
+        only_rank0: bool = False,
+        lora: bool | None = None,
+        dtypes: Mapping[str, Dtype] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        names: Views | None = None,
+    ) -> None:
+        self.group_by_module = group_by_module
+        self.threshold_bytes = None if threshold_gb is None else _windlass.threshold_from_gb(threshold_gb)
+        self.only_rank0 = only_rank0
+        self.lora = lora
+        named = {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()}
+        self.dtypes = DtypeRules(dtypes=named, checkpoint=checkpoint)
+        self.names = names
+
+    @abstractmethod
+    def _extract_raw_weights(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, under the trainer's name for it, in the same order on every rank.
+
+        The hook of a subclass. Gathers one weight when it is asked for one, and keeps nothing that it has yielded.
+        """
+
+    def _extract_metadata(self, model: Any) -> Iterable[Metadata] | None:
+        """What :meth:`_extract_raw_weights` will yield, in its order; None where that is not known in advance."""
+        return None
+
+    def _extract_buckets(self, model: Any) -> Iterable[Iterator[tuple[str, Tensor]]] | None:
+        """Raw weights that are in chunks already, for a subclass with a cutting of its own; else None."""
+        return None
+
+    def _extract_lora(self, model: Any) -> Iterator[tuple[str, Tensor]] | None:
+        """The adapters under their final names, or None for a model without any."""
+        return None
+
+    def _source_map(self, model: Any) -> Views | None:
+        """The source map for this model; None when raw names are checkpoint names already."""
+        return self.names
+
+    def _should_group_by_module(self) -> bool:
+        """Whether parameters of one module share a chunk; a subclass may decide otherwise."""
+        return self.group_by_module
+
+    def _should_batch_by_threshold(self) -> bool:
+        """Whether chunks are joined up to the threshold; a subclass may decide otherwise."""
+        return self.threshold_bytes is not None
+
+    def extract_weights(
+        self, model: Any, generator_dtype: Dtype | None = None
+    ) -> Generator[WeightChunk, None, None]:
+        """The model's weights, chunk by chunk. Every rank iterates; see :mod:`windlass.extract`.
+
+        >>> from windlass.extract import ModuleWeightExtractor
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+        >>> [(chunk.names, chunk.dtypes) for chunk in ModuleWeightExtractor().extract_weights(model, "bfloat16")]
+        [(['0.weight'], ['bfloat16']), (['0.bias'], ['bfloat16'])]
+        """
+        dtypes = self.dtypes
+        if generator_dtype is not None:
+            dtypes = dataclasses.replace(dtypes, generator_dtype=str(generator_dtype))
+        adapters = self._adapters(model)
+        if adapters is not None:
+            yield from self._share(adapters, lambda raw: self._streamed(Pieces(None, dtypes).stream(raw)))
+            return
+        views = self._source_map(model)
+        buckets = self._extract_buckets(model)
+        if buckets is not None:
+            for bucket in buckets:
+                yield from self._share(bucket, lambda raw: _bucket(Pieces(views, dtypes).stream(raw)))
+            return
+        metadata = self._extract_metadata(model)
+        plan = None if metadata is None else self._plan(metadata, Pieces(views, dtypes))
+
+        def cut(raw: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
+            weights = Pieces(views, dtypes).stream(raw)
+            return self._streamed(weights) if plan is None else _planned(weights, plan)
+
+        yield from self._share(self._extract_raw_weights(model), cut)
+
+    def _adapters(self, model: Any) -> Iterator[tuple[str, Tensor]] | None:
+        adapters = None if self.lora is False else self._extract_lora(model)
+        if self.lora and adapters is None:
+            raise WindlassInvalid(
+                f"{type(model).__name__} has no LoRA adapters, but the extractor was made with lora=True",
+                "leave lora out to send adapters where there are any, and the weights where there are none",
+            )
+        return adapters
+
+    def _share(
+        self,
+        raw: Iterator[tuple[str, Tensor]],
+        cut: Callable[[Iterator[tuple[str, Tensor]]], Iterator[WeightChunk]],
+    ) -> Iterator[WeightChunk]:
+        """The chunks, on the ranks that get them; the others take part in every collective and drop the rest."""
+        if self.only_rank0 and _rank() != 0:
+            collections.deque(raw, maxlen=0)
+        else:
+            yield from cut(raw)
+
+    async def aextract_weights(
+        self, model: Any, generator_dtype: Dtype | None = None
+    ) -> AsyncIterator[WeightChunk]:
+        """:meth:`extract_weights` for a coroutine: the event loop runs on while weights are gathered.
+
+        Gathering happens in one thread of its own, with the caller's current device, and only when a chunk is asked
+        for; the caller starts no collective of the same group while it waits. A caller that leaves the loop early
+        closes the iterator (``contextlib.aclosing``).
+        """
+        loop = asyncio.get_running_loop()
+        chunks = self.extract_weights(model, generator_dtype)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        worker = ThreadPoolExecutor(1, "windlass-extract", _use_device, (device,))
+        held: list[WeightChunk] = []
+        try:
+            while await loop.run_in_executor(worker, _pull, chunks, held):
+                yield held.pop()
+        finally:
+            # In the thread too: a generator that is running there cannot be closed from here.
+            worker.submit(chunks.close)
+            worker.shutdown(wait=True)
+
+    def _chunker(self) -> _windlass.Chunker:
+        return _windlass.Chunker(
+            group_by_module=self._should_group_by_module(),
+            threshold_bytes=self.threshold_bytes if self._should_batch_by_threshold() else None,
+        )
+
+    def _plan(self, metadata: Iterable[Metadata], pieces: Pieces) -> _Plan:
+        """The same cutting, done on shadows: where each chunk will end."""
+        shadows = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, dtype, shape in metadata)
+        chunker = self._chunker()
+        done = []
+        for name, shadow in pieces.stream(shadows):
+            done += chunker.push(name, dtype_name(shadow.dtype), list(shadow.shape), None)
+        done += chunker.finish()
+        return [(module, [item[0] for item in items]) for module, items in done]
+
+    def _streamed(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
+        """Chunks of weights that nobody announced: one ends when a weight comes that does not belong to it."""
+        chunker = self._chunker()
+        for name, tensor in weights:
+            done = chunker.push(name, dtype_name(tensor.dtype), list(tensor.shape), tensor)
+            del tensor
+            while done:
+                yield _chunk(*done.pop(0))
+        done = chunker.finish()
+        while done:
+            yield _chunk(*done.pop(0))
+
+
+def _planned(weights: Iterator[tuple[str, Tensor]], plan: _Plan) -> Iterator[WeightChunk]:
+    """Chunks as planned, each gathered when it is asked for."""
+    for module, names in plan:
+        held: list[tuple[str, Tensor]] = []
+        for name in names:
+            held.append(_expect(weights, name))
+        yield _take(held, module)
+    if (extra := next(weights, None)) is not None:
+        raise WindlassBug(f"{extra[0]!r} came out of the model but was not announced")
+
+
+def _bucket(weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
+    """All of them in one chunk."""
+    held = list(weights)
+    if held:
+        yield _take(held, None)
+
+
+def _expect(weights: Iterator[tuple[str, Tensor]], name: str) -> tuple[str, Tensor]:
+    weight = next(weights, None)
+    if weight is None or weight[0] != name:
+        came = "nothing" if weight is None else repr(weight[0])
+        raise WindlassBug(f"{name!r} was announced as the next weight, but {came} came out of the model")
+    return weight
+
+
+def _take(held: list[tuple[str, Tensor]], module: str | None) -> WeightChunk:
+    """The chunk of what is held, which is then held no more."""
+    chunk = WeightChunk.of(held, module_name=module)
+    held.clear()
+    return chunk
+
+
+def _chunk(module: str | None, items: list[tuple[str, str, list[int], object]]) -> WeightChunk:
+    return WeightChunk(
+        names=[name for name, _, _, _ in items],
+        tensors=[tensor for _, _, _, tensor in items],  # type: ignore[misc]
+        dtypes=[dtype for _, dtype, _, _ in items],
+        shapes=[shape for _, _, shape, _ in items],
+        module_name=module,
+    )
+
+
+def _pull(chunks: Iterator[WeightChunk], held: list[WeightChunk]) -> bool:
+    """The next chunk goes into ``held``: as a result it would live in the future until the next one."""
+    for chunk in chunks:
+        held.append(chunk)
+        return True
+    return False
+
+
+def _use_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an extractor that a trainer's configuration asks for.
+
+    Where trainer and engine share their devices over NCCL, modules travel whole and in batches of
+    ``generator.weight_transfer_threshold_cuda_ipc_GB``; ``generator.use_flashrl`` wants whole modules anywhere.
+
+    >>> settings({"generator": {"weight_sync_backend": "nccl"}, "trainer": {"placement": {"colocate_all": True}}})
+    {'group_by_module': True, 'threshold_gb': 1.0}
+    >>> settings({})
+    {'group_by_module': False, 'threshold_gb': None}
+    """
+    generator = config.get("generator") or {}
+    placement = (config.get("trainer") or {}).get("placement") or {}
+    colocated = generator.get("weight_sync_backend") == "nccl" and bool(placement.get("colocate_all"))
+    threshold = generator.get("weight_transfer_threshold_cuda_ipc_GB", 1.0)
+    return {
+        "group_by_module": colocated or bool(generator.get("use_flashrl")),
+        "threshold_gb": threshold if colocated else None,
+    }
