@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from windlass.extract.pieces import Dtype
 
 SEED = 20
