@@ -200,7 +200,10 @@ class WeightManager:
     # What follows a version.
 
     def wait_delta_ready(self, version: int | None = None, timeout: float | None = None) -> str:
-        """Waits until the agent has sealed ``version`` (the newest if not given), and returns its digest."""
+        """Waits until the agent has sealed ``version`` (the newest if not given), and returns its digest.
+
+        Where several hosts publish, the digest is that of this host's part.
+        """
         publisher = self._published("wait for")
         newest = publisher.newest()
         if version is None:
@@ -624,7 +627,7 @@ def _remove(publisher: Publisher, patience: float) -> None:
     """Leaves the region and removes it, once the other ranks and the agent have left."""
     publisher.close()
     until = time.monotonic() + patience
-    while not publisher.discard():
+    while not _gone(publisher):
         if time.monotonic() >= until:
             log.info(
                 "the region %s is still open elsewhere and stays; `windlass gc` removes it later",
@@ -632,6 +635,14 @@ def _remove(publisher: Publisher, patience: float) -> None:
             )
             return
         time.sleep(0.02)
+
+
+def _gone(publisher: Publisher) -> bool:
+    try:
+        return publisher.discard()
+    except WindlassNotFound:
+        # Somebody else has removed it.
+        return True
 
 
 def _nothing() -> None:
