@@ -441,13 +441,13 @@ def test_a_parameter_that_was_cast_or_moved_in_place_is_not_read_as_it_was(quiet
     quiet.offload(model, 1, 0, 1)
     for change, back in [
         (lambda: model.half(), lambda: model.float()),
-        (lambda: model.to_empty(device="meta"), lambda: model.to_empty(device="cpu")),
         (lambda: setattr(model.extra, "data", torch.randn(3, 3)), lambda: None),
         (lambda: setattr(model.extra, "data", torch.randn(9, 9).t()), lambda: None),
         (lambda: model.extra.untyped_storage().resize_(0), lambda: None),
+        (lambda: model.to_empty(device="meta"), lambda: model.to_empty(device="cpu")),
     ]:
         change()
-        with pytest.raises(WindlassInvalid, match=r"memory of|on the meta device|was float32"):
+        with pytest.raises(WindlassInvalid, match=r"memory of|on the meta device"):
             quiet.offload(model, 2, 0, 1)
         back()
         model.extra.data = torch.randn(9, 9)
