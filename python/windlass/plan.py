@@ -21,15 +21,15 @@ import torch
 from windlass import placement
 from windlass._windlass import Layout
 from windlass.dtypes import dtype_name, torch_dtype
-from windlass.errors import WindlassError, WindlassInvalid, WindlassPeerLost
+from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.exchange import Exchange, together
 from windlass.memory import tensor_at
 from windlass.placement import Box, Share
 
 if TYPE_CHECKING:
-    from windlass.exchange import Exchange
     from windlass.names import SourceMap, View
 
-__all__ = ["Naming", "Plan", "make_plan"]
+__all__ = ["Naming", "Plan", "addresses", "follow", "make_plan"]
 
 #: A box smaller than this is written by one of its holders, not by all.
 SMALL = 1 << 20
@@ -67,8 +67,8 @@ class Source:
     shares: list[Share]
     #: By share: what this rank holds, then what it writes.
     targets: list[list[Target]] = field(default_factory=list)
-    #: Shape and strides of the local memory that the copies were computed for.
-    form: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
+    form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Plan:
     #: By name: dtype, shape, offset, bytes.
     table: dict[str, tuple[str, tuple[int, ...], int, int]]
     sources: list[Source]
-    #: For the copies that Rust makes: which source, and the bytes from its first element; and the copies themselves.
+    #: For every source that is not gathered: which one, and for the copies that Rust makes of it the bytes from its
+    #: first element; and the copies themselves.
     addresses: list[tuple[int, list[int]]]
     copies: list[tuple[int, int, list[tuple[int, int, int]]]]
     casts: list[Cast]
@@ -103,15 +104,50 @@ class Plan:
     bytes: int
     #: How many parameters went which way, and why.
     reasons: dict[str, int]
+    #: Pairs of sources that are one tensor of the image: the alias, and what it stands for.
+    tied: list[tuple[int, int]]
+
+
+def not_pairs(given: object) -> WindlassInvalid:
+    """The error for something that holds no named tensors."""
+    return WindlassInvalid(
+        f"offload() was given {_short(given)}; it takes a model, (name, tensor) pairs such as "
+        "model.named_parameters(), a mapping, or a WeightSource"
+    )
+
+
+def _short(given: object) -> str:
+    return (
+        f"a {type(given).__name__} of shape {list(given.shape)}"
+        if isinstance(given, torch.Tensor)
+        else (
+            repr(given)
+            if isinstance(given, (str, bytes, int, float, type(None)))
+            else f"a {type(given).__name__}"
+        )
+    )
+
+
+def pair_of(item: Any) -> tuple[str, Any]:
+    """A name and its tensor."""
+    if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
+        return item[0], item[1]
+    raise WindlassInvalid(
+        f"offload() takes (name, tensor) pairs, and one item was {_short(item)}: pass model.named_parameters(), "
+        "not model.parameters()"
+    )
 
 
 def describe_sources(named: Iterable[tuple[str, Any]]) -> list[Source]:
     """What this rank holds of everything that was given."""
     out: list[Source] = []
     seen: set[str] = set()
-    for name, given in named:
+    for item in named:
+        name, given = pair_of(item)
         shares = list(placement.describe(name, given))
         for share in shares:
+            if not share.name:
+                raise WindlassInvalid(f"a {_short(given)} has an empty name; every parameter needs one")
             if share.name in seen:
                 raise WindlassInvalid(f"parameter {share.name!r} comes twice; every parameter has one name")
             seen.add(share.name)
@@ -198,7 +234,7 @@ def slice_of(box: Box, index: int, count: int, element: int, turn: int) -> Box |
 
 
 def make_plan(
-    sources: list[Source] | WindlassError,
+    sources: list[Source] | Exception,
     naming: Naming,
     *,
     rank: int,
@@ -207,20 +243,14 @@ def make_plan(
     timeout: float,
 ) -> Plan:
     """Agrees with the other ranks. An error on one of them becomes an error on all."""
-    try:
-        if isinstance(sources, WindlassError):
+
+    def tell() -> dict[str, Any]:
+        if isinstance(sources, Exception):
             raise sources
-        mine = _tell(sources, naming, node)
-        failure = None
-    except WindlassError as e:
-        mine, failure = {"error": str(e)}, e
-    said = exchange.all(mine, timeout)
-    if failure is not None:
-        raise failure
-    for other, words in enumerate(said):
-        if "error" in words:
-            raise WindlassInvalid(f"rank {other} cannot publish: {words['error']}")
-    assert not isinstance(sources, WindlassError)
+        return _tell(sources, naming, node)
+
+    said = together(exchange, tell, "publish", timeout)
+    assert not isinstance(sources, Exception)
     return _agree(sources, said, rank)
 
 
@@ -236,8 +266,7 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
         source.targets = []
         for share in source.shares:
             views = [v for v in all_views[share.name] if v.name in kept]
-            own = dtype_name(share.dtype)
-            dtypes = {v.name: naming.dtype(v.name, own) for v in views}
+            dtypes = _dtypes(share, views, naming)
             if len(views) == 1 and views[0].shape == share.shape:
                 key = _identity(source, share)
                 if key is None:
@@ -259,6 +288,17 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
                 tensors[target.tensor][2].append([n for edge in target.box for n in edge])
     rows = [[name, *row] for name, row in tensors.items()]
     return {"node": node, "tensors": rows, "aliases": aliases, "empty": empty}
+
+
+def _dtypes(share: Share, views: Sequence[View], naming: Naming) -> dict[str, str]:
+    """The dtype of each image tensor. What is left out may have any."""
+    if not views:
+        return {}
+    try:
+        own = dtype_name(share.dtype)
+    except WindlassUnsupported as e:
+        raise WindlassUnsupported(f"parameter {share.name!r}: {e}", e.advice) from e
+    return {v.name: naming.dtype(v.name, own) for v in views}
 
 
 def _identity(source: Source, share: Share) -> Any:
@@ -290,6 +330,8 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
                 ranks = held.setdefault(box, [])
                 if other not in ranks:
                     ranks.append(other)
+    if not shapes:
+        raise WindlassInvalid("there are no tensors to publish; offload() was given nothing, on every rank")
     aliases = _aliases(said)
     for alias in aliases:
         shapes.pop(alias, None)
@@ -312,7 +354,7 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
     part = None
     if len(hosts) > 1 and host is not None:
         part = layout.parts(len(hosts), _owned(owners, shapes))[host]
-    return _mine(sources, layout, table, holders, hosts, host, part, rank)
+    return _mine(sources, layout, table, holders, hosts, host, part, rank, aliases)
 
 
 def _image_shape(dtype: str, shape: tuple[int, ...]) -> list[int]:
@@ -438,6 +480,7 @@ def _mine(
     host: int | None,
     part: list[tuple[int, int]] | None,
     rank: int,
+    aliases: dict[str, str],
 ) -> Plan:
     turns = {name: turn for turn, name in enumerate(table)}
     addresses: list[tuple[int, list[int]]] = []
@@ -446,6 +489,7 @@ def _mine(
     gathered: list[Cast] = []
     reasons: dict[str, int] = {}
     total = 0
+    tied = _tied(sources, aliases)
     for i, source in enumerate(sources):
         offsets: list[int] = []
         written: set[tuple[str, Box]] = set()
@@ -479,10 +523,18 @@ def _mine(
                     offsets.append(target.offset * element)
                     copies.append(copy)
             if local is not None:
-                source.form = (tuple(local.shape), local.stride())
-        if offsets:
+                source.form = (tuple(local.shape), local.stride(), local.dtype, local.is_cpu)
+        if source.form is not None:
             addresses.append((i, offsets))
-    return Plan(layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons)
+    return Plan(
+        layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons, tied
+    )
+
+
+def _tied(sources: list[Source], aliases: dict[str, str]) -> list[tuple[int, int]]:
+    """Which sources were found to be the same tensor as another one."""
+    of = {t.tensor: i for i, source in enumerate(sources) for targets in source.targets for t in targets}
+    return [(of[alias], of[target]) for alias, target in aliases.items() if alias in of and target in of]
 
 
 _NOTHING = Target("", (), (), 0)
@@ -559,22 +611,89 @@ def each_cast(plan: Plan, casts: Iterable[Cast]) -> Iterator[tuple[Target, torch
             yield cast.target, taken(local, cast.target)
 
 
-def rebind(plan: Plan, index: int, name: str, given: Any) -> None:
+def follow(plan: Plan, given: Iterable[tuple[str, Any]]) -> None:
+    """Sees that the same parameters came, and takes new objects where there are new ones."""
+    sources = plan.sources
+    count = 0
+    for item in given:
+        name, tensor = item if type(item) is tuple and len(item) == 2 else pair_of(item)
+        if count >= len(sources):
+            raise WindlassInvalid(
+                f"parameter {name!r} was not there when the first version was offloaded; call resume() after "
+                "changing a model"
+            )
+        source = sources[count]
+        if tensor is not source.given or name != source.name:
+            _rebind(source, count, name, tensor)
+        count += 1
+    if count < len(sources):
+        raise WindlassInvalid(
+            f"parameter {sources[count].name!r} is missing; it was there when the first version was offloaded"
+        )
+
+
+def _rebind(source: Source, index: int, name: Any, given: Any) -> None:
     """Takes a new object for a parameter, if it is placed as the old one was."""
-    source = plan.sources[index]
     if name != source.name:
         raise WindlassInvalid(
-            f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model do not "
-            "change: make another WeightManager for another model"
+            f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model and "
+            "their order do not change: make another WeightManager for another model, or call resume()"
         )
     shares = list(placement.describe(name, given))
-    old = [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in source.shares]
-    if [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in shares] != old:
+    for new, old in zip(shares, source.shares, strict=False):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise WindlassInvalid(
+                f"parameter {new.name!r} was {dtype_name(old.dtype)} {list(old.shape)} when the first version was "
+                f"offloaded and is now {new.dtype} {list(new.shape)}; call resume() after changing a model"
+            )
+    before = [(s.name, s.pieces, s.gathered) for s in source.shares]
+    if [(s.name, s.pieces, s.gathered) for s in shares] != before:
         raise WindlassInvalid(
-            f"parameter {name!r} has another shape, dtype or placement than when the first version was offloaded; "
-            "make another WeightManager for it, or call resume()"
+            f"parameter {name!r} has another placement or other strides than when the first version was offloaded; "
+            "call resume() after changing how a model is placed"
         )
     source.given, source.shares = given, shares
+
+
+def addresses(plan: Plan) -> list[int]:
+    """Where the memory of each copy is now. An error if it is not what the copies were computed for: a parameter may
+    have been moved, cast or resized without becoming another object."""
+    out: list[int] = []
+    sources = plan.sources
+    for index, offsets in plan.addresses:
+        source = sources[index]
+        local = source.shares[0].fetch(source.given)
+        if (local.shape, local.stride(), local.dtype, local.is_cpu) != source.form:
+            raise _changed(source, local)
+        if offsets:
+            address = local.data_ptr()
+            if address == 0:
+                raise WindlassInvalid(
+                    f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or "
+                    "after it is there again"
+                )
+            if len(offsets) == 1:
+                out.append(address + offsets[0])
+            else:
+                out.extend([address + offset for offset in offsets])
+    for alias, target in plan.tied:
+        a, b = sources[alias], sources[target]
+        if a.given is not b.given and _identity(a, a.shares[0]) != _identity(b, b.shares[0]):
+            raise WindlassInvalid(
+                f"{a.name!r} was the same tensor as {b.name!r} when the first version was offloaded, and is another "
+                "one now; call resume() after untying weights"
+            )
+    return out
+
+
+def _changed(source: Source, local: torch.Tensor) -> WindlassInvalid:
+    assert source.form is not None
+    shape, strides, dtype, _ = source.form
+    return WindlassInvalid(
+        f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} when "
+        f"the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
+        f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
+    )
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:

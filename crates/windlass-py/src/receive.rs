@@ -168,6 +168,7 @@ impl Receiver {
 
     /// Where it stands, as JSON. Answers at once, also while a sync runs.
     fn status(&self) -> PyResult<String> {
+        self.home.check("receiver")?;
         let text = serde_json::to_string(&self.status.get());
         Ok(text.map_err(|e| Failure::new(Kind::Bug, e.to_string()))?)
     }
