@@ -64,7 +64,7 @@ class Changes:
         """What changed since the last call."""
         names = list(self._before)
         counts = {name: torch.zeros(2, dtype=torch.int64) for name in names}
-        steps = torch.zeros(len(KINDS), len(ULPS), dtype=torch.int64)
+        steps = torch.zeros(len(ULPS), dtype=torch.int64)
         octaves = torch.zeros(2, EXPONENTS, dtype=torch.int64)
         blocks = torch.zeros(2, dtype=torch.int64)
         moved = torch.zeros(2, dtype=torch.float64)
@@ -73,7 +73,7 @@ class Changes:
             changed = new != old
             counts[name] += torch.tensor([changed.numel(), int(changed.sum())])
             if self._thorough:
-                self._count(old, new, changed, steps[KINDS.index(kind_of(name))], octaves, blocks)
+                _count(old, new, changed, steps, octaves, blocks)
                 moved[0] += (p - self._master[name]).abs().sum(dtype=torch.float64) / self._rate
                 if name in self._base:
                     moved[1] += int((new != self._base[name]).sum())
@@ -87,8 +87,7 @@ class Changes:
         if self._thorough:
             told |= _shares(names, tensors)
             told |= {
-                "ulps": dict(zip(ULPS, steps.sum(0).tolist(), strict=True)),
-                "ulps_by_kind": {k: dict(zip(ULPS, s.tolist(), strict=True)) for k, s in zip(KINDS, steps, strict=True)},
+                "ulps": dict(zip(ULPS, steps.tolist(), strict=True)),
                 "octaves": _octaves(octaves),
                 "blocks": int(blocks[0]),
                 "blocks_untouched": int(blocks[1]),
@@ -98,16 +97,17 @@ class Changes:
                 told["share_since_base"] = float(moved[1]) / told["elements"]
         return told
 
-    @staticmethod
-    def _count(old: Tensor, new: Tensor, changed: Tensor, steps: Tensor, octaves: Tensor, blocks: Tensor) -> None:
-        was, now = old[changed], new[changed]
-        far = (ordered(now) - ordered(was)).abs()
-        at_least = torch.tensor([int((far >= least).sum()) for least in (*ULPS.values(), 1 << 17)])
-        steps += at_least[:-1] - at_least[1:]
-        octaves[0] += torch.bincount((old.int() >> 7) & 0xFF, minlength=EXPONENTS)
-        octaves[1] += torch.bincount((was.int() >> 7) & 0xFF, minlength=EXPONENTS)
-        whole = changed[: changed.numel() // BLOCK * BLOCK].view(-1, BLOCK)
-        blocks += torch.tensor([len(whole), int((~whole.any(1)).sum())])
+
+def _count(old: Tensor, new: Tensor, changed: Tensor, steps: Tensor, octaves: Tensor, blocks: Tensor) -> None:
+    """Adds to the sums of steps, octaves and blocks."""
+    was, now = old[changed], new[changed]
+    far = (ordered(now) - ordered(was)).abs()
+    at_least = torch.tensor([int((far >= least).sum()) for least in (*ULPS.values(), 1 << 17)])
+    steps += at_least[:-1] - at_least[1:]
+    octaves[0] += torch.bincount((old.int() >> 7) & 0xFF, minlength=EXPONENTS)
+    octaves[1] += torch.bincount((was.int() >> 7) & 0xFF, minlength=EXPONENTS)
+    whole = changed[: changed.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+    blocks += torch.tensor([len(whole), int((~whole.any(1)).sum())])
 
 
 def _shares(names: list[str], tensors: Tensor) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _shares(names: list[str], tensors: Tensor) -> dict[str, Any]:
         rows = tensors[[kind_of(name) == kind for name in names]]
         elements, changed = rows.sum(0).tolist()
         kinds[kind] = {"elements": elements, "changed": changed, "share": changed / max(elements, 1)}
-    matrices = [row for name, row in zip(names, tensors.tolist(), strict=True) if kind_of(name) in ("attention", "mlp")]
+    matrices = tensors[[kind_of(name) in ("attention", "mlp") for name in names]].tolist()
     shares = sorted(changed / elements for elements, changed in matrices)
     return {
         "kinds": kinds,

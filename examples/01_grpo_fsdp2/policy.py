@@ -19,7 +19,7 @@ from torch.nn import functional
 
 END = "<|end|>"
 #: How much text the tokenizer and the warm-up read.
-TEXT_CHARS = 4_000_000
+TEXT_CHARS = 2_000_000
 
 
 def text(chars: int = TEXT_CHARS) -> str:
@@ -35,8 +35,8 @@ def text(chars: int = TEXT_CHARS) -> str:
 def make_tokenizer(vocab: int, corpus: str) -> Tokenizer:
     """A byte-level BPE in which every digit is a token."""
     tokenizer = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -67,7 +67,8 @@ def make_model(size: str, vocab: int, end: int) -> nn.Module:
         pad_token_id=end,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config).float()
+    model: nn.Module = Qwen3ForCausalLM(config).float()
+    return model
 
 
 class Task:
@@ -76,7 +77,7 @@ class Task:
     def __init__(self, tokenizer: Tokenizer, digits: int, seed: int) -> None:
         self.tokenizer = tokenizer
         self.digits = digits
-        self.end: int = tokenizer.token_to_id(END)
+        self.end = tokenizer.encode(END).ids[0]
         self._random = random.Random(seed)
 
     def draw(self) -> tuple[str, str]:
@@ -126,8 +127,8 @@ def sample(model: Any, task: Task, prompts: int, group: int) -> tuple[Tensor, in
     )
     start = asked.shape[1]
     answers = [answer for _, answer in drawn for _ in range(group)]
-    completions = tokens[:, start:].tolist()
-    rewards = [task.reward(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+    said = tokens[:, start:].tolist()
+    rewards = [task.reward(ids, answer) for ids, answer in zip(said, answers, strict=True)]
     return tokens, start, torch.tensor(rewards).view(prompts, group)
 
 

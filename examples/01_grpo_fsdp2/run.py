@@ -8,7 +8,9 @@ Starts torchrun with the ranks (train.py), prints what they say, and leaves noth
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import shutil
 import signal
@@ -25,13 +27,24 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "python"
 #: How long the ranks have to end by themselves.
 GRACE_S = 10.0
-ROW = "{:>4} {:>7} {:>8} {:>9} {:>10} {:>9}   {:>18}   {:>15} {:>10}"
+HEADS = (
+    "step",
+    "reward",
+    "loss",
+    "changed",
+    "sent",
+    "of image",
+    "wait/copy/commit ms",
+    "sync ms",
+    "everywhere",
+)
+ROW = "{:>4} {:>7} {:>8} {:>9} {:>10} {:>9}   {:>19}   {:>15} {:>10}"
 
 
 def main() -> int:
     settings = parse(sys.argv[1:], (__doc__ or "").splitlines()[0])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    home = Path(tempfile.mkdtemp(prefix="windlass-grpo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    home = Path(tempfile.mkdtemp(prefix="windlass-grpo-", dir="/dev/shm"))
     begun = time.monotonic()
     try:
         result = _run(settings, home)
@@ -73,8 +86,8 @@ def _run(settings: Settings, home: Path) -> dict[str, Any]:
         code = launcher.wait()
     finally:
         _end(launcher)
-    engines = settings.engines
-    result["ok"] = code == 0 and len(result["versions"]) == settings.steps + 1 and result["equal"] == [True] * engines
+    followed = len(result["versions"]) == settings.steps + 1 and len(result["equal"]) == settings.engines
+    result["ok"] = code == 0 and followed and all(result["equal"])
     return result
 
 
@@ -91,11 +104,16 @@ def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
-    command += [str(HERE / "train.py"), *given, f"--home={home}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={settings.ranks}", str(HERE / "train.py"), *given, f"--home={home}"]
     # A group of its own: Ctrl-C is for this process, which ends the others by closing their standard input.
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -117,13 +135,12 @@ def _end(launcher: subprocess.Popen[str]) -> None:
 
 def _print(event: str, told: dict[str, Any], result: dict[str, Any]) -> None:
     if event == "model":
-        print(f"{told['parameters'] / 1e6:.1f} M parameters in {told['tensors']} tensors, float32; bf16 is published")
+        print(f"{told['parameters'] / 1e6:.1f} M parameters in {told['tensors']} tensors; bf16 is published")
     elif event == "warm-up":
         print(f"warm-up {told['step']}/{told['steps']}: loss {told['loss']:.3f}")
     elif event == "version":
         if len(result["versions"]) == 1:
-            heads = ("step", "reward", "loss", "changed", "sent", "of image", "offload ms w/c/c", "sync ms", "end to end")
-            print("\n" + ROW.format(*heads))
+            print("\n" + ROW.format(*HEADS))
         print(_row(told, result["parameters"] * 2), flush=True)
 
 
@@ -162,7 +179,7 @@ def _print_end(settings: Settings, result: dict[str, Any]) -> None:
     print(f"  changed          {changed:.3%} of bf16 elements")
     print(f"  sent             {sent / 1024:.1f} KiB of {image / 1024:.0f} KiB, one {image / sent:.0f}th")
     print(f"  offload, sync    {offload:.1f} ms, {sync:.1f} ms")
-    print(f"  images           {len(result['equal'])} of {len(result['equal'])} equal full_tensor() bit by bit")
+    print(f"  images           all {len(result['equal'])} equal full_tensor() bit by bit")
     print(f"  all of it        {result['seconds']} s")
 
 
@@ -175,32 +192,38 @@ def _statistics(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
         bits = 8 * sent / max(changes["changed"], 1)
         row = {key: told[key] for key in ("version", "reward", "loss", "grad_norm")}
         steps.append({**row, "delta_bytes": sent, "bits_per_change": bits, **changes})
-    late = steps[len(steps) // 2 :]
-    changed = sum(s["changed"] for s in late)
-    elements = sum(s["elements"] for s in late)
-    steady: dict[str, Any] = {
-        "versions": [s["version"] for s in late],
-        "share": changed / elements,
-        "kinds": {
-            kind: sum(s["kinds"][kind]["changed"] for s in late) / sum(s["kinds"][kind]["elements"] for s in late)
-            for kind in late[0]["kinds"]
-        },
-        "ulps": {key: sum(s["ulps"][key] for s in late) / max(changed, 1) for key in late[0]["ulps"]},
-        "octaves": _by_octave(late),
-        "blocks_untouched": sum(s["blocks_untouched"] for s in late) / max(sum(s["blocks"] for s in late), 1),
-        "tensors_untouched": sum(s["tensors_untouched"] for s in late) / sum(s["tensors"] for s in late),
-        "mean_step": sum(s["mean_step"] for s in late) / len(late),
-        "delta_bytes": sum(s["delta_bytes"] for s in late) / len(late),
-        "bits_per_change": 8 * sum(s["delta_bytes"] for s in late) / max(changed, 1),
-    }
-    steady["of_image"] = steady["delta_bytes"] / result["bytes"]
     return {
         "settings": result["settings"],
         "parameters": result["parameters"],
         "image_bytes": result["bytes"],
         "equal": result["equal"],
-        "steady": steady,
+        "steady": _steady(steps[len(steps) // 2 :], result["bytes"]),
         "steps": steps,
+    }
+
+
+def _steady(steps: list[dict[str, Any]], image: int) -> dict[str, Any]:
+    """Means over steps, each weighted by what it counted."""
+
+    def total(*path: str) -> int:
+        return sum(functools.reduce(operator.getitem, path, step) for step in steps)  # type: ignore[misc]
+
+    changed, sent = max(total("changed"), 1), total("delta_bytes")
+    return {
+        "versions": [step["version"] for step in steps],
+        "share": changed / total("elements"),
+        "kinds": {
+            kind: total("kinds", kind, "changed") / total("kinds", kind, "elements")
+            for kind in steps[0]["kinds"]
+        },
+        "ulps": {bin: total("ulps", bin) / changed for bin in steps[0]["ulps"]},
+        "octaves": _by_octave(steps),
+        "blocks_untouched": total("blocks_untouched") / max(total("blocks"), 1),
+        "tensors_untouched": total("tensors_untouched") / total("tensors"),
+        "mean_step": sum(step["mean_step"] for step in steps) / len(steps),
+        "delta_bytes": sent / len(steps),
+        "of_image": sent / len(steps) / image,
+        "bits_per_change": 8 * sent / changed,
     }
 
 
@@ -212,12 +235,21 @@ def _by_octave(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             sums = totals.setdefault(octave, [0, 0])
             sums[0] += every
             sums[1] += changed
-    weights, changes = (sum(s[i] for s in totals.values()) for i in (0, 1))
+    weights = sum(every for every, _ in totals.values())
+    changes = sum(changed for _, changed in totals.values())
     return {
-        octave: {"of_weights": every / weights, "of_changes": changed / max(changes, 1), "p_change": changed / every}
-        for octave, (every, changed) in sorted(totals.items(), key=lambda item: (item[0] == "zero", item[0]))
+        octave: {
+            "of_weights": every / weights,
+            "of_changes": changed / max(changes, 1),
+            "p_change": changed / every,
+        }
+        for octave, (every, changed) in sorted(totals.items(), key=_octave)
         if every >= 1000
     }
+
+
+def _octave(item: tuple[str, list[int]]) -> int:
+    return -1000 if item[0] == "zero" else int(item[0])
 
 
 if __name__ == "__main__":

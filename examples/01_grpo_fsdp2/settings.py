@@ -21,7 +21,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(512, 64, 192, 2, 4, 2),
-    "small": Size(4096, 256, 768, 6, 8, 4),
+    "small": Size(2048, 256, 768, 6, 8, 4),
     "medium": Size(16384, 512, 1536, 12, 8, 4),
     "large": Size(32768, 768, 2304, 14, 12, 4),
 }
@@ -37,6 +37,7 @@ class Settings:
     engines: int
     learning_rate: float
     warm_up: int
+    start: str
     init: Path | None
     prompts: int
     group: int
@@ -54,15 +55,23 @@ class Settings:
 
 def parse(arguments: list[str], about: str) -> Settings:
     """From a command line."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
-    add("--size", choices=list(SIZES), default="small", help="0.15, 6, 46 or 121 million parameters")
+    add("--size", choices=list(SIZES), default="small", help="0.1, 5, 46 or 122 million parameters")
     add("--steps", type=_count, default=6, help="GRPO steps, and so versions after the first")
     add("--ranks", type=_count, default=2, help="trainer ranks")
     add("--engines", type=_count, default=2, help="receivers")
     add("--learning-rate", type=float, default=3e-6, help="of the GRPO steps")
-    add("--warm-up", type=int, default=40, help="supervised steps before them, so that there is something to reward")
-    add("--init", type=Path, help="weights to start from instead; if the file is not there, what the warm-up made is kept in it")
+    add("--warm-up", type=int, default=30, help="supervised steps before them")
+    add("--init", type=Path, help="start from these weights; the warm-up makes the file if there is none")
+    add(
+        "--start",
+        choices=["bf16", "float32"],
+        default="bf16",
+        help="master weights rounded to bf16, as loaded from a checkpoint, or as a long run would have them",
+    )
     add("--prompts", type=_count, default=4, help="prompts of a rank and step")
     add("--group", type=_count, default=8, help="completions of a prompt")
     add("--digits", type=_count, default=4, help="how many digits are to be reversed")

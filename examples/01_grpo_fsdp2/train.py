@@ -68,8 +68,9 @@ def _train(settings: Settings, home: Path) -> None:
                     digest = wm.wait_delta_ready(version)  # Windlass: optional; what receivers will have
                     synced = engines.wait(version, digest)
                     everywhere = (time.perf_counter() - begun) * 1e3
-                    offload = dict(zip(("wait", "copy", "commit"), took.tolist(), strict=True))
-                    _say("version", version=version, offload_ms=offload, everywhere_ms=everywhere, synced=synced, **told)
+                    parts = dict(zip(("wait", "copy", "commit"), took.tolist(), strict=True))
+                    told |= {"offload_ms": parts, "everywhere_ms": everywhere, "synced": synced}
+                    _say("version", version=version, **told)
                 if version == settings.steps // 2:
                     changes.set_base()
                 dist.barrier()
@@ -77,7 +78,7 @@ def _train(settings: Settings, home: Path) -> None:
 
 
 def _ready(settings: Settings, rank: int) -> tuple[nn.Module, Task]:
-    """A policy that knows a little of the task, in float32 on the bf16 grid: what a bf16 checkpoint is loaded as."""
+    """A policy that knows a little of the task, with master weights in float32."""
     vocab = SIZES[settings.size].vocab
     corpus = text()
     words = [make_tokenizer(vocab, corpus).to_str() if rank == 0 else ""]
@@ -97,14 +98,16 @@ def _ready(settings: Settings, rank: int) -> tuple[nn.Module, Task]:
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-    _say("model", parameters=sum(p.numel() for p in model.parameters()), tensors=len(list(model.parameters())))
+    counts = [p.numel() for p in model.parameters()]
+    _say("model", parameters=sum(counts), tensors=len(counts))
     if not known:
         _warm_up(model, task, settings.warm_up, torch.tensor(tokenizer.encode(corpus[:1_000_000]).ids))
+        if settings.init is not None:
+            _keep(model, settings.init)
+    if settings.start == "bf16":
         with torch.no_grad():
             for _, shard in local_shards(model):
                 shard.copy_(shard.bfloat16())
-        if settings.init is not None:
-            _keep(model, settings.init)
     return model, task
 
 
@@ -116,7 +119,7 @@ def _warm_up(model: nn.Module, task: Task, steps: int, ids: torch.Tensor) -> Non
     )
     draws = torch.Generator().manual_seed(dist.get_rank())
     for step in range(steps):
-        loss = next_token_loss(model, windows(ids, 8, 96, draws)) + next_token_loss(model, task.solved(48))
+        loss = next_token_loss(model, windows(ids, 4, 64, draws)) + next_token_loss(model, task.solved(32))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -126,7 +129,9 @@ def _warm_up(model: nn.Module, task: Task, steps: int, ids: torch.Tensor) -> Non
             _say("warm-up", step=step + 1, steps=steps, loss=loss.item() / 2)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, settings: Settings) -> dict[str, float]:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, settings: Settings
+) -> dict[str, Any]:
     """One GRPO step."""
     begun = time.perf_counter()
     tokens, start, rewards = sample(model, task, settings.prompts, settings.group)
@@ -151,9 +156,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, settin
 
 
 def _full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter gathered and cast: what the image must hold. All ranks take part."""
-    whole: dict[str, Any] = dict(model.named_parameters())
-    return {name: p.detach().full_tensor().bfloat16() for name, p in whole.items()}
+    """Every parameter gathered. All ranks take part."""
+    sharded: dict[str, Any] = dict(model.named_parameters())
+    return {name: p.detach().full_tensor() for name, p in sharded.items()}
 
 
 def _keep(model: nn.Module, path: Path) -> None:
@@ -165,7 +170,7 @@ def _keep(model: nn.Module, path: Path) -> None:
 
 def _compare(model: nn.Module, engines: Engines, region: str | None) -> dict[str, Any]:
     """Each image bit by bit with the gathered weights, once the receivers have ended."""
-    wanted = _full(model)
+    wanted = {name: whole.bfloat16() for name, whole in _full(model).items()}
     if dist.get_rank() != 0:
         return {}
     engines.ended()
@@ -213,10 +218,11 @@ class Engines:
             try:
                 line = lines.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"{place.name} did not get version {version} within {PATIENCE_S:g} s") from None
+                late = f"{place.name} did not get version {version} within {PATIENCE_S:g} s"
+                raise TimeoutError(late) from None
             told = json.loads(line) if line else {}
             if told.get("event") != "synced":
-                raise RuntimeError(f"{place.name} ended at version {version}: {line.strip() or 'it said nothing'}")
+                raise RuntimeError(f"{place.name} ended at version {version}: {line.strip()!r}")
             image = told["image"]
             if (image["identity"]["version"], image["digest"]) != (version, digest):
                 raise RuntimeError(f"{place.name} has {image}, not version {version} with digest {digest}")
