@@ -650,7 +650,8 @@ def _rebind(source: Source, index: int, name: Any, given: Any) -> None:
     if [(s.name, s.pieces, s.gathered) for s in shares] != before:
         raise WindlassInvalid(
             f"parameter {name!r} has another placement or other strides than when the first version was offloaded; "
-            "call resume() after changing how a model is placed"
+            "call resume() after changing how a model is placed. FSDP2 leaves parameters gathered after a forward "
+            "pass without a backward one: offload the model itself, or call its reshard() first"
         )
     source.given, source.shares = given, shares
 
