@@ -19,7 +19,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests/python scripts/stubs.py
+PYCODE := python tests/python examples scripts/stubs.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo test loom soak bench lint fmt layers contract testdata fuzz doc clean
