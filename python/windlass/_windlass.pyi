@@ -118,6 +118,12 @@ class Layout:
         """
         Names the layout: 32 hexadecimal digits.
         """
+    def parts(self, /, count: SupportsIndex, owners: dict[str, SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex], SupportsIndex]]]) -> list[list[tuple[int, int]]]:
+        """
+        Ranges of blocks for each of `count` hosts. `owners` maps the tensors that several hosts hold to their boxes,
+        each as its first element's coordinates, those after its last, and its host; other tensors belong to the host
+        that `owners` names under an empty list of coordinates, or to the first.
+        """
     def tensors(self, /) -> list[tuple[str, str, list[int], int, int]]:
         """
         (name, dtype, shape, offset in the data, bytes) of each tensor, in the order of the image.
@@ -171,10 +177,11 @@ class Publisher:
         Copies the memory at `addresses`, one for each copy of the plan, into the slot.
         """
     @staticmethod
-    def create(dir: str | PathLike[str], model_id: str, layout: Layout, *, ranks: SupportsIndex = 1, group: bool = False, memfd: str = "auto", extra_bytes: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 5.0) -> Publisher:
+    def create(dir: str | PathLike[str], model_id: str, layout: Layout, *, ranks: SupportsIndex = 1, part: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None = None, incarnation: str | None = None, group: bool = False, memfd: str = "auto", extra_bytes: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 5.0) -> Publisher:
         """
         Makes the region `dir`, as rank 0 of `ranks`. A dead publisher's region is replaced; `timeout` is how long to
-        wait for others to leave it.
+        wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
+        `Layout.parts`, and belongs to the `incarnation` of the first one.
         """
     @property
     def dir(self, /) -> Path:
@@ -212,9 +219,17 @@ class Publisher:
         """
         What the system granted for the region's memory, in words.
         """
+    def set_token(self, /, token: str) -> None:
+        """
+        Gives the region's agent the secret of another one, so that receivers need only that.
+        """
     def slot(self, /) -> Memory:
         """
         The data of the slot that is being written.
+        """
+    def token(self, /) -> str:
+        """
+        The secret of the region's agent, made if there is none yet.
         """
     def wait_sealed(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> str:
         """
@@ -275,9 +290,10 @@ class Supervisor:
         """
         The descriptor whose last copy keeps the agent alive; `None` once it was told to end.
         """
-    def status(self, /) -> dict:
+    def status(self, /) -> str:
         """
-        How the agent is: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`, `log`.
+        How the agent is, as JSON: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`,
+        `log`.
         """
     def stop(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """

@@ -482,9 +482,7 @@ def _mine(
                 source.form = (tuple(local.shape), local.stride())
         if offsets:
             addresses.append((i, offsets))
-    return Plan(
-        layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons
-    )
+    return Plan(layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons)
 
 
 _NOTHING = Target("", (), (), 0)

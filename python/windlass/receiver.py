@@ -91,7 +91,9 @@ class Receiver:
                 return told
             left = until - time.monotonic()
             if left <= 0:
-                raise WindlassTimeout(f"version {version} did not come within {timeout:g} s; the image has {have}")
+                raise WindlassTimeout(
+                    f"version {version} did not come within {timeout:g} s; the image has {have}"
+                )
             self.wait_newer(left)
 
     @property

@@ -6,6 +6,7 @@ a stuck thread of it; :class:`AgentSupervisor` starts it, starts it again when i
 
 from __future__ import annotations
 
+import json
 import os
 import site
 import sys
@@ -95,7 +96,8 @@ class AgentSupervisor:
     def status(self) -> dict[str, object]:
         """How the agent is: ``running``, ``pid``, ``endpoint``, ``data_port``, ``token_file``, ``restarts``,
         ``last_error`` and ``log``."""
-        return self._kept.status()
+        told: dict[str, object] = json.loads(self._kept.status())
+        return told
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the agent: it has ``timeout`` seconds to end transfers, then it is killed. Again is nothing."""
@@ -116,7 +118,7 @@ class AgentSupervisor:
     def __repr__(self) -> str:
         if os.getpid() != self._pid:
             return f"<AgentSupervisor of process {self._pid}>"
-        status = self._kept.status()
+        status = self.status()
         return f"<AgentSupervisor pid={status['pid']} endpoint={status['endpoint']}>"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 import windlass
 from windlass.supervise import AgentSupervisor
 
