@@ -17,6 +17,7 @@ Called by :mod:`windlass.plan`. Must not: move data, or know names of checkpoint
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -321,6 +322,7 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
 
 def named_of(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of a module, and persistent buffers if asked for, under FSDP1 the flat ones."""
+    _reshard(model)
     flat: dict[int, str] = {}
     inside: set[int] = set()
     for prefix, module in model.named_modules():
@@ -343,3 +345,15 @@ def named_of(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch
         for name, buffer in model.named_buffers():
             if kept is None or name in kept:
                 yield name, buffer
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Puts FSDP2 modules back that a forward pass without a backward one has left gathered, as sampling does."""
+    # Nobody has such modules who has not imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    if kind is None:
+        return
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reshard()

@@ -572,7 +572,8 @@ def rebind(plan: Plan, index: int, name: str, given: Any) -> None:
     if [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in shares] != old:
         raise WindlassInvalid(
             f"parameter {name!r} has another shape, dtype or placement than when the first version was offloaded; "
-            "make another WeightManager for it, or call resume()"
+            "make another WeightManager for it, or call resume(). FSDP2 leaves parameters gathered after a forward "
+            "pass without a backward one: offload the model itself, or call its reshard() first"
         )
     source.given, source.shares = given, shares
 
