@@ -99,7 +99,7 @@ class Layout:
     whatever order they come in.
     """
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, tensors: SupportsGetItem[int, tuple[str, str, SupportsGetItem[int, SupportsIndex]]], aliases: dict[str, str] | None = None, cuts: dict[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]]] | None = None) -> Layout:
+    def __new__(cls, /, tensors: SupportsGetItem[int, tuple[str, str, SupportsGetItem[int, SupportsIndex]]], aliases: dict[str, str] | None = None, cuts: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]]]] | None = None) -> Layout:
         """
         `tensors` are (name, dtype, shape); `aliases` maps further names of a tensor to it; `cuts` gives, for tensors
         that several nodes hold, the dimension and the bounds of their shares.
@@ -118,11 +118,10 @@ class Layout:
         """
         Names the layout: 32 hexadecimal digits.
         """
-    def parts(self, /, count: SupportsIndex, owners: dict[str, SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex], SupportsIndex]]]) -> list[list[tuple[int, int]]]:
+    def parts(self, /, count: SupportsIndex, owners: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex], SupportsIndex]]]]) -> list[list[tuple[int, int]]]:
         """
-        Ranges of blocks for each of `count` hosts. `owners` maps the tensors that several hosts hold to their boxes,
-        each as its first element's coordinates, those after its last, and its host; other tensors belong to the host
-        that `owners` names under an empty list of coordinates, or to the first.
+        Ranges of blocks for each of `count` hosts. `owners` gives, for each tensor, its boxes: the coordinates of the
+        first element, those after the last, and the host. Tensors that are not named belong to the first host.
         """
     def tensors(self, /) -> list[tuple[str, str, list[int], int, int]]:
         """

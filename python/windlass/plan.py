@@ -381,9 +381,9 @@ def _hosts(
 
 def _cuts(
     owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, list[tuple[int, list[int]]]]:
+) -> list[tuple[str, list[tuple[int, list[int]]]]]:
     """Where blocks must end so that each lies on one host: (dimension, bounds) of tensors that several hold."""
-    out = {}
+    out = []
     for name, boxes in owners.items():
         if len(set(boxes.values())) < 2:
             continue
@@ -395,13 +395,13 @@ def _cuts(
             bounds = sorted({edge * factor for box in boxes for edge in box[dim]} - {0, shape[dim] * factor})
             if bounds:
                 cuts.append((dim, bounds))
-        out[name] = cuts
+        out.append((name, cuts))
     return out
 
 
 def _owned(
     owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, list[tuple[list[int], list[int], int]]]:
+) -> list[tuple[str, list[tuple[list[int], list[int], int]]]]:
     """Boxes with their hosts, as the layout wants them."""
 
     def corner(name: str, box: Box, side: int) -> list[int]:
@@ -409,10 +409,10 @@ def _owned(
         at = [edge[side] for edge in box]
         return [*at[:-1], at[-1] * packing(dtype)] if at else []
 
-    return {
-        name: [(corner(name, box, 0), corner(name, box, 1), host) for box, host in boxes.items()]
+    return [
+        (name, [(corner(name, box, 0), corner(name, box, 1), host) for box, host in boxes.items()])
         for name, boxes in owners.items()
-    }
+    ]
 
 
 def merged(dims: list[tuple[int, int, int]], element: int) -> tuple[int, list[tuple[int, int, int]]]:

@@ -24,7 +24,7 @@ impl Layout {
     fn new(
         tensors: Vec<(String, String, Vec<u64>)>,
         aliases: Option<BTreeMap<String, String>>,
-        cuts: Option<BTreeMap<String, Vec<(usize, Vec<u64>)>>>,
+        cuts: Option<Vec<(String, Vec<(usize, Vec<u64>)>)>>,
     ) -> PyResult<Layout> {
         let specs = tensors
             .into_iter()
@@ -70,15 +70,15 @@ impl Layout {
         self.0.aliases().clone()
     }
 
-    /// Ranges of blocks for each of `count` hosts. `owners` maps the tensors that several hosts hold to their boxes,
-    /// each as its first element's coordinates, those after its last, and its host; other tensors belong to the host
-    /// that `owners` names under an empty list of coordinates, or to the first.
+    /// Ranges of blocks for each of `count` hosts. `owners` gives, for each tensor, its boxes: the coordinates of the
+    /// first element, those after the last, and the host. Tensors that are not named belong to the first host.
     fn parts(
         &self,
         count: usize,
-        owners: BTreeMap<String, Vec<(Vec<u64>, Vec<u64>, usize)>>,
+        owners: Vec<(String, Vec<(Vec<u64>, Vec<u64>, usize)>)>,
     ) -> PyResult<Vec<Vec<(u32, u32)>>> {
         let manifest = &self.0;
+        let owners: BTreeMap<_, _> = owners.into_iter().collect();
         let rows: Vec<_> = manifest.tensors().iter().map(|t| owners.get(&t.name)).collect();
         let owner = |block: &Block| {
             let Some(boxes) = rows.get(block.tensor as usize).copied().flatten() else { return 0 };
