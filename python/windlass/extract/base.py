@@ -26,8 +26,9 @@ import torch
 
 from windlass import _windlass
 from windlass.chunk import WeightChunk
+from windlass.dtypes import Dtype, dtype_name
 from windlass.errors import WindlassBug, WindlassInvalid
-from windlass.extract.pieces import Dtype, Pieces, Views, dtype_name
+from windlass.extract.pieces import Pieces, Views
 from windlass.names import DtypeRules
 
 if TYPE_CHECKING:

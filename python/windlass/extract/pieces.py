@@ -7,11 +7,11 @@ both, because chunks are planned on the shadows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from windlass import _windlass
+from windlass.dtypes import torch_dtype
 from windlass.errors import WindlassInvalid
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
     from windlass.names import DtypeRules, View
 
-__all__ = ["Dtype", "Pieces", "Views", "dtype_name", "torch_dtype"]
-
-#: A dtype as torch knows it, or its name.
-Dtype: TypeAlias = "torch.dtype | str"
+__all__ = ["Pieces", "Views"]
 
 
 class Views(Protocol):
@@ -100,22 +97,3 @@ def _slice(tensor: Tensor, view: View) -> Tensor:
     for _ in left_out:
         part = part.select(-1, 0)
     return part
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """torch's own dtype for any spelling of it.
-
-    >>> torch_dtype("BF16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
-    (torch.bfloat16, torch.float32, torch.int8)
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, _windlass.dtype_name(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise WindlassInvalid(f"this torch has no dtype {dtype!r}", "use a newer one, or another dtype")
-    return found
