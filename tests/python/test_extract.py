@@ -88,7 +88,7 @@ def test_a_plain_module_comes_out_bit_by_bit_and_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, "torch.float64", "F8_E4M3", "float8_e5m2"])
-def test_casts_are_those_of_torch(dtype: Any) -> None:
+def test_casts_while_extracting_are_those_of_torch(dtype: Any) -> None:
     model = policy()
     assert differences(collected(ModuleWeightExtractor(), model, dtype), reference(model, dtype)) == []
 
