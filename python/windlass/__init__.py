@@ -55,6 +55,7 @@ from windlass.strategy import (
     register_strategy,
     strategy_from_config,
 )
+from windlass.sync import WeightSyncManager
 from windlass.sync_info import (
     AgentWeightSyncInfo,
     EmptyWeightSyncInfo,
@@ -125,6 +126,7 @@ __all__ = [
     "WeightSource",
     "WeightSyncInfo",
     "WeightSyncInitInfo",
+    "WeightSyncManager",
     "WeightTransferReceiver",
     "WeightTransferSender",
     "WeightTransferStrategy",

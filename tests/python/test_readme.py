@@ -28,7 +28,14 @@ def test_the_lines_of_the_readme_run_alone_and_under_torchrun(tmp_path: pathlib.
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     alone = [sys.executable, str(script)]
     # Without a process group, each of the two ranks takes itself from torchrun's environment.
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    several = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     for command, ranks in [(alone, 1), (several, 2)]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
