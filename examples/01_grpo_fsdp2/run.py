@@ -54,7 +54,7 @@ def main() -> int:
     finally:
         shutil.rmtree(home, ignore_errors=True)
     result["seconds"] = round(time.monotonic() - begun, 1)
-    if settings.stats is not None:
+    if settings.stats is not None and result["ok"]:
         settings.stats.write_text(json.dumps(_statistics(settings, result), indent=1) + "\n")
     if settings.json:
         print(json.dumps(result))
@@ -92,11 +92,13 @@ def _run(settings: Settings, home: Path) -> dict[str, Any]:
 
 
 def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
-    given = [argument for argument in sys.argv[1:] if argument != "--json"]
-    path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (home / "arguments.json").write_text(json.dumps(sys.argv[1:]))
+    # The package that was built here, if there is one, and otherwise the installed one.
+    here = [str(PACKAGE)] if any(PACKAGE.glob("windlass/_windlass*.so")) else []
+    path = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
-        "PYTHONPATH": path if PACKAGE.is_dir() else os.environ.get("PYTHONPATH", ""),
+        "PYTHONPATH": path,
         # What torchrun and the agent write goes with the rest.
         "TMPDIR": str(home),
         "OMP_NUM_THREADS": "1",
@@ -105,7 +107,7 @@ def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={settings.ranks}", str(HERE / "train.py"), *given, f"--home={home}"]
+    command += [f"--nproc-per-node={settings.ranks}", str(HERE / "train.py"), str(home)]
     # A group of its own: Ctrl-C is for this process, which ends the others by closing their standard input.
     return subprocess.Popen(
         command,
@@ -177,7 +179,7 @@ def _print_end(settings: Settings, result: dict[str, Any]) -> None:
     sync = mean([mean([e["total_ms"] for e in s["synced"]]) for s in steps])
     print(f"\n{len(steps)} steps at learning rate {settings.learning_rate:g}, means")
     print(f"  changed          {changed:.3%} of bf16 elements")
-    print(f"  sent             {sent / 1024:.1f} KiB of {image / 1024:.0f} KiB, one {image / sent:.0f}th")
+    print(f"  sent             {sent / 1024:.1f} KiB of {image / 1024:.0f} KiB, 1/{image / sent:.0f}")
     print(f"  offload, sync    {offload:.1f} ms, {sync:.1f} ms")
     print(f"  images           all {len(result['equal'])} equal full_tensor() bit by bit")
     print(f"  all of it        {result['seconds']} s")

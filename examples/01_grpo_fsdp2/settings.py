@@ -45,12 +45,11 @@ class Settings:
     seed: int
     stats: Path | None
     json: bool
-    home: Path | None
 
     def plain(self) -> dict[str, object]:
-        """What a result depends on; no paths."""
-        paths = ("init", "stats", "json", "home")
-        return {name: value for name, value in asdict(self).items() if name not in paths}
+        """What a result depends on, without paths; no warm-up where the weights are there already."""
+        told = {name: value for name, value in asdict(self).items() if name not in ("init", "stats", "json")}
+        return told | {"warm_up": None} if self.init is not None and self.init.exists() else told
 
 
 def parse(arguments: list[str], about: str) -> Settings:
@@ -78,7 +77,6 @@ def parse(arguments: list[str], about: str) -> Settings:
     add("--seed", type=int, default=1, help="of the weights and of the sampling")
     add("--stats", type=Path, help="write how the weights changed, step by step, to this JSON file")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--home", type=Path, help=argparse.SUPPRESS)
     return Settings(**vars(parser.parse_args(arguments)))
 
 

@@ -36,13 +36,14 @@ GRACE_S = 5.0
 
 
 def main() -> None:
-    settings = parse(sys.argv[1:], __doc__ or "")
-    assert settings.home is not None, "started by run.py, which gives a --home"
+    home = Path(sys.argv[1])
+    # torchrun would take some options for its own.
+    settings = parse(json.loads((home / "arguments.json").read_text()), __doc__ or "")
     _end_with_launcher()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     try:
-        _train(settings, settings.home)
+        _train(settings, home)
     finally:
         dist.destroy_process_group()
 
