@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from children import environment
 
 #: Versions before the first look, and between the looks.
