@@ -328,7 +328,7 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
             for flat in boxes:
                 box = tuple(zip(flat[::2], flat[1::2], strict=True))
                 ranks = held.setdefault(box, [])
-                if other not in ranks:
+                if not ranks or ranks[-1] != other:
                     ranks.append(other)
     if not shapes:
         raise WindlassInvalid("there are no tensors to publish; offload() was given nothing, on every rank")
@@ -339,9 +339,11 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
     for name, (_, shape) in shapes.items():
         _check_whole(name, shape, list(holders[name]))
     writers = _writers(said, holders)
-    for held in holders.values():
-        for ranks in held.values():
-            ranks[:] = [r for r in ranks if r in writers]
+    if len(writers) < len(said):
+        here = set(writers)
+        for held in holders.values():
+            for ranks in held.values():
+                ranks[:] = [r for r in ranks if r in here]
     layout = Layout(
         [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()], aliases
     )
