@@ -177,7 +177,7 @@ class WeightManager:
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
         ``timeout`` (by default the config's), and the version before goes on being served.
         """
-        timeout = self.config.timeout if timeout is None else timeout
+        timeout = self._seconds(timeout)
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 64:
             raise WindlassInvalid(f"version {version!r} is not an integer from 0 to 2**64 - 1")
         until = time.monotonic() + timeout
@@ -208,7 +208,7 @@ class WeightManager:
             if newest is None:
                 raise WindlassNotFound("nothing was offloaded yet")
             version = newest[0]
-        seconds = self.config.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         try:
             return publisher.wait_sealed(version, seconds)
         except WindlassTimeout as e:
@@ -329,9 +329,13 @@ class WeightManager:
                 known = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             rank = known[0] if rank is None else rank
             world_size = known[1] if world_size is None else world_size
-        if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        if (
+            not isinstance(rank, int)
+            or not isinstance(world_size, int)
+            or not 0 <= rank < world_size < 1 << 16
+        ):
             raise WindlassInvalid(
-                f"there is no rank {rank!r} among {world_size!r}; ranks are integers and count from 0"
+                f"there is no rank {rank!r} among {world_size!r}; ranks are integers below 65535 and count from 0"
             )
         if self._rank is not None and self._rank != (rank, world_size):
             raise WindlassInvalid(
@@ -348,6 +352,14 @@ class WeightManager:
             )
         if self._closed:
             raise WindlassInvalid("this WeightManager is closed; make another one")
+
+    def _seconds(self, timeout: float | None) -> float:
+        """The configured deadline, unless another one is given."""
+        if timeout is None:
+            return self.config.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+            raise WindlassInvalid(f"a timeout of {timeout!r} makes no sense; give seconds, 0 or more")
+        return timeout
 
     def _given(self, given: Any) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
         """What was given as pairs, or as a source that is asked for them."""
@@ -686,7 +698,7 @@ class WeightManager:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
         assert controller is not None
         assert agent is not None
-        seconds = self.config.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         words = {"model_id": self.config.model_id, "incarnation": publisher.incarnation, "version": version}
 
         def speak() -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Target:
     offset: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Source:
     """A parameter as it was given."""
 
@@ -69,6 +69,10 @@ class Source:
     targets: list[list[Target]] = field(default_factory=list)
     #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
     form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
+    #: Where that memory was when it was last looked at closely, its bytes, and its strides.
+    address: int = 0
+    size: int = 0
+    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,7 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
             for flat in boxes:
                 box = tuple(zip(flat[::2], flat[1::2], strict=True))
                 ranks = held.setdefault(box, [])
-                if other not in ranks:
+                if not ranks or ranks[-1] != other:
                     ranks.append(other)
     if not shapes:
         raise WindlassInvalid("there are no tensors to publish; offload() was given nothing, on every rank")
@@ -339,9 +343,11 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
     for name, (_, shape) in shapes.items():
         _check_whole(name, shape, list(holders[name]))
     hosts, owners = _hosts(said, shapes, holders)
-    for name, held in holders.items():
-        for box, ranks in held.items():
-            ranks[:] = [r for r in ranks if r in hosts[owners[name][box]]]
+    if len(hosts) > 1 or len(hosts[0]) < len(said):
+        here = [set(ranks) for ranks in hosts]
+        for name, held in holders.items():
+            for box, ranks in held.items():
+                ranks[:] = [r for r in ranks if r in here[owners[name][box]]]
     layout = Layout(
         [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()],
         aliases,
@@ -664,19 +670,14 @@ def addresses(plan: Plan) -> list[int]:
     for index, offsets in plan.addresses:
         source = sources[index]
         local = source.shares[0].fetch(source.given)
-        if (local.shape, local.stride(), local.dtype, local.is_cpu) != source.form:
-            raise _changed(source, local)
-        if offsets:
-            address = local.data_ptr()
-            if address == 0:
-                raise WindlassInvalid(
-                    f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or "
-                    "after it is there again"
-                )
-            if len(offsets) == 1:
-                out.append(address + offsets[0])
-            else:
-                out.extend([address + offset for offset in offsets])
+        address = local.data_ptr()
+        # What is where it was, as large as it was, is what it was. Every look at a tensor counts, with many tensors.
+        if address != source.address or local.nbytes != source.size or local.stride() != source.strides:
+            _look(source, local, address)
+        if len(offsets) == 1:
+            out.append(address + offsets[0])
+        else:
+            out.extend([address + offset for offset in offsets])
     for alias, target in plan.tied:
         a, b = sources[alias], sources[target]
         if a.given is not b.given and _identity(a, a.shares[0]) != _identity(b, b.shares[0]):
@@ -687,14 +688,22 @@ def addresses(plan: Plan) -> list[int]:
     return out
 
 
-def _changed(source: Source, local: torch.Tensor) -> WindlassInvalid:
+def _look(source: Source, local: torch.Tensor, address: int) -> None:
+    """Sees whether local memory is what the copies were computed for."""
     assert source.form is not None
     shape, strides, dtype, _ = source.form
-    return WindlassInvalid(
-        f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} when "
-        f"the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
-        f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
-    )
+    if (local.shape, local.stride(), local.dtype, local.is_cpu) != source.form:
+        raise WindlassInvalid(
+            f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} "
+            f"when the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
+            f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
+        )
+    if address == 0 and local.nbytes:
+        raise WindlassInvalid(
+            f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or after it "
+            "is there again"
+        )
+    source.address, source.size, source.strides = address, local.nbytes, strides
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:

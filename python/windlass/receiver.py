@@ -129,6 +129,12 @@ class Receiver:
         self.close()
 
 
+class _NoTensor(WindlassNotFound, KeyError):
+    """What a mapping raises for a key that it does not have: `in` and `get` catch it."""
+
+    __str__ = WindlassNotFound.__str__
+
+
 class _Tensors(Mapping[str, Any]):
     """Tensors of an image by name, aliases included; made when they are asked for."""
 
@@ -145,12 +151,15 @@ class _Tensors(Mapping[str, Any]):
 
         row = self._table.get(self._aliases.get(name, name))
         if row is None:
-            raise WindlassNotFound(f"the image has no tensor {name!r}")
+            raise _NoTensor(f"the image has no tensor {name!r}")
         dtype, shape, offset, size = row
         if dtype == "float4_e2m1fn_x2" and shape:
             # torch counts pairs.
             shape = [*shape[:-1], shape[-1] // 2]
         return tensor_at(self._data, offset, size, dtype, shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
         yield from self._table

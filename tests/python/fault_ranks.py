@@ -8,6 +8,7 @@ gloo group over a file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -119,16 +120,16 @@ def live(rank: int, world: int, scenario: str, args: list[Any], folder: str) -> 
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """A tensor of which each rank copies a part, one that is cast, and small ones."""
+    """A tensor of which each rank copies a part, one to cast for each of three ranks, and a small one."""
     return {
         "large": torch.full((64, 8192), float(version), dtype=torch.bfloat16),
-        "cast": torch.full((33, 3), float(version)),
+        **{f"cast.{i}": torch.full((33, 3), float(version + i)) for i in range(3)},
         "small": torch.full((5,), version, dtype=torch.int32),
     }
 
 
 def manager(home: str, **more: Any) -> WeightManager:
-    options = {"timeout": SHORT, "dtypes": {"cast": "bfloat16"}, **more}
+    options = {"timeout": SHORT, "dtypes": {"cast.*": "bfloat16"}, **more}
     return WeightManager(model_id="faulty", region_dir=home, **options)
 
 
@@ -150,7 +151,7 @@ def pulled(wm: WeightManager, home: str, version: int) -> bool:
         with receiver.hold() as held:
             assert held.version == version
             assert held.digest == wm.wait_delta_ready(version, 30.0)
-            wanted = {**weights(version), "cast": weights(version)["cast"].bfloat16()}
+            wanted = {n: t.bfloat16() if n.startswith("cast") else t for n, t in weights(version).items()}
             assert sorted(held.tensors) == sorted(wanted)
             return all(torch.equal(held.tensors[name], tensor) for name, tensor in wanted.items())
 
@@ -287,11 +288,65 @@ def unlucky_agent(rank: int, world: int, home: str, number: int) -> dict[str, An
     told = [attempt(wm, weights(v), v, rank, world) for v in range(2, 8)]
     assert not any(t["kind"] for t in told), told
     if rank == 0 and number == signal.SIGSTOP:
-        os.kill(pid, signal.SIGCONT)
+        # Unless it was found to be silent and was replaced.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     good = rank != 0 or pulled(wm, home, 7)
     dist.barrier()
     wm.close()
     return {"good": good, "slowest": max(t["seconds"] for t in told)}
+
+
+def interrupted(rank: int, world: int, home: str) -> float | None:
+    """Ctrl-C while the first rank waits for the others to agree; how long it took to end."""
+    wm = manager(home, timeout=60.0)
+    ready, sent, over = (pathlib.Path(home, name) for name in ("ready", "sent", "over"))
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(1).items()
+        # The last that is asked for before ranks agree.
+        ready.touch()
+
+    took = None
+    if rank == 0:
+        try:
+            wm.offload(given(), 1, rank, world)
+        except KeyboardInterrupt:
+            took = time.monotonic() - float(sent.read_text())
+        over.touch()
+    elif rank == 1:
+        wait_for(ready)
+        sent.write_text(str(time.monotonic()))
+        os.kill(pids[0], signal.SIGINT)
+    wait_for(over)
+    return took
+
+
+def wait_for(file: pathlib.Path) -> None:
+    end = time.monotonic() + 30.0
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.002)
+
+
+def other_host(rank: int, world: int, home: str) -> list[str]:
+    """The second rank is on a host that only has a replica."""
+    wm = manager(home, node=f"host-{rank}", timeout=20.0, controller="http://127.0.0.1:9")
+    wm.offload(weights(1), 1, rank, world)
+    wm.offload(weights(2), 2, rank, world)
+    said = []
+    if rank == 1:
+        said.append(str(wm.notify_version()))
+        said.append(str(wm.notify_version_async().result(0)))
+        try:
+            wm.wait_delta_ready()
+        except NotImplementedError as e:
+            said.append(str(e))
+    dist.barrier()
+    wm.close()
+    return said
 
 
 def orphan(rank: int, world: int, home: str) -> None:

@@ -58,6 +58,7 @@ WAITING = """
 
     quiet = {"enabled": False}
     lead = manager("begin", agent=quiet)
+    lead.prepare(weights, 0, 2)
     waits("begin", lambda: lead.offload(weights, 1, 0, 2))
 
     second = _windlass.Publisher.open(lead.region, lead._open.plan.layout, rank=1)

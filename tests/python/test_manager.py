@@ -167,6 +167,41 @@ def test_every_kind_of_tensor_reaches_a_receiver_bit_by_bit(home: str) -> None:
         assert aliases == {"tied.second": "tied.first", "tied.view": "tied.first"}
 
 
+def test_an_image_is_a_mapping_that_knows_what_it_does_not_have(home: str) -> None:
+    """`in` and `get` raised, because the error for a missing tensor was no KeyError."""
+    model, engine = nn.Linear(3, 2), nn.Linear(3, 2)
+    with WeightManager(model_id="mapping", region_dir=home) as wm:
+        wm.offload(model, 1, 0, 1)
+        with Receiver(f"{home}/image", region=wm.region) as receiver:
+            receiver.wait(1, 30.0)
+            with receiver.hold() as image:
+                assert "weight" in image.tensors
+                assert "nothing" not in image.tensors
+                assert image.tensors.get("nothing") is None
+                assert len(image.tensors) == 2
+                with pytest.raises(WindlassNotFound) as e:
+                    image.tensors["nothing"]
+                assert str(e.value) == "the image has no tensor 'nothing'"
+                engine.load_state_dict(image.tensors)
+    same(dict(engine.named_parameters()), dict(model.named_parameters()))
+
+
+def test_a_plan_of_many_ranks_takes_no_more_than_its_share(home: str) -> None:
+    """It took time by the square of the ranks, for every tensor."""
+    from windlass.exchange import Alone
+    from windlass.plan import Naming, describe_sources, make_plan
+
+    def seconds(world: int) -> float:
+        sources = describe_sources((f"p{i}", torch.zeros(2)) for i in range(20))
+        naming = Naming(SourceMap(), frozenset, lambda _, dtype: dtype)
+        begun = time.process_time()
+        make_plan(sources, naming, rank=0, node="here", exchange=Alone(world), timeout=5.0)
+        return time.process_time() - begun
+
+    few, many = min(seconds(1000) for _ in range(3)), min(seconds(8000) for _ in range(3))
+    assert many < 30 * few, (few, many)
+
+
 def test_casts_are_those_of_torch(home: str) -> None:
     wide = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     sources = {str(d)[6:]: random_bits((33, 7), d, i) for i, d in enumerate(wide)}
@@ -290,10 +325,12 @@ def test_names_and_shapes_of_arguments_are_checked(quiet: WeightManager) -> None
         assert text in f"{e.value} {e.value.advice}", (text, str(e.value))
     with pytest.raises(ZeroDivisionError):
         quiet.offload((("a", good / (1 // 0)) for _ in range(1)), 1, 0, 1)
-    for rank, world in [(1, 1), (-1, 2), ("0", 1), (0, None)]:
-        if world is not None:
-            with pytest.raises(WindlassInvalid, match="rank"):
-                quiet.offload({"a": good}, 1, rank, world)  # type: ignore[arg-type]
+    for rank, world in [(1, 1), (-1, 2), ("0", 1), (0, 1 << 16)]:
+        with pytest.raises(WindlassInvalid, match="rank"):
+            quiet.offload({"a": good}, 1, rank, world)  # type: ignore[arg-type]
+    for timeout in (-1, float("nan"), "5", True):
+        with pytest.raises(WindlassInvalid, match="timeout"):
+            quiet.offload({"a": good}, 1, 0, 1, timeout=timeout)  # type: ignore[arg-type]
     assert quiet.offload({"a": good}, 1, 0, 1).new
 
 
