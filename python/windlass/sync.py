@@ -6,7 +6,6 @@ order of things and nothing else: process groups and connections belong to the s
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassInvalid
@@ -39,6 +38,8 @@ class WeightSyncManager:
 
     async def initialize(self) -> None:
         """Makes the sync info, hands it to the engines, and joins while they join. Ready when it returns."""
+        import asyncio
+
         if self._sender is not None:
             raise WindlassInvalid("this WeightSyncManager has joined already; close it first")
         info = self._strategy.create_sync_info()
