@@ -5,14 +5,25 @@
 
 A row is `| C12 | what | `test_name`, `module::test_name` |`, or `not yet` in the last cell. A row that is only
 partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. A name stands for
-a Rust test (a function under `#[test]`, also inside `proptest!`) or for a pytest function. A test under
-`#[ignore]` is not run with the others, so it proves nothing and does not count. With a module before it, the
-test must be in a file or folder of that name.
+
+- a Rust test: a function under `#[test]`, also inside `proptest!`;
+- a Python test: what pytest collects from tests/python/test_*.py, once however many parameters it has;
+- a Python doc test, by the dotted name of what it documents: `windlass.strategy.choose`.
+
+What may not run with the others proves nothing and does not count: a test under `#[ignore]`, one marked `skip`,
+`skipif` or `xfail`, a doc test whose every line is skipped. With a module before it, the test must be in a file or
+folder of that name.
+
+A name belongs to one test, in both languages together; the `test_` that pytest asks for is no part of the sentence.
 """
 
+import ast
+import collections
+import doctest
 import pathlib
 import re
 import sys
+import textwrap
 
 from rust_source import ROOT, files, strip
 
@@ -26,7 +37,8 @@ _RUST_FN = re.compile(
 )
 _TEST = re.compile(r"#\[(?:\w+::)*test(?:\([^\]]*\))?\]")
 _IGNORE = re.compile(r"#\[\s*(?:ignore\b|cfg_attr\b[^\]]*\bignore\b)")
-_PYTHON_TEST = re.compile(r"^\s*(?:async\s+)?def\s+(test_\w+)", re.MULTILINE)
+#: Marks under which pytest does not run a test, or runs it and does not mind.
+_SKIPS = {"skip", "skipif", "xfail"}
 
 
 def rust_tests(source: str) -> list[str]:
@@ -35,14 +47,83 @@ def rust_tests(source: str) -> list[str]:
     return [f["name"] for f in functions if _TEST.search(f["attributes"]) and not _IGNORE.search(f["attributes"])]
 
 
+def python_tests(source: str) -> list[str]:
+    """The tests that pytest collects from a file and runs."""
+    tree = ast.parse(source)
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test") and not _is_marked(node):
+            found += [inner.name for inner in node.body if _is_test(inner)]
+        elif _is_test(node):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and _skips(node.value):
+            return []
+    return found
+
+
+def _is_test(node: ast.stmt) -> bool:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return isinstance(node, functions) and node.name.startswith("test_") and not _is_marked(node)
+
+
+def _is_marked(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(_skips(decorator) for decorator in node.decorator_list)
+
+
+def _skips(marks: ast.expr) -> bool:
+    """Whether `pytest.mark.skip` or one of its kind stands in there, called or not, alone or in a list."""
+    return any(isinstance(node, ast.Attribute) and node.attr in _SKIPS for node in ast.walk(marks))
+
+
+def doc_tests(source: str, module: str) -> list[str]:
+    """The dotted names of what has examples that run."""
+    found = []
+
+    def look(node: ast.AST, name: str) -> None:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+            if any(not example.options.get(doctest.SKIP) for example in examples):
+                found.append(name)
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for inner in node.body:
+                look(inner, f"{name}.{getattr(inner, 'name', '')}")
+
+    look(ast.parse(source), module)
+    return found
+
+
 def find_tests() -> dict[str, list[pathlib.Path]]:
     """Test name -> files that define it, relative to the root."""
     tests: dict[str, list[pathlib.Path]] = {}
-    for suffix, names in [(".rs", rust_tests), (".py", _PYTHON_TEST.findall)]:
-        for path in files(suffix):
-            for name in names(path.read_text()):
-                tests.setdefault(name, []).append(path.relative_to(ROOT))
+    for path in [*files(".rs"), *files(".py")]:
+        where = path.relative_to(ROOT)
+        for name in tests_of(where, path.read_text()):
+            tests.setdefault(name, []).append(where)
     return tests
+
+
+def tests_of(path: pathlib.Path, source: str) -> list[str]:
+    """The tests in a file, by where it is."""
+    if path.suffix == ".rs":
+        return rust_tests(source)
+    if path.is_relative_to("tests/python") and path.name.startswith("test_"):
+        return python_tests(source)
+    if path.is_relative_to("python/windlass"):
+        parts = path.relative_to("python").with_suffix("").parts
+        return doc_tests(source, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return []
+
+
+def shared(tests: dict[str, list[pathlib.Path]]) -> list[str]:
+    """Faults: names that several tests have."""
+    places: dict[str, list[pathlib.Path]] = collections.defaultdict(list)
+    for name, paths in tests.items():
+        places[name.removeprefix("test_")] += paths
+    return [
+        f"`{name}` is the name of several tests ({', '.join(map(str, paths))}); rename all but one"
+        for name, paths in places.items()
+        if len(paths) > 1
+    ]
 
 
 def check(table: str, tests: dict[str, list[pathlib.Path]]) -> tuple[list[str], int, int]:
@@ -80,18 +161,15 @@ def check(table: str, tests: dict[str, list[pathlib.Path]]) -> tuple[list[str], 
 def missing(name: str, tests: dict[str, list[pathlib.Path]]) -> str | None:
     """What is wrong with a test's name, if anything."""
     *modules, test = name.split("::")
-    found = [path for path in tests.get(test, []) if all(m in path.with_suffix("").parts for m in modules)]
-    if not found:
-        return f"no test is called `{name}`"
-    if len(found) > 1:
-        return f"`{name}` is the name of several tests ({', '.join(map(str, found))}); put the module before it"
-    return None
+    if any(all(m in path.with_suffix("").parts for m in modules) for path in tests.get(test, [])):
+        return None
+    return f"no test is called `{name}`"
 
 
 def self_test() -> None:
     tests = {
         "a_thing_works": [pathlib.Path("crates/x/src/delta/tests.rs")],
-        "twice": [pathlib.Path("crates/x/src/a.rs"), pathlib.Path("crates/x/src/b.rs")],
+        "test_it_holds": [pathlib.Path("tests/python/test_b.py")],
     }
     rows = {n: f"| C{n} | what | not yet |" for n in range(1, ROWS + 1)}
 
@@ -99,22 +177,22 @@ def self_test() -> None:
         return check("\n".join({**rows, **changed}.values()), tests)[0]
 
     assert faults({}) == []
-    assert faults({7: "| C7 | what | `a_thing_works`, `delta::a_thing_works`, `b::twice` |"}) == []
+    assert faults({7: "| C7 | what | `a_thing_works`, `delta::a_thing_works`, `test_b::test_it_holds` |"}) == []
     assert faults({7: "| C7 | what | `a_thing_fails` |"}) == ["C7: no test is called `a_thing_fails`"]
     assert faults({7: "| C7 | what | `a_thing_works`, `gone` |"}) == ["C7: no test is called `gone`"]
     assert faults({7: "| C7 | what | `wire::a_thing_works` |"}) == ["C7: no test is called `wire::a_thing_works`"]
-    assert "several tests" in faults({7: "| C7 | what | `twice` |"})[0]
+    assert faults({7: "| C7 | what | `it_holds` |"}) == ["C7: no test is called `it_holds`"]
     assert faults({7: ""}) == ["C7: missing"]
     assert faults({7: rows[7] + "\n" + rows[7]}) == ["C7: listed more than once"]
     assert faults({99: "| C99 | what | not yet |"}) == ["C99: there is no such row"]
-    for unclear in ["soon", "`a_thing_works` soon", "partly `a_thing_works`", "`a_thing_works` `b::twice`", "; still missing: all"]:
+    for unclear in ["soon", "`a_thing_works` soon", "partly `a_thing_works`", "`a_thing_works` `test_it_holds`", "; still missing: all"]:
         assert faults({7: f"| C7 | what | {unclear} |"})[0].startswith("C7: write `name`"), unclear
     assert faults({7: "| C7 | | not yet |"}) == ["C7: says nothing"]
     assert "malformed" in faults({7: "| C7 | not yet |"})[0]
 
-    part = "| C7 | what | `a_thing_works`, `b::twice`; still missing: a socket, and `sendfile` |"
+    part = "| C7 | what | `a_thing_works`, `test_it_holds`; still missing: a socket, and `sendfile` |"
     assert faults({7: part}) == [], "what is missing may name things that are no tests"
-    assert faults({7: part.replace("b::twice", "gone")}) == ["C7: no test is called `gone`"]
+    assert faults({7: part.replace("test_it_holds", "gone")}) == ["C7: no test is called `gone`"]
     for silent in ["; still missing:", "; still missing: "]:
         assert faults({7: f"| C7 | what | `a_thing_works`{silent} |"}) == ["C7: does not say what is still missing"]
     whole = "| C8 | what | `a_thing_works` |"
@@ -138,16 +216,78 @@ def self_test() -> None:
         pub(crate) async fn slow() {}
     """
     assert rust_tests(source) == ["plain", "property", "ignore_is_only_its_name", "slow"], rust_tests(source)
-    assert _PYTHON_TEST.findall("def test_a():\n    def helper(): ...\n    async def test_b(): ...\n") == ["test_a", "test_b"]
+    source = """
+        @pytest.mark.timeout(9)
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_cases(n):
+            def test_inner(): ...
+            text = '''
+            def test_quoted(): ...
+            '''
+        async def test_waits(): ...
+        def helper(): ...
+        # def test_commented(): ...
+        @pytest.mark.skip
+        def test_skipped(): ...
+        @pytest.mark.skipif(not TOOLS, reason="no tools")
+        def test_skipped_somewhere(): ...
+        @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.xfail)])
+        def test_expected_to_fail(n): ...
+        class TestThing:
+            def test_method(self): ...
+            @mark.skip("later")
+            def test_skipped_method(self): ...
+        class Thing:
+            def test_of_no_test_class(self): ...
+        @pytest.mark.skip
+        class TestSkipped:
+            def test_in_skipped(self): ...
+    """
+    source = textwrap.dedent(source)
+    found = ["test_cases", "test_waits", "test_method"]
+    assert python_tests(source) == found, python_tests(source)
+    assert python_tests(source + "pytestmark = pytest.mark.timeout(9)") == found
+    for mark in ["pytest.mark.skip", "[pytest.mark.slow, pytest.mark.skipif(x, reason='')]"]:
+        assert python_tests(source + f"pytestmark = {mark}") == []
+
+    source = textwrap.dedent('''
+        """>>> 1"""
+        def example():
+            """>>> 2
+            2"""
+        def prose():
+            """No example."""
+        class Thing:
+            """>>> Thing()  # doctest: +SKIP"""
+            def method(self):
+                """>>> 3  # doctest: +SKIP
+                >>> 4"""
+    ''')
+    assert doc_tests(source, "windlass.x") == ["windlass.x", "windlass.x.example", "windlass.x.Thing.method"]
+    for where, found in {
+        "tests/python/test_x.py": ["test_a"],
+        "tests/python/x_ranks.py": [],
+        "scripts/test_x.py": [],
+        "python/windlass/x/__init__.py": ["windlass.x.test_a"],
+        "crates/x/src/lib.rs": [],
+    }.items():
+        assert tests_of(pathlib.Path(where), "def test_a():\n    '>>> 1'") == found, where
+
+    rust, python, other = (pathlib.Path(p) for p in ("crates/x/src/a.rs", "tests/python/test_a.py", "tests/python/test_b.py"))
+    assert shared({"holds": [rust], "test_other": [python], "windlass.holds": [python]}) == []
+    for names in [{"holds": [rust], "test_holds": [python]}, {"test_holds": [python, other]}, {"holds": [rust, rust]}]:
+        assert len(shared(names)) == 1 and "`holds` is the name of several tests" in shared(names)[0], names
     print("contract: self-test passed")
 
 
 def main() -> None:
     if sys.argv[1:] == ["--self-test"]:
         return self_test()
-    faults, proved, partly = check(TABLE.read_text(), find_tests())
+    tests = find_tests()
+    faults, proved, partly = check(TABLE.read_text(), tests)
+    faults = [f"{fault} (docs/contract.md)" for fault in faults] + shared(tests)
     for fault in faults:
-        print(f"contract: {fault} (docs/contract.md)", file=sys.stderr)
+        print(f"contract: {fault}", file=sys.stderr)
     if faults:
         sys.exit(1)
     print(f"contract: {ROWS} rows, {proved} proved, {partly} partly, {ROWS - proved - partly} not yet; their tests exist")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from windlass._windlass import __version__
+from windlass.chunk import WeightChunk
 from windlass.config import (
     ReceiverAgentConfig,
     ReceiverInfo,
@@ -27,7 +28,6 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.chunk import WeightChunk
 from windlass.names import DtypeRules, Selection, SourceMap, View
 from windlass.receiver import Image, Receiver
 from windlass.request import (
@@ -55,6 +55,7 @@ from windlass.strategy import (
     register_strategy,
     strategy_from_config,
 )
+from windlass.sync import WeightSyncManager
 from windlass.sync_info import (
     AgentWeightSyncInfo,
     EmptyWeightSyncInfo,
@@ -72,7 +73,13 @@ from windlass.sync_info import (
 )
 
 if TYPE_CHECKING:
-    from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor, ModuleWeightExtractor, WeightExtractor
+    from windlass.extract import (
+        DeepSpeedWeightExtractor,
+        FSDPWeightExtractor,
+        MegatronWeightExtractor,
+        ModuleWeightExtractor,
+        WeightExtractor,
+    )
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
 
@@ -119,6 +126,7 @@ __all__ = [
     "WeightSource",
     "WeightSyncInfo",
     "WeightSyncInitInfo",
+    "WeightSyncManager",
     "WeightTransferReceiver",
     "WeightTransferSender",
     "WeightTransferStrategy",

@@ -4,9 +4,11 @@ The compiled half of the package. Everything public is re-exported by `windlass`
 """
 
 from _typeshed import SupportsGetItem
+from os import PathLike
+from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Chunker", "check_endpoint", "check_host", "check_model_id", "choose", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -34,6 +36,267 @@ class Chunker:
         Takes the next parameter and gives back the chunks that it completes, in order: for each the module that it
         is, or `None`, and (name, dtype, shape, payload) of its parameters. Dtypes come back in their canonical
         spelling.
+        """
+
+@final
+class Copies:
+    """
+    Copies that were found to fit their region.
+    """
+    def __len__(self, /) -> int: ...
+    @property
+    def bytes(self, /) -> int:
+        """
+        How many bytes they copy.
+        """
+
+@final
+class Held:
+    """
+    A version held in place. Its bytes do not change until `finish` is called or its time is over.
+    """
+    @property
+    def digest(self, /) -> str | None:
+        """
+        Its state digest, if it is known.
+        """
+    def finish(self, /) -> None:
+        """
+        Lets go. An error if it was taken back before: what was read may be of two versions.
+        """
+    @property
+    def incarnation(self, /) -> str:
+        """
+        Of which life of the publisher.
+        """
+    def layout(self, /) -> Layout:
+        """
+        Its tensors.
+        """
+    def memory(self, /) -> Memory:
+        """
+        The data, by the layout.
+        """
+    @property
+    def path(self, /) -> Path:
+        """
+        The safetensors file that the memory is.
+        """
+    def renew(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
+        """
+        Gives it `seconds` from now. An error if it was taken back before.
+        """
+    @property
+    def version(self, /) -> int:
+        """
+        Which version.
+        """
+
+@final
+class Layout:
+    """
+    The tensors of an image in their order, with their offsets. The same names, dtypes and shapes give the same layout
+    whatever order they come in.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, tensors: SupportsGetItem[int, tuple[str, str, SupportsGetItem[int, SupportsIndex]]], aliases: dict[str, str] | None = None, cuts: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]]]] | None = None) -> Layout:
+        """
+        `tensors` are (name, dtype, shape); `aliases` maps further names of a tensor to it; `cuts` gives, for tensors
+        that several nodes hold, the dimension and the bounds of their shares.
+        """
+    def aliases(self, /) -> dict[str, str]:
+        """
+        Further names, each with the tensor that it stands for.
+        """
+    @property
+    def data_bytes(self, /) -> int:
+        """
+        Bytes of an image without its header.
+        """
+    @property
+    def hash(self, /) -> str:
+        """
+        Names the layout: 32 hexadecimal digits.
+        """
+    def parts(self, /, count: SupportsIndex, owners: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex], SupportsIndex]]]]) -> list[list[tuple[int, int]]]:
+        """
+        Ranges of blocks for each of `count` hosts. `owners` gives, for each tensor, its boxes: the coordinates of the
+        first element, those after the last, and the host. Tensors that are not named belong to the first host.
+        """
+    def tensors(self, /) -> list[tuple[str, str, list[int], int, int]]:
+        """
+        (name, dtype, shape, offset in the data, bytes) of each tensor, in the order of the image.
+        """
+
+@final
+class Memory:
+    """
+    Memory of Windlass that Python may look at: an address, a length, and a hold on it. The memory is mapped for as
+    long as this object lives; what it holds may change once the lease or the attempt that it came from has ended.
+    """
+    @property
+    def address(self, /) -> int:
+        """
+        The address of the first byte.
+        """
+    @property
+    def length(self, /) -> int:
+        """
+        How many bytes.
+        """
+    @property
+    def writable(self, /) -> bool:
+        """
+        Whether it may be written.
+        """
+
+@final
+class Publisher:
+    """
+    One rank of a publisher: makes or joins a region and writes its share of each version.
+    """
+    def abort(self, /) -> None:
+        """
+        Gives up the version that is being written, for all ranks. Nothing happens if there is none.
+        """
+    def begin(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Begins `version` together with all other ranks.
+        """
+    def close(self, /) -> None:
+        """
+        Gives up its place in the region.
+        """
+    def commit(self, /, timeout: SupportsFloat | SupportsIndex) -> tuple[int, int]:
+        """
+        Says that this rank's share is written, and returns when the version is committed: (attempt, slot).
+        """
+    def copy(self, /, copies: Copies, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Copies the memory at `addresses`, one for each copy of the plan, into the slot.
+        """
+    @staticmethod
+    def create(dir: str | PathLike[str], model_id: str, layout: Layout, *, ranks: SupportsIndex = 1, part: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None = None, incarnation: str | None = None, group: bool = False, memfd: str = "auto", extra_bytes: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 5.0) -> Publisher:
+        """
+        Makes the region `dir`, as rank 0 of `ranks`. A dead publisher's region is replaced; `timeout` is how long to
+        wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
+        `Layout.parts`, and belongs to the `incarnation` of the first one.
+        """
+    @property
+    def dir(self, /) -> Path:
+        """
+        The region's directory.
+        """
+    def discard(self, /) -> bool:
+        """
+        Removes the region if no other process has it open, and says whether it is gone. After `close`.
+        """
+    def hold(self, /, seconds: SupportsFloat | SupportsIndex) -> Held:
+        """
+        The newest committed version, held in place for at most `seconds`.
+        """
+    @property
+    def incarnation(self, /) -> str:
+        """
+        Which life of the publisher this is.
+        """
+    def newest(self, /) -> tuple[int, str | None] | None:
+        """
+        The newest committed version and its digest, once sealed.
+        """
+    @staticmethod
+    def open(dir: str | PathLike[str], layout: Layout, *, rank: SupportsIndex, incarnation: str | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> Publisher:
+        """
+        Joins the region `dir` as `rank` once it is there with this layout.
+        """
+    def plan(self, /, copies: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]]]) -> Copies:
+        """
+        Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
+        stride in the source)]), all in bytes.
+        """
+    def report(self, /) -> str:
+        """
+        What the system granted for the region's memory, in words.
+        """
+    def set_token(self, /, token: str) -> None:
+        """
+        Gives the region's agent the secret of another one, so that receivers need only that.
+        """
+    def slot(self, /) -> Memory:
+        """
+        The data of the slot that is being written.
+        """
+    def token(self, /) -> str:
+        """
+        The secret of the region's agent, made if there is none yet.
+        """
+    def wait_sealed(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> str:
+        """
+        Waits until `version` is sealed, and returns its digest.
+        """
+
+@final
+class Receiver:
+    """
+    Keeps an image at the newest version of one publisher.
+    """
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
+        """
+        Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
+        below `image_dir`.
+        """
+    def close(self, /) -> None:
+        """
+        Lets go of the image, which stays for the next receiver.
+        """
+    def hold(self, /, seconds: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex = 60.0) -> Held:
+        """
+        The whole version in the image, held in place for at most `seconds`.
+        """
+    def status(self, /) -> str:
+        """
+        Where it stands, as JSON. Answers at once, also while a sync runs.
+        """
+    def sync(self, /, timeout: SupportsFloat | SupportsIndex) -> str:
+        """
+        Brings the image to the newest version, and tells how, as JSON.
+        """
+    def wait_newer(self, /, timeout: SupportsFloat | SupportsIndex) -> tuple[str, int] | None:
+        """
+        Waits until the publisher has something newer than the image: (incarnation, version), or `None` if nothing
+        came within `timeout`.
+        """
+
+@final
+class Supervisor:
+    """
+    Keeps one `windlass agent` running for a region until it is stopped or this process ends.
+    """
+    def __new__(cls, /, region: str | PathLike[str], *, program: SupportsGetItem[int, str], options: SupportsGetItem[int, str], environment: SupportsGetItem[int, tuple[str, str | None]] = ..., log: str | PathLike[str] | None = None) -> Supervisor:
+        """
+        Starts the agent and returns at once. `program` are the words that start the command, `options` further
+        arguments of `windlass agent`, `environment` variables to set, or to leave out where the value is `None`.
+        """
+    def close_in_child(self, /) -> None:
+        """
+        In a forked child: closes the child's copy of that descriptor. Elsewhere: nothing.
+        """
+    def endpoint(self, /, timeout: SupportsFloat | SupportsIndex) -> str:
+        """
+        Where the agent listens. Waits until it does, for `timeout` seconds.
+        """
+    def pipe_fd(self, /) -> int | None:
+        """
+        The descriptor whose last copy keeps the agent alive; `None` once it was told to end.
+        """
+    def status(self, /) -> str:
+        """
+        How the agent is, as JSON: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`,
+        `log`.
+        """
+    def stop(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Ends the agent, within `timeout` seconds by itself or then by signals. Again is nothing.
         """
 
 def check_endpoint(text: str) -> None:

@@ -15,6 +15,7 @@ windlass.errors.WindlassInvalid: WeightManagerConfig has no field 'model'; did y
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -175,7 +176,10 @@ class SenderAgentConfig(Config):
 
     def __post_init__(self) -> None:
         self._flag("enabled")
-        self._text("bind")
+        try:
+            ipaddress.ip_address(self.bind)
+        except ValueError:
+            raise self._bad("bind", "an IP address such as '10.0.0.5', or '0.0.0.0' for all") from None
         self._by_core("advertise_host", _windlass.check_host)
         self._ports("ports")
         self._ports("data_ports")

@@ -1,54 +1,36 @@
 """torch dtypes and their names.
 
-One table for both directions. Names are the canonical ones (``"bfloat16"``); other spellings are understood by
-``windlass._windlass``. Must not be imported by ``import windlass``: it needs torch.
+Names are the canonical ones (``"bfloat16"``), which are torch's own; the table of those that a safetensors file can
+hold is the core's. Must not be imported by ``import windlass``: it needs torch.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
-from windlass.errors import WindlassUnsupported
+from windlass import _windlass
+from windlass.errors import WindlassInvalid, WindlassUnsupported
 
-__all__ = ["dtype_name", "torch_dtype"]
+__all__ = ["Dtype", "dtype_name", "torch_dtype"]
 
-_NAMES = [
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "uint16",
-    "float16",
-    "bfloat16",
-    "int32",
-    "uint32",
-    "float32",
-    "int64",
-    "uint64",
-    "float64",
-    "complex64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float4_e2m1fn_x2",
-]
-#: Those that this torch has.
-_BY_NAME: dict[str, torch.dtype] = {n: getattr(torch, n) for n in _NAMES if hasattr(torch, n)}
-_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+#: A dtype as torch knows it, or its name.
+Dtype: TypeAlias = torch.dtype | str
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of this name.
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """torch's own dtype for any spelling of it.
 
-    >>> torch_dtype("bfloat16")
-    torch.bfloat16
+    >>> torch_dtype("BF16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
+    (torch.bfloat16, torch.float32, torch.int8)
     """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise WindlassUnsupported(f"this torch ({torch.__version__}) has no dtype {name!r}") from None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, _windlass.dtype_name(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise WindlassUnsupported(f"this torch ({torch.__version__}) has no dtype {dtype!r}; use a newer one")
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,8 +40,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     'float8_e4m3fn'
     """
     try:
-        return _BY_DTYPE[dtype]
-    except KeyError:
+        return _windlass.dtype_name(str(dtype))
+    except WindlassInvalid as e:
         raise WindlassUnsupported(
             f"{dtype} has no place in a safetensors file; cast it, or exclude the tensor"
-        ) from None
+        ) from e

@@ -10,6 +10,8 @@ True
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "WindlassBug",
     "WindlassCancelled",
@@ -31,6 +33,9 @@ class WindlassError(Exception):
 
     def __init__(self, message: str = "", advice: str = "", name: str = "") -> None:
         super().__init__(message)
+        if advice and sys.version_info >= (3, 11):
+            # Shown below the message in a traceback.
+            self.add_note(advice)
         #: What to do next where the message does not say.
         self.advice = advice
         #: The stable name of the failure, the same in every language ("missing_field"); empty where it has none.

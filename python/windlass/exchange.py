@@ -6,20 +6,27 @@ process group where there is one. Nothing is pickled, and every wait has a deadl
 
 from __future__ import annotations
 
+import ctypes
 import json
+import threading
+import time
 import zlib
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassPeerLost
+from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassPeerLost, WindlassTimeout
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Alone", "Exchange", "OverGroup", "exchange_for"]
+__all__ = ["Alone", "Exchange", "OverGroup", "exchange_for", "together"]
 
 #: The most that one rank may tell the others.
 MAX_MESSAGE = 1 << 30
+#: How long the store of a process group may take to say who is missing.
+ROLL_S = 2.0
+
+T = TypeVar("T")
 
 
 class Exchange(Protocol):
@@ -53,20 +60,33 @@ class OverGroup:
         import torch.distributed as dist
 
         backend = dist.get_backend(self._group)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        )
         data = zlib.compress(json.dumps(mine).encode(), 1)
         size = dist.get_world_size(self._group)
+        until = time.monotonic() + timeout
+        roll = _Roll.call(self._group)
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             parts = [torch.empty_like(tensor) for _ in range(size)]
-            work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
+            nap = 0.0005
             try:
-                # Gloo raises when the time is over or a peer is gone.
-                work.wait(timedelta(seconds=timeout))
+                work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
+                # Not by waiting inside torch, which Ctrl-C cannot end.
+                while not work.is_completed():
+                    if time.monotonic() >= until:
+                        raise WindlassTimeout(
+                            f"ranks did not agree on who writes what within {timeout:g} s{roll.absent()}",
+                            "see whether every rank calls offload() and is alive",
+                        )
+                    time.sleep(nap)
+                    nap = min(nap * 2, 0.02)
+                work.wait()
             except RuntimeError as e:
                 raise WindlassPeerLost(
-                    f"ranks could not agree on who writes what within {timeout:g} s: {e}",
-                    "see whether every rank calls offload() and is alive",
+                    f"a rank was lost while ranks agreed on who writes what{roll.absent()}: {e}",
+                    "see whether every rank is alive",
                 ) from e
             return parts
 
@@ -80,11 +100,88 @@ class OverGroup:
         out = []
         for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
             try:
-                text = zlib.decompressobj().decompress(bytes(part[:length].cpu().tolist()), MAX_MESSAGE)
+                part = part.cpu()
+                text = zlib.decompressobj().decompress(ctypes.string_at(part.data_ptr(), length), MAX_MESSAGE)
                 out.append(json.loads(text))
             except (zlib.error, ValueError) as e:
                 raise WindlassCorrupt(f"what rank {rank} said cannot be read: {e}") from e
         return out
+
+
+class _Roll:
+    """Who came: each rank counts its exchanges in the group's store, so that a failure can name those who did not."""
+
+    def __init__(self, store: Any, keys: list[str], mine: int) -> None:
+        self._store, self._keys, self._mine = store, keys, mine
+
+    @staticmethod
+    def call(group: dist.ProcessGroup | None) -> _Roll:
+        """Counts this rank in."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        keys = [f"windlass/{'-'.join(map(str, ranks))}/{rank}" for rank in ranks]
+        key = keys[dist.get_rank(group)]
+
+        def count() -> tuple[Any, int]:
+            store = c10d._get_default_store()
+            return store, store.add(key, 1)
+
+        store, mine = _within(ROLL_S, count) or (None, 0)
+        return _Roll(store, keys, mine)
+
+    def absent(self) -> str:
+        """The ranks that have not come this far, in words."""
+        if self._store is None:
+            return ""
+        counts = _within(ROLL_S, lambda: [self._store.add(key, 0) for key in self._keys])
+        if counts is None:
+            return " (the store of the process group, which knows who is missing, does not answer)"
+        missing = [str(rank) for rank, count in enumerate(counts) if count < self._mine]
+        if not missing:
+            return ""
+        return f": rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come"
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """What ``work`` gives, unless it fails or takes longer: torch's stores have no deadline for it."""
+    out: list[T] = []
+
+    def run() -> None:
+        try:
+            out.append(work())
+        except Exception:  # It only serves to say more in an error.
+            return
+
+    thread = threading.Thread(target=run, name="windlass-roll", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return out[0] if out else None
+
+
+def together(exchange: Exchange, work: Callable[[], T], what: str, timeout: float) -> list[T]:
+    """Does ``work`` on every rank and gives what each got, or an error on all ranks if it failed on any."""
+    until = time.monotonic() + timeout
+    failure: Exception | None = None
+    mine: dict[str, Any]
+    try:
+        mine = {"value": work()}
+    except Exception as e:
+        failure, mine = e, {"error": f"{type(e).__name__}: {e}"}
+    try:
+        said = exchange.all(mine, max(0.0, until - time.monotonic()))
+    except Exception:
+        if failure is not None:
+            # It is why this rank failed; that the others are gone may well be its consequence.
+            raise failure from None
+        raise
+    if failure is not None:
+        raise failure
+    for rank, words in enumerate(said):
+        if "error" in words:
+            raise WindlassInvalid(f"rank {rank} could not {what}: {words['error']}")
+    return [words["value"] for words in said]
 
 
 def exchange_for(rank: int, world_size: int, group: dist.ProcessGroup | None) -> Exchange:

@@ -80,8 +80,6 @@ def adapter_sources(
     import torch
     from peft import get_peft_model_state_dict
 
-    from windlass.extract.source import buffers
-
     found = _find(model)
     if found is None:
         raise WindlassInvalid(f"{type(model).__name__} has no LoRA adapters", "ask is_lora(model) first")
@@ -90,7 +88,7 @@ def adapter_sources(
     if adapter not in inner.peft_config:
         raise WindlassInvalid(f"no adapter {adapter!r}", f"there are {sorted(inner.peft_config)}")
     shadows, origin = {}, {}
-    for source in [*extractor.sources(model), *buffers(model)]:
+    for source in [*extractor.sources(model), *extractor.buffer_sources(model)]:
         if source.name.startswith(prefix):
             shadow = torch.empty(source.shape, dtype=source.dtype, device="meta")
             shadows[source.name.removeprefix(prefix)] = shadow

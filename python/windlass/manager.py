@@ -7,14 +7,15 @@ version. Called by training loops. Must not: know how an engine loads.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,10 +26,18 @@ from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
 from windlass.dtypes import dtype_name, torch_dtype
-from windlass.errors import WindlassError, WindlassInvalid, WindlassNotFound, WindlassStale
-from windlass.exchange import Alone, Exchange, exchange_for
+from windlass.errors import (
+    WindlassError,
+    WindlassInvalid,
+    WindlassNotFound,
+    WindlassStale,
+    WindlassTimeout,
+    WindlassUnsupported,
+)
+from windlass.exchange import Alone, Exchange, exchange_for, together
 from windlass.memory import flat
-from windlass.names import DtypeRules, Selection, SourceMap, checkpoint_layout
+from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
+from windlass.names.conversion import persistent_buffers
 from windlass.notify import notify
 from windlass.plan import Naming, Plan, Source
 
@@ -98,6 +107,9 @@ class _Open:
     copies: Copies | None
     place: int
     threads: int
+    exchange: Exchange
+    #: Whether it was made for a :class:`WeightSource`.
+    exported: bool
 
 
 class WeightManager:
@@ -131,15 +143,21 @@ class WeightManager:
             raise WindlassInvalid(f"give a config or its fields ({', '.join(fields)}), not both")
         self.config = config
         self._names = names
+        #: From the model, where no names were given; and its buffers that belong to the image.
+        self._found: SourceMap | None = None
+        self._buffers: frozenset[str] = frozenset()
         self._group = group
         self._node = node or socket.gethostname()
+        self._pid = os.getpid()
         self._open: _Open | None = None
         self._rank: tuple[int, int] | None = None
         self._agent: AgentSupervisor | None = None
+        #: What the next agent takes over: its ports, and the region's token.
         self._ports: tuple[str, str] | None = None
+        self._token: tuple[bytes, int] | None = None
         self._notifier: ThreadPoolExecutor | None = None
         self._closed = False
-        self._end = weakref.finalize(self, _nothing)
+        self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
 
     # The one call.
 
@@ -159,62 +177,42 @@ class WeightManager:
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
         ``timeout`` (by default the config's), and the version before goes on being served.
         """
-        timeout = self.config.timeout if timeout is None else timeout
+        timeout = self._seconds(timeout)
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 64:
             raise WindlassInvalid(f"version {version!r} is not an integer from 0 to 2**64 - 1")
         until = time.monotonic() + timeout
         rank, world_size = self._who(rank, world_size)
-        given: Any = named_parameters
-        stream: WeightSource | None = None
-        if isinstance(given, torch.nn.Module):
-            if self._names is None:
-                self._names = _names_of(given)
-            given = placement.named_of(given, self.config.buffers)
-        elif isinstance(given, Mapping):
-            given = given.items()
-        elif hasattr(given, "metadata") and hasattr(given, "__iter__"):
-            stream = given
         if self._open is None:
-            self._open = self._prepare(given, stream, rank, world_size, until)
-        elif stream is None:
-            _follow(self._open.plan, given)
-        return self._publish(self._open, stream, version, until)
+            self._open, stream = self._prepare(named_parameters, rank, world_size, until)
+            return self._publish(self._open, None, stream, version, until)
+        given, stream = self._given(named_parameters)
+        return self._publish(self._open, given, stream, version, until)
 
-    def prepare(
-        self, named_parameters: Any, rank: int | None = None, world_size: int | None = None
-    ) -> None:
+    def prepare(self, named_parameters: Any, rank: int | None = None, world_size: int | None = None) -> None:
         """Agrees with the other ranks, makes the region and starts the agent, without publishing anything yet."""
+        rank, world_size = self._who(rank, world_size)
         if self._open is None:
-            rank, world_size = self._who(rank, world_size)
-            given, stream = named_parameters, None
-            if isinstance(given, torch.nn.Module):
-                if self._names is None:
-                    self._names = _names_of(given)
-                given = placement.named_of(given, self.config.buffers)
-            elif isinstance(given, Mapping):
-                given = given.items()
-            elif hasattr(given, "metadata"):
-                stream = given
             until = time.monotonic() + self.config.timeout
-            self._open = self._prepare(given, stream, rank, world_size, until)
+            self._open, _ = self._prepare(named_parameters, rank, world_size, until)
 
     # What follows a version.
 
     def wait_delta_ready(self, version: int | None = None, timeout: float | None = None) -> str:
-        """Waits until the agent has sealed ``version`` (the newest if not given), and returns its digest."""
+        """Waits until the agent has sealed ``version`` (the newest if not given), and returns its digest.
+
+        Where several hosts publish, the digest is that of this host's part.
+        """
         publisher = self._published("wait for")
         newest = publisher.newest()
         if version is None:
             if newest is None:
                 raise WindlassNotFound("nothing was offloaded yet")
             version = newest[0]
-        seconds = self.config.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         try:
             return publisher.wait_sealed(version, seconds)
-        except WindlassError as e:
-            if self._agent is not None and isinstance(e, TimeoutError):
-                raise type(e)(f"{e}: {self._agent.status()}", e.advice) from e
-            raise
+        except WindlassTimeout as e:
+            raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
 
     def notify_version(
         self, version: int | None = None, *, timeout: float | None = None, **more: Any
@@ -224,30 +222,30 @@ class WeightManager:
         Only the first rank speaks; the others return ``None`` at once. Without a controller in the configuration
         nothing needs to be told: receivers ask the agent themselves.
         """
-        words = self._words(version, more)
-        if words is None or self.config.controller is None:
-            return None
-        return notify(self.config.controller, words, self.config.timeout if timeout is None else timeout)
+        speak = self._announcement(version, timeout, more)
+        return None if speak is None else speak()
 
     def notify_version_async(
         self, version: int | None = None, *, timeout: float | None = None, **more: Any
     ) -> Future[dict[str, Any] | None]:
         """:meth:`notify_version` in the background. The future carries the answer or the error."""
-        words = self._words(version, more)
-        done: Future[dict[str, Any] | None] = Future()
-        if words is None or self.config.controller is None:
+        speak = self._announcement(version, timeout, more)
+        if speak is None:
+            done: Future[dict[str, Any] | None] = Future()
             done.set_result(None)
             return done
         if self._notifier is None:
             self._notifier = ThreadPoolExecutor(1, thread_name_prefix="windlass-notify")
-        seconds = self.config.timeout if timeout is None else timeout
-        return self._notifier.submit(notify, self.config.controller, words, seconds)
+        return self._notifier.submit(speak)
 
     # Where it stands.
 
     @property
     def endpoint(self) -> str | None:
-        """Where receivers reach the agent; waits for it to listen. ``None`` on ranks without one."""
+        """Where receivers reach the agent; waits for it to listen. ``None`` on ranks without one.
+
+        On several hosts each has an agent; receivers need the first rank's, which knows the others.
+        """
         return None if self._agent is None else self._agent.endpoint(self.config.timeout)
 
     @property
@@ -295,30 +293,33 @@ class WeightManager:
 
         For a trainer that goes back to an older checkpoint without being restarted. All ranks call it.
         """
+        self._check_usable()
+        self._found, self._buffers = None, frozenset()
         self._leave()
 
     def close(self) -> None:
         """Ends the agent, leaves the region, and removes it once all ranks have left."""
         if self._closed:
             return
+        self._check_usable()
         self._closed = True
         if self._notifier is not None:
             self._notifier.shutdown(wait=True, cancel_futures=True)
         self._leave()
-        self._end.detach()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        # In a forked child there is nothing to end.
+        if os.getpid() == self._pid:
+            self.close()
 
     # How it is done.
 
     def _who(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
         """Which rank of how many; from the process group or torchrun's environment if not given."""
-        if self._closed:
-            raise WindlassInvalid("this WeightManager is closed; make another one")
+        self._check_usable()
         if rank is None or world_size is None:
             import torch.distributed as dist
 
@@ -328,8 +329,14 @@ class WeightManager:
                 known = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
             rank = known[0] if rank is None else rank
             world_size = known[1] if world_size is None else world_size
-        if not 0 <= rank < world_size:
-            raise WindlassInvalid(f"there is no rank {rank} among {world_size}; ranks count from 0")
+        if (
+            not isinstance(rank, int)
+            or not isinstance(world_size, int)
+            or not 0 <= rank < world_size < 1 << 16
+        ):
+            raise WindlassInvalid(
+                f"there is no rank {rank!r} among {world_size!r}; ranks are integers below 65535 and count from 0"
+            )
         if self._rank is not None and self._rank != (rank, world_size):
             raise WindlassInvalid(
                 f"this was rank {self._rank[0]} of {self._rank[1]} and is now rank {rank} of {world_size}"
@@ -337,25 +344,68 @@ class WeightManager:
         self._rank = (rank, world_size)
         return rank, world_size
 
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise WindlassUnsupported(
+                f"this WeightManager belongs to process {self._pid}, and this is its forked child {os.getpid()}",
+                'make a new one here, or start the child with the "spawn" method',
+            )
+        if self._closed:
+            raise WindlassInvalid("this WeightManager is closed; make another one")
+
+    def _seconds(self, timeout: float | None) -> float:
+        """The configured deadline, unless another one is given."""
+        if timeout is None:
+            return self.config.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+            raise WindlassInvalid(f"a timeout of {timeout!r} makes no sense; give seconds, 0 or more")
+        return timeout
+
+    def _given(self, given: Any) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
+        """What was given as pairs, or as a source that is asked for them."""
+        if isinstance(given, torch.nn.Module):
+            if self._found is None:
+                self._found = self._names or _names_of(given)
+                self._buffers = _buffers_of(given, self._found, self.config.buffers)
+            return placement.named_of(given, self._buffers), None
+        if isinstance(given, Mapping):
+            return given.items(), None
+        if hasattr(given, "metadata") and hasattr(given, "__iter__"):
+            return None, given
+        if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
+            raise planning.not_pairs(given)
+        return given, None
+
     def _prepare(
-        self, given: Any, stream: WeightSource | None, rank: int, world_size: int, until: float
-    ) -> _Open:
+        self, named: Any, rank: int, world_size: int, until: float
+    ) -> tuple[_Open, WeightSource | None]:
         exchange = exchange_for(rank, world_size, self._group)
-        sources: list[Source] | WindlassError
+        sources: list[Source] | Exception
+        naming, stream = Naming(SourceMap(), frozenset, _own), None
         try:
-            sources = _stream_sources(stream) if stream is not None else planning.describe_sources(given)
+            given, stream = self._given(named)
+            sources = (
+                _stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
+            )
             naming = self._naming()
-        except WindlassError as e:
+        except Exception as e:
             # The others are told before it is raised here.
-            sources, naming = e, Naming(SourceMap(), frozenset, _own)
+            sources = e
         plan = planning.make_plan(
             sources, naming, rank=rank, node=self._node, exchange=exchange, timeout=_left(until)
         )
-        place = plan.writers.index(rank) if rank in plan.writers else -1
+        here = [] if plan.host is None else plan.hosts[plan.host]
+        place = here.index(rank) if here else -1
         ways = ", ".join(f"{count} by {reason}" for reason, count in sorted(plan.reasons.items()))
         log.info(
             "%s: %d tensors, %d bytes; this rank (%d of %d) writes %d of them: %s",
-            self.config.model_id, len(plan.table), plan.layout.data_bytes, rank, world_size, plan.bytes, ways,
+            self.config.model_id,
+            len(plan.table),
+            plan.layout.data_bytes,
+            rank,
+            world_size,
+            plan.bytes,
+            ways,
         )
         if plan.gathered and self.config.strict:
             slow = {c.source for c in plan.gathered}
@@ -364,11 +414,16 @@ class WeightManager:
                 f"strict is set, and {len(slow)} parameters can only be gathered ({names}, ...): "
                 f"{plan.sources[min(slow)].shares[0].reason}"
             )
-        publisher = self._join(plan, place, exchange, until)
         cores = len(os.sched_getaffinity(0))
-        threads = max(1, cores // max(1, len(plan.writers)))
-        copies = publisher.plan(plan.copies) if publisher is not None else None
-        return _Open(plan, publisher, copies, place, threads)
+        threads = max(1, cores // max(1, len(here)))
+        opened = _Open(plan, None, None, place, threads, exchange, stream is not None)
+        try:
+            self._join(opened, until)
+        except BaseException:
+            # The next call begins anew, on all ranks.
+            self._abandon(opened)
+            raise
+        return opened, stream
 
     def _naming(self) -> Naming:
         config = self.config
@@ -377,53 +432,95 @@ class WeightManager:
         rules = DtypeRules(config.generator_dtype, config.dtypes, dtypes)
         selection = Selection(config.include, config.exclude, config.extras)
 
-        def keep(names: Iterable[str]) -> frozenset[str]:
-            return frozenset(selection.choose(names, stored).kept)
+        names = self._names or self._found or SourceMap()
+        known = names.written() if stored is None else stored
 
-        return Naming(self._names or SourceMap(), keep, rules.dtype_of)
+        def keep(every: Iterable[str]) -> frozenset[str]:
+            return frozenset(selection.choose(every, known).kept)
 
-    def _join(self, plan: Plan, place: int, exchange: Exchange, until: float) -> Publisher | None:
-        """The region: made by the first writer, joined by the others, who learn where it is."""
+        return Naming(names, keep, rules.dtype_of)
+
+    def _join(self, opened: _Open, until: float) -> None:
+        """The region of this host: made by its first writer, joined by the others. All ranks or none.
+
+        On several hosts the first writer of all goes first: the others need its incarnation and its secret, and its
+        agent must know where theirs are.
+        """
+        plan, place, exchange = opened.plan, opened.place, opened.exchange
         directory = Path(self.config.region_dir) / f"windlass-{self.config.model_id}"
-        publisher: Publisher | None = None
-        failure: WindlassError | None = None
-        words: dict[str, Any] = {}
-        if place == 0:
-            try:
-                publisher = Publisher.create(
-                    directory,
-                    self.config.model_id,
-                    plan.layout,
-                    ranks=len(plan.writers),
-                    group=self.config.group,
-                    memfd=self.config.memfd,
-                    extra_bytes=self.config.agent.history_bytes if self.config.agent.enabled else 0,
-                    timeout=min(TAKE_S, _left(until)),
-                )
-                words = {"incarnation": publisher.incarnation}
-            except WindlassError as e:
-                failure, words = e, {"error": str(e)}
-        if not isinstance(exchange, Alone):
-            # Without a group the others find the region by its name and its layout.
-            words = exchange.all(words, _left(until))[plan.writers[0]]
-        if failure is not None:
-            raise failure
-        if "error" in words:
-            raise WindlassInvalid(f"rank {plan.writers[0]} could not make the region: {words['error']}")
-        if place > 0:
-            publisher = Publisher.open(
-                directory,
-                plan.layout,
-                rank=place,
-                incarnation=words.get("incarnation"),
-                timeout=_left(until),
-            )
-        if place == 0 and publisher is not None:
-            self._start_agent(str(publisher.dir))
-            self._end = weakref.finalize(self, _end, publisher, self._agent)
-        return publisher
+        first, several = place == 0 and plan.host == 0, len(plan.hosts) > 1
 
-    def _start_agent(self, region: str) -> None:
+        def make(incarnation: str | None) -> Publisher:
+            opened.publisher = Publisher.create(
+                directory,
+                self.config.model_id,
+                plan.layout,
+                ranks=len(plan.hosts[plan.host or 0]),
+                part=plan.part,
+                incarnation=incarnation,
+                group=self.config.group,
+                memfd=self.config.memfd,
+                extra_bytes=self.config.agent.history_bytes if self.config.agent.enabled else 0,
+                timeout=min(TAKE_S, _left(until)),
+            )
+            return opened.publisher
+
+        def begin() -> dict[str, str]:
+            words = {"host": socket.gethostname()}
+            if first:
+                publisher = make(None)
+                _restore(Path(publisher.dir) / "token", self._token)
+                words["incarnation"] = publisher.incarnation
+                if several:
+                    words["token"] = publisher.token()
+                else:
+                    self._serve(publisher, [])
+            return words
+
+        def follow() -> str | None:
+            if place != 0 or first:
+                return None
+            publisher = make(begun["incarnation"])
+            publisher.set_token(begun["token"])
+            self._serve(publisher, [])
+            return self.endpoint
+
+        def enter() -> None:
+            if place > 0:
+                # Without a group the others find the region by its name and its layout.
+                opened.publisher = Publisher.open(
+                    directory,
+                    plan.layout,
+                    rank=place,
+                    incarnation=begun.get("incarnation"),
+                    timeout=_left(until),
+                )
+            if opened.publisher is not None:
+                opened.copies = opened.publisher.plan(plan.copies)
+
+        said = together(exchange, begin, "make the region", _left(until))
+        begun = said[plan.hosts[0][0]]
+        if several:
+            self._check_reachable({words["host"] for words in said})
+            there = together(exchange, follow, "make the region of its host", _left(until))
+            if first and opened.publisher is not None:
+                self._serve(opened.publisher, [endpoint for endpoint in there if endpoint])
+        together(exchange, enter, "join the region", _left(until))
+
+    def _check_reachable(self, hosts: set[str]) -> None:
+        if len(hosts) > 1 and self.config.agent.enabled and _is_loopback(self.config.agent.bind):
+            raise WindlassInvalid(
+                f"the weights are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and agents bound to "
+                f"{self.config.agent.bind} cannot reach each other",
+                'set agent.bind to an address of this host, or to "0.0.0.0"',
+            )
+
+    def _serve(self, publisher: Publisher, peers: list[str]) -> None:
+        """Starts the agent of this host's region, and sees to its end."""
+        self._start_agent(str(publisher.dir), peers)
+        self._end = weakref.finalize(self, _end, publisher, self._agent, os.getpid())
+
+    def _start_agent(self, region: str, peers: list[str]) -> None:
         from windlass.supervise import AgentSupervisor
 
         agent = self.config.agent
@@ -432,7 +529,7 @@ class WeightManager:
         self._agent = AgentSupervisor(
             region,
             bind=agent.bind,
-            advertise_host=agent.advertise_host,
+            advertise_host=agent.advertise_host or (socket.gethostname() if _is_any(agent.bind) else None),
             ports=self._ports[0] if self._ports else agent.ports,
             data_ports=self._ports[1] if self._ports else agent.data_ports,
             token_file=agent.token_file,
@@ -441,27 +538,46 @@ class WeightManager:
             threads=agent.threads,
             streams=self.config.engine.streams,
             timeout=self.config.engine.timeout,
+            peers=peers,
             log=agent.log,
         )
 
-    def _publish(self, opened: _Open, stream: WeightSource | None, version: int, until: float) -> Offloaded:
+    def _publish(
+        self,
+        opened: _Open,
+        given: Iterable[tuple[str, Any]] | None,
+        stream: WeightSource | None,
+        version: int,
+        until: float,
+    ) -> Offloaded:
+        """``given`` is ``None`` right after the plan was made of it, and for a stream."""
         plan, publisher = opened.plan, opened.publisher
+        if opened.exported != (stream is not None):
+            raise WindlassInvalid(
+                "the first version came from a WeightSource and this one does not, or the other way round; "
+                "call resume() to change how weights are given"
+            )
         if publisher is None:
             # Another host publishes; this rank only takes part in what is gathered.
             begun = time.monotonic()
+            if given is not None:
+                planning.follow(plan, given)
             for _ in _pieces(plan, stream):
                 pass
             taken = (time.monotonic() - begun) * 1e3
             return Offloaded(version, "", 0, 0.0, taken, 0.0)
         newest = publisher.newest()
         if newest is not None and version <= newest[0]:
-            return self._again(opened, stream, version, newest[0])
+            return self._again(opened, given, stream, version, newest[0], until)
         start = time.monotonic()
         publisher.begin(version, _left(until))
         try:
+            # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
             begun = time.monotonic()
-            if opened.copies is not None and len(opened.copies):
-                addresses = _addresses(plan)
+            if given is not None:
+                planning.follow(plan, given)
+            addresses = planning.addresses(plan)
+            if addresses and opened.copies is not None:
                 publisher.copy(opened.copies, addresses, opened.threads, _left(until))
             if plan.casts or plan.gathered:
                 self._write(plan, stream, publisher)
@@ -500,7 +616,15 @@ class WeightManager:
         for device in devices:
             torch.accelerator.synchronize(device)
 
-    def _again(self, opened: _Open, stream: WeightSource | None, version: int, newest: int) -> Offloaded:
+    def _again(
+        self,
+        opened: _Open,
+        given: Iterable[tuple[str, Any]] | None,
+        stream: WeightSource | None,
+        version: int,
+        newest: int,
+        until: float,
+    ) -> Offloaded:
         """A version that is not newer: fine if it is the newest and the same."""
         publisher, plan = opened.publisher, opened.plan
         assert publisher is not None
@@ -509,15 +633,29 @@ class WeightManager:
                 f"version {version} is older than {newest}, which was published before: versions only grow",
                 "call resume() first if the trainer went back to an older checkpoint",
             )
-        held: Held = publisher.hold(self.config.timeout)
-        try:
-            data = flat(held.memory())
-            same = all(
-                _same(planning.placed(plan, data, target), values) for target, values in _everything(plan, stream)
-            )
-        finally:
-            held.finish()
-        if not same:
+
+        def compare() -> bool:
+            if given is not None:
+                planning.follow(plan, given)
+            planning.addresses(plan)
+            held: Held = publisher.hold(self.config.timeout)
+            try:
+                data = flat(held.memory())
+                # All of it, also after a difference: other ranks may wait for what is gathered.
+                same = [
+                    _same(planning.placed(plan, data, target), values)
+                    for target, values in _everything(plan, stream)
+                ]
+            finally:
+                held.finish()
+            return all(same)
+
+        # Hosts that only help do not know that there is anything to compare.
+        assert self._rank is not None
+        everyone = sum(map(len, plan.hosts)) == self._rank[1]
+        exchange = opened.exchange if everyone else Alone(1)
+        same = together(exchange, compare, f"compare version {version}", _left(until))
+        if not all(same):
             raise WindlassStale(
                 f"version {version} was published before with other bytes; nothing was changed",
                 "give the next version another number",
@@ -525,57 +663,108 @@ class WeightManager:
         return Offloaded(version, publisher.incarnation, 0, 0.0, 0.0, 0.0, new=False)
 
     def _published(self, what: str) -> Publisher:
-        publisher = None if self._open is None else self._open.publisher
-        if publisher is None:
+        self._check_usable()
+        if self._open is None:
             raise WindlassNotFound(f"there is nothing to {what}: call offload() first")
-        return publisher
+        if self._open.publisher is None:
+            raise WindlassUnsupported(
+                f"there is nothing to {what} on this host: rank {self._open.plan.hosts[0][0]} publishes on another one",
+                "ask that rank",
+            )
+        return self._open.publisher
 
-    def _words(self, version: int | None, more: dict[str, Any]) -> dict[str, Any] | None:
+    def _about_agent(self) -> str:
+        if self._agent is not None:
+            status = self._agent.status()
+            state = f"runs as pid {status['pid']}" if status["running"] else "does not run"
+            said = f", last error: {status['last_error']}" if status["last_error"] else ""
+            return f"the agent {state} after {status['restarts']} restarts{said}; its log is {status['log']}"
+        if not self.config.agent.enabled:
+            return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
+        return "rank 0 has the agent and knows more"
+
+    def _announcement(
+        self, version: int | None, timeout: float | None, more: dict[str, Any]
+    ) -> Callable[[], dict[str, Any]] | None:
+        """What tells the controller, if this rank is to tell it anything."""
+        self._check_usable()
+        controller, agent = self.config.controller, self._agent
+        if self._open is not None and (agent is None or controller is None or self._open.plan.host != 0):
+            return None
         publisher = self._published("announce")
         if version is None:
             version = self.version
-        if self._agent is None:
-            return None
-        return {
-            "model_id": self.config.model_id,
-            "incarnation": publisher.incarnation,
-            "version": version,
-            "sender_endpoint": self._agent.endpoint(self.config.timeout),
-            **more,
-        }
+        if version is None:
+            raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
+        assert controller is not None
+        assert agent is not None
+        seconds = self._seconds(timeout)
+        words = {"model_id": self.config.model_id, "incarnation": publisher.incarnation, "version": version}
+
+        def speak() -> dict[str, Any]:
+            until = time.monotonic() + seconds
+            words["sender_endpoint"] = agent.endpoint(seconds)
+            return notify(controller, {**words, **more}, _left(until))
+
+        return speak
 
     def _leave(self) -> None:
-        agent, opened = self._agent, self._open
-        self._agent, self._open = None, None
+        opened, self._open = self._open, None
         self._end.detach()
-        if agent is not None:
-            self._ports = _ports_of(agent.status()) or self._ports
-            agent.stop()
-        if opened is None or opened.publisher is None:
-            return
-        if opened.place == 0:
-            _remove(opened.publisher, LEAVE_S)
-        else:
-            opened.publisher.close()
+        agent, self._agent = self._agent, None
+        try:
+            if agent is not None:
+                # Receivers that follow know this address and this secret.
+                self._ports = _ports_of(agent.status()) or self._ports
+                if opened is not None and opened.publisher is not None:
+                    self._token = _kept(Path(opened.publisher.dir) / "token") or self._token
+                agent.stop()
+        finally:
+            if opened is not None and opened.publisher is not None:
+                if opened.place == 0:
+                    _remove(opened.publisher, LEAVE_S)
+                else:
+                    opened.publisher.close()
+
+    def _abandon(self, opened: _Open) -> None:
+        """Undoes what was opened before it failed."""
+        self._open = opened
+        try:
+            self._leave()
+        except WindlassError as e:
+            log.warning("%s: what was opened could not be closed: %s", self.config.model_id, e)
 
 
 def _remove(publisher: Publisher, patience: float) -> None:
     """Leaves the region and removes it, once the other ranks and the agent have left."""
     publisher.close()
     until = time.monotonic() + patience
-    while not publisher.discard():
+    while not _gone(publisher):
         if time.monotonic() >= until:
-            log.info("the region %s is still open elsewhere and stays; `windlass gc` removes it later", publisher.dir)
+            log.info(
+                "the region %s is still open elsewhere and stays; `windlass gc` removes it later",
+                publisher.dir,
+            )
             return
         time.sleep(0.02)
+
+
+def _gone(publisher: Publisher) -> bool:
+    try:
+        return publisher.discard()
+    except WindlassNotFound:
+        # Somebody else has removed it.
+        return True
 
 
 def _nothing() -> None:
     """Ends nothing."""
 
 
-def _end(publisher: Publisher, agent: AgentSupervisor | None) -> None:
-    """For a manager that nobody closed."""
+def _end(publisher: Publisher, agent: AgentSupervisor | None, pid: int) -> None:
+    """For a manager that nobody closed. Forked children end nothing of their parent's."""
+    if os.getpid() != pid:
+        return
     if agent is not None:
         agent.stop()
     _remove(publisher, 1.0)
@@ -587,6 +776,28 @@ def _ports_of(status: dict[str, object]) -> tuple[str, str] | None:
     if not isinstance(endpoint, str) or not data:
         return None
     return endpoint.rpartition(":")[2], str(data)
+
+
+def _kept(file: Path) -> tuple[bytes, int] | None:
+    """A file's bytes and mode, if it is there."""
+    try:
+        return file.read_bytes(), file.stat().st_mode & 0o777
+    except OSError:
+        return None
+
+
+def _restore(file: Path, kept: tuple[bytes, int] | None) -> None:
+    if kept is not None:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept[1]), "wb") as out:
+            out.write(kept[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_any(address: str) -> bool:
+    return ipaddress.ip_address(address).is_unspecified
 
 
 def _left(until: float) -> float:
@@ -607,12 +818,28 @@ def _names_of(model: torch.nn.Module) -> SourceMap:
     return SourceMap()
 
 
+def _buffers_of(model: torch.nn.Module, names: SourceMap, every: bool) -> frozenset[str]:
+    """The persistent buffers that belong to the image: those of the checkpoint, or all of them."""
+    written = names.written()
+    if every or written is None:
+        return frozenset(name for name, _ in persistent_buffers(model)) if every else frozenset()
+    return frozenset(
+        name
+        for name, buffer in persistent_buffers(model)
+        if any(view.name in written for view in names.views(name, tuple(buffer.shape)))
+    )
+
+
 def _stream_sources(stream: WeightSource) -> list[Source]:
     names = stream.held_names() if hasattr(stream, "held_names") else None
     held = None if names is None else set(names)
     out = []
+    seen: set[str] = set()
     for name, dtype, shape in stream.metadata():
-        kind = dtype if isinstance(dtype, torch.dtype) else torch_dtype(str(dtype).removeprefix("torch."))
+        if name in seen:
+            raise WindlassInvalid(f"metadata() has {name!r} twice; every tensor has one name")
+        seen.add(name)
+        kind = dtype if isinstance(dtype, torch.dtype) else torch_dtype(canonical_dtype(dtype))
         here = held is None or name in held
         share = placement.Share(
             name, tuple(shape), kind, (), placement._itself, gathered=here, reason="exported"
@@ -684,38 +911,3 @@ def _same(there: torch.Tensor, values: torch.Tensor) -> bool:
     if mine.dim() == 0:
         mine, there = mine.reshape(1), there.reshape(1)
     return torch.equal(mine.view(torch.uint8), there.contiguous().view(torch.uint8))
-
-
-def _addresses(plan: Plan) -> list[int]:
-    """Where the memory of each copy is now."""
-    out: list[int] = []
-    sources = plan.sources
-    for index, offsets in plan.addresses:
-        source = sources[index]
-        local = source.shares[0].fetch(source.given)
-        if (local.shape, local.stride()) != source.form:
-            raise WindlassInvalid(
-                f"the local memory of {source.name!r} has another shape or other strides than when the first version "
-                "was offloaded; call resume() after changing how a model is placed"
-            )
-        address = local.data_ptr()
-        if len(offsets) == 1:
-            out.append(address + offsets[0])
-        else:
-            out.extend(address + offset for offset in offsets)
-    return out
-
-
-def _follow(plan: Plan, given: Iterable[tuple[str, Any]]) -> None:
-    """Sees that the same parameters came, and takes new objects where there are new ones."""
-    sources = plan.sources
-    count = 0
-    for index, (name, tensor) in enumerate(given):
-        if index >= len(sources):
-            raise WindlassInvalid(f"parameter {name!r} was not there when the first version was offloaded")
-        source = sources[index]
-        if tensor is not source.given or name != source.name:
-            planning.rebind(plan, index, name, tensor)
-        count += 1
-    if count != len(sources):
-        raise WindlassInvalid(f"parameter {sources[count].name!r} is missing; it was there before")

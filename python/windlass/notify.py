@@ -15,7 +15,9 @@ __all__ = ["notify"]
 MAX_ANSWER = 1 << 20
 
 
-def notify(controller: str, words: dict[str, Any], timeout: float, token: str | None = None) -> dict[str, Any]:
+def notify(
+    controller: str, words: dict[str, Any], timeout: float, token: str | None = None
+) -> dict[str, Any]:
     """Posts ``words`` to the controller's ``/notify_version`` and returns what it says."""
     url = controller.rstrip("/") + "/notify_version"
     headers = {"content-type": "application/json"}

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 
@@ -74,6 +75,10 @@ def whole(shape: Iterable[int]) -> Box:
 
 def check(name: str, tensor: torch.Tensor) -> None:
     """Refuses tensors that have no bytes of their own to publish."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise WindlassInvalid(f"{name!r} is not initialised; run a lazy module once before publishing it")
+    if tensor.is_nested:
+        raise WindlassInvalid(f"{name!r} is a nested tensor; publish its parts under names of their own")
     if tensor.is_meta:
         raise WindlassInvalid(
             f"{name!r} is on the meta device and has no values; materialise it (to_empty and load, or reset) first"
@@ -84,6 +89,10 @@ def check(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_quantized:
         raise WindlassInvalid(f"{name!r} is a quantized tensor; publish its int_repr() and its scales")
+    if is_traceable_wrapper_subclass(tensor):
+        raise WindlassUnsupported(
+            f"{name!r} is a {type(tensor).__name__}, a tensor made of other tensors; publish those, or a dense copy"
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise WindlassInvalid(f"{name!r} is a lazy view; publish {name}.resolve_conj().resolve_neg()")
 
@@ -295,7 +304,7 @@ def _gathered_zero(param: Any) -> torch.Tensor:
 def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
     """What this rank holds of one named parameter. Flat parameters of FSDP1 hold several."""
     if not isinstance(tensor, torch.Tensor):
-        raise WindlassInvalid(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        raise WindlassInvalid(f"parameter {name!r} is a {type(tensor).__name__}, not a tensor")
     if is_flat(tensor):
         yield from flat_parameter(name.removesuffix("_flat_param"), tensor)
         return
@@ -320,8 +329,8 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
     yield Share(name, shape, tensor.dtype, pieces, _itself)
 
 
-def named_of(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a module, and persistent buffers if asked for, under FSDP1 the flat ones."""
+def named_of(model: torch.nn.Module, buffers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a module, under FSDP1 the flat ones, and its buffers of these names."""
     _reshard(model)
     flat: dict[int, str] = {}
     inside: set[int] = set()
@@ -341,10 +350,7 @@ def named_of(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch
             continue
         yield name, parameter
     if buffers:
-        kept = set(model.state_dict(keep_vars=True)) if not flat else None
-        for name, buffer in model.named_buffers():
-            if kept is None or name in kept:
-                yield name, buffer
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
 
 
 def _reshard(model: torch.nn.Module) -> None:

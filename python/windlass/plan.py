@@ -21,15 +21,15 @@ import torch
 from windlass import placement
 from windlass._windlass import Layout
 from windlass.dtypes import dtype_name, torch_dtype
-from windlass.errors import WindlassError, WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.exchange import Exchange, together
 from windlass.memory import tensor_at
 from windlass.placement import Box, Share
 
 if TYPE_CHECKING:
-    from windlass.exchange import Exchange
     from windlass.names import SourceMap, View
 
-__all__ = ["Naming", "Plan", "make_plan"]
+__all__ = ["Naming", "Plan", "addresses", "follow", "make_plan"]
 
 #: A box smaller than this is written by one of its holders, not by all.
 SMALL = 1 << 20
@@ -57,7 +57,7 @@ class Target:
     offset: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Source:
     """A parameter as it was given."""
 
@@ -67,8 +67,12 @@ class Source:
     shares: list[Share]
     #: By share: what this rank holds, then what it writes.
     targets: list[list[Target]] = field(default_factory=list)
-    #: Shape and strides of the local memory that the copies were computed for.
-    form: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
+    form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
+    #: Where that memory was when it was last looked at closely, its bytes, and its strides.
+    address: int = 0
+    size: int = 0
+    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,26 +92,66 @@ class Plan:
     #: By name: dtype, shape, offset, bytes.
     table: dict[str, tuple[str, tuple[int, ...], int, int]]
     sources: list[Source]
-    #: For the copies that Rust makes: which source, and the bytes from its first element; and the copies themselves.
+    #: For every source that is not gathered: which one, and for the copies that Rust makes of it the bytes from its
+    #: first element; and the copies themselves.
     addresses: list[tuple[int, list[int]]]
     copies: list[tuple[int, int, list[tuple[int, int, int]]]]
     casts: list[Cast]
     #: Parameters that all ranks gather together, in this order, and write slices of.
     gathered: list[Cast]
-    #: Ranks that write, in the order of their places in the region; this one may not be among them.
-    writers: list[int]
+    #: For each host that publishes, the ranks that write there, in the order of their places in its region.
+    hosts: list[list[int]]
+    #: Which of them this rank is on; ``None`` if its host does not publish.
+    host: int | None
+    #: The blocks that this host's region holds, if several publish.
+    part: list[tuple[int, int]] | None
     bytes: int
     #: How many parameters went which way, and why.
     reasons: dict[str, int]
+    #: Pairs of sources that are one tensor of the image: the alias, and what it stands for.
+    tied: list[tuple[int, int]]
+
+
+def not_pairs(given: object) -> WindlassInvalid:
+    """The error for something that holds no named tensors."""
+    return WindlassInvalid(
+        f"offload() was given {_short(given)}; it takes a model, (name, tensor) pairs such as "
+        "model.named_parameters(), a mapping, or a WeightSource"
+    )
+
+
+def _short(given: object) -> str:
+    return (
+        f"a {type(given).__name__} of shape {list(given.shape)}"
+        if isinstance(given, torch.Tensor)
+        else (
+            repr(given)
+            if isinstance(given, (str, bytes, int, float, type(None)))
+            else f"a {type(given).__name__}"
+        )
+    )
+
+
+def pair_of(item: Any) -> tuple[str, Any]:
+    """A name and its tensor."""
+    if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
+        return item[0], item[1]
+    raise WindlassInvalid(
+        f"offload() takes (name, tensor) pairs, and one item was {_short(item)}: pass model.named_parameters(), "
+        "not model.parameters()"
+    )
 
 
 def describe_sources(named: Iterable[tuple[str, Any]]) -> list[Source]:
     """What this rank holds of everything that was given."""
     out: list[Source] = []
     seen: set[str] = set()
-    for name, given in named:
+    for item in named:
+        name, given = pair_of(item)
         shares = list(placement.describe(name, given))
         for share in shares:
+            if not share.name:
+                raise WindlassInvalid(f"a {_short(given)} has an empty name; every parameter needs one")
             if share.name in seen:
                 raise WindlassInvalid(f"parameter {share.name!r} comes twice; every parameter has one name")
             seen.add(share.name)
@@ -194,7 +238,7 @@ def slice_of(box: Box, index: int, count: int, element: int, turn: int) -> Box |
 
 
 def make_plan(
-    sources: list[Source] | WindlassError,
+    sources: list[Source] | Exception,
     naming: Naming,
     *,
     rank: int,
@@ -203,20 +247,14 @@ def make_plan(
     timeout: float,
 ) -> Plan:
     """Agrees with the other ranks. An error on one of them becomes an error on all."""
-    try:
-        if isinstance(sources, WindlassError):
+
+    def tell() -> dict[str, Any]:
+        if isinstance(sources, Exception):
             raise sources
-        mine = _tell(sources, naming, node)
-        failure = None
-    except WindlassError as e:
-        mine, failure = {"error": str(e)}, e
-    said = exchange.all(mine, timeout)
-    if failure is not None:
-        raise failure
-    for other, words in enumerate(said):
-        if "error" in words:
-            raise WindlassInvalid(f"rank {other} cannot publish: {words['error']}")
-    assert not isinstance(sources, WindlassError)
+        return _tell(sources, naming, node)
+
+    said = together(exchange, tell, "publish", timeout)
+    assert not isinstance(sources, Exception)
     return _agree(sources, said, rank)
 
 
@@ -232,8 +270,7 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
         source.targets = []
         for share in source.shares:
             views = [v for v in all_views[share.name] if v.name in kept]
-            own = dtype_name(share.dtype)
-            dtypes = {v.name: naming.dtype(v.name, own) for v in views}
+            dtypes = _dtypes(share, views, naming)
             if len(views) == 1 and views[0].shape == share.shape:
                 key = _identity(source, share)
                 if key is None:
@@ -255,6 +292,17 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
                 tensors[target.tensor][2].append([n for edge in target.box for n in edge])
     rows = [[name, *row] for name, row in tensors.items()]
     return {"node": node, "tensors": rows, "aliases": aliases, "empty": empty}
+
+
+def _dtypes(share: Share, views: Sequence[View], naming: Naming) -> dict[str, str]:
+    """The dtype of each image tensor. What is left out may have any."""
+    if not views:
+        return {}
+    try:
+        own = dtype_name(share.dtype)
+    except WindlassUnsupported as e:
+        raise WindlassUnsupported(f"parameter {share.name!r}: {e}", e.advice) from e
+    return {v.name: naming.dtype(v.name, own) for v in views}
 
 
 def _identity(source: Source, share: Share) -> Any:
@@ -284,25 +332,35 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
             for flat in boxes:
                 box = tuple(zip(flat[::2], flat[1::2], strict=True))
                 ranks = held.setdefault(box, [])
-                if other not in ranks:
+                if not ranks or ranks[-1] != other:
                     ranks.append(other)
+    if not shapes:
+        raise WindlassInvalid("there are no tensors to publish; offload() was given nothing, on every rank")
     aliases = _aliases(said)
     for alias in aliases:
         shapes.pop(alias, None)
         holders.pop(alias, None)
     for name, (_, shape) in shapes.items():
         _check_whole(name, shape, list(holders[name]))
-    writers = _writers(said, holders)
-    for held in holders.values():
-        for ranks in held.values():
-            ranks[:] = [r for r in ranks if r in writers]
+    hosts, owners = _hosts(said, shapes, holders)
+    if len(hosts) > 1 or len(hosts[0]) < len(said):
+        here = [set(ranks) for ranks in hosts]
+        for name, held in holders.items():
+            for box, ranks in held.items():
+                ranks[:] = [r for r in ranks if r in here[owners[name][box]]]
     layout = Layout(
-        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()], aliases
+        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()],
+        aliases,
+        _cuts(owners, shapes) if len(hosts) > 1 else None,
     )
     table = {
         name: (dtype, shapes[name][1], offset, size) for name, dtype, _, offset, size in layout.tensors()
     }
-    return _mine(sources, layout, table, holders, writers, rank)
+    host = next((i for i, ranks in enumerate(hosts) if rank in ranks), None)
+    part = None
+    if len(hosts) > 1 and host is not None:
+        part = layout.parts(len(hosts), _owned(owners, shapes))[host]
+    return _mine(sources, layout, table, holders, hosts, host, part, rank, aliases)
 
 
 def _image_shape(dtype: str, shape: tuple[int, ...]) -> list[int]:
@@ -337,26 +395,78 @@ def _check_whole(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         )
 
 
-def _writers(said: list[dict[str, Any]], holders: dict[str, dict[Box, list[int]]]) -> list[int]:
-    """The ranks of one host that hold everything between them."""
+def _hosts(
+    said: list[dict[str, Any]],
+    shapes: dict[str, tuple[str, tuple[int, ...]]],
+    holders: dict[str, dict[Box, list[int]]],
+) -> tuple[list[list[int]], dict[str, dict[Box, int]]]:
+    """The hosts that publish, each with its ranks, and which of them writes which box.
+
+    A host that holds everything publishes alone, the first one if there are several. Otherwise all hosts publish the
+    boxes that they hold; one that several hold goes to the host that has the least so far.
+    """
     nodes: dict[str, list[int]] = {}
     for rank, words in enumerate(said):
         nodes.setdefault(words["node"], []).append(rank)
-    if len(nodes) == 1:
-        return list(range(len(said)))
     for ranks in nodes.values():
         here = set(ranks)
         if all(here.intersection(r) for held in holders.values() for r in held.values()):
-            return ranks
-    raise WindlassUnsupported(
-        f"the parameters are spread over {len(nodes)} hosts ({', '.join(sorted(nodes))}) and none of them holds a "
-        "whole replica; shard within a host and replicate across hosts (HSDP)"
-    )
+            return [ranks], {name: dict.fromkeys(held, 0) for name, held in holders.items()}
+    hosts = list(nodes.values())
+    of_rank = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+    load = [0] * len(hosts)
+    owners: dict[str, dict[Box, int]] = {}
+    # In the order of the image, which is the same for all.
+    for name in sorted(holders):
+        element = _element(torch_dtype(shapes[name][0]))
+        owners[name] = {}
+        for box in sorted(holders[name]):
+            able = sorted({of_rank[r] for r in holders[name][box]}, key=lambda h: (load[h], h))
+            owners[name][box] = able[0]
+            load[able[0]] += volume(box) * element
+    return hosts, owners
+
+
+def _cuts(
+    owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
+) -> list[tuple[str, list[tuple[int, list[int]]]]]:
+    """Where blocks must end so that each lies on one host: (dimension, bounds) of tensors that several hold."""
+    out = []
+    for name, boxes in owners.items():
+        if len(set(boxes.values())) < 2:
+            continue
+        dtype, shape = shapes[name]
+        cuts = []
+        for dim in range(len(shape)):
+            # Packed elements are counted one by one in the image.
+            factor = packing(dtype) if dim == len(shape) - 1 else 1
+            bounds = sorted({edge * factor for box in boxes for edge in box[dim]} - {0, shape[dim] * factor})
+            if bounds:
+                cuts.append((dim, bounds))
+        out.append((name, cuts))
+    return out
+
+
+def _owned(
+    owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
+) -> list[tuple[str, list[tuple[list[int], list[int], int]]]]:
+    """Boxes with their hosts, as the layout wants them."""
+
+    def corner(name: str, box: Box, side: int) -> list[int]:
+        dtype = shapes[name][0]
+        at = [edge[side] for edge in box]
+        return [*at[:-1], at[-1] * packing(dtype)] if at else []
+
+    return [
+        (name, [(corner(name, box, 0), corner(name, box, 1), host) for box, host in boxes.items()])
+        for name, boxes in owners.items()
+    ]
 
 
 def merged(dims: list[tuple[int, int, int]], element: int) -> tuple[int, list[tuple[int, int, int]]]:
     """A run in bytes and the dimensions around it, from (count, stride in the image, stride in the source)."""
-    run, out = element, []
+    run = element
+    out: list[tuple[int, int, int]] = []
     for count, to, source in reversed([d for d in dims if d[0] != 1]):
         if not out and to == run and source == run:
             run *= count
@@ -372,8 +482,11 @@ def _mine(
     layout: Layout,
     table: dict[str, tuple[str, tuple[int, ...], int, int]],
     holders: dict[str, dict[Box, list[int]]],
-    writers: list[int],
+    hosts: list[list[int]],
+    host: int | None,
+    part: list[tuple[int, int]] | None,
     rank: int,
+    aliases: dict[str, str],
 ) -> Plan:
     turns = {name: turn for turn, name in enumerate(table)}
     addresses: list[tuple[int, list[int]]] = []
@@ -382,6 +495,7 @@ def _mine(
     gathered: list[Cast] = []
     reasons: dict[str, int] = {}
     total = 0
+    tied = _tied(sources, aliases)
     for i, source in enumerate(sources):
         offsets: list[int] = []
         written: set[tuple[str, Box]] = set()
@@ -390,10 +504,10 @@ def _mine(
                 reasons[share.reason] = reasons.get(share.reason, 0) + 1
             mine: list[Target] = []
             for target in source.targets[s]:
-                part = _part(target, table, holders, turns, rank)
-                if part is not None and (part.tensor, part.box) not in written:
-                    written.add((part.tensor, part.box))
-                    mine.append(part)
+                slice_here = _part(target, table, holders, turns, rank)
+                if slice_here is not None and (slice_here.tensor, slice_here.box) not in written:
+                    written.add((slice_here.tensor, slice_here.box))
+                    mine.append(slice_here)
             source.targets[s] = mine
             if share.gathered:
                 # All ranks gather, also those that write nothing of it.
@@ -415,12 +529,18 @@ def _mine(
                     offsets.append(target.offset * element)
                     copies.append(copy)
             if local is not None:
-                source.form = (tuple(local.shape), local.stride())
-        if offsets:
+                source.form = (tuple(local.shape), local.stride(), local.dtype, local.is_cpu)
+        if source.form is not None:
             addresses.append((i, offsets))
     return Plan(
-        layout, table, sources, addresses, copies, casts, gathered, writers, total, reasons
+        layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons, tied
     )
+
+
+def _tied(sources: list[Source], aliases: dict[str, str]) -> list[tuple[int, int]]:
+    """Which sources were found to be the same tensor as another one."""
+    of = {t.tensor: i for i, source in enumerate(sources) for targets in source.targets for t in targets}
+    return [(of[alias], of[target]) for alias, target in aliases.items() if alias in of and target in of]
 
 
 _NOTHING = Target("", (), (), 0)
@@ -446,8 +566,7 @@ def _part(
     if box is None or volume(box) == 0:
         return None
     moved = sum(
-        (now[0] - then[0]) * stride
-        for now, then, stride in zip(box, target.box, target.strides, strict=True)
+        (now[0] - then[0]) * stride for now, then, stride in zip(box, target.box, target.strides, strict=True)
     )
     return Target(target.tensor, box, target.strides, target.offset + moved)
 
@@ -498,23 +617,93 @@ def each_cast(plan: Plan, casts: Iterable[Cast]) -> Iterator[tuple[Target, torch
             yield cast.target, taken(local, cast.target)
 
 
-def rebind(plan: Plan, index: int, name: str, given: Any) -> None:
+def follow(plan: Plan, given: Iterable[tuple[str, Any]]) -> None:
+    """Sees that the same parameters came, and takes new objects where there are new ones."""
+    sources = plan.sources
+    count = 0
+    for item in given:
+        name, tensor = item if type(item) is tuple and len(item) == 2 else pair_of(item)
+        if count >= len(sources):
+            raise WindlassInvalid(
+                f"parameter {name!r} was not there when the first version was offloaded; call resume() after "
+                "changing a model"
+            )
+        source = sources[count]
+        if tensor is not source.given or name != source.name:
+            _rebind(source, count, name, tensor)
+        count += 1
+    if count < len(sources):
+        raise WindlassInvalid(
+            f"parameter {sources[count].name!r} is missing; it was there when the first version was offloaded"
+        )
+
+
+def _rebind(source: Source, index: int, name: Any, given: Any) -> None:
     """Takes a new object for a parameter, if it is placed as the old one was."""
-    source = plan.sources[index]
     if name != source.name:
         raise WindlassInvalid(
-            f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model do not "
-            "change: make another WeightManager for another model"
+            f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model and "
+            "their order do not change: make another WeightManager for another model, or call resume()"
         )
     shares = list(placement.describe(name, given))
-    old = [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in source.shares]
-    if [(s.name, s.shape, s.dtype, s.pieces, s.gathered) for s in shares] != old:
+    for new, old in zip(shares, source.shares, strict=False):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise WindlassInvalid(
+                f"parameter {new.name!r} was {dtype_name(old.dtype)} {list(old.shape)} when the first version was "
+                f"offloaded and is now {new.dtype} {list(new.shape)}; call resume() after changing a model"
+            )
+    before = [(s.name, s.pieces, s.gathered) for s in source.shares]
+    if [(s.name, s.pieces, s.gathered) for s in shares] != before:
         raise WindlassInvalid(
-            f"parameter {name!r} has another shape, dtype or placement than when the first version was offloaded; "
-            "make another WeightManager for it, or call resume(). FSDP2 leaves parameters gathered after a forward "
+            f"parameter {name!r} has another placement or other strides than when the first version was offloaded; "
+            "call resume() after changing how a model is placed. FSDP2 leaves parameters gathered after a forward "
             "pass without a backward one: offload the model itself, or call its reshard() first"
         )
     source.given, source.shares = given, shares
+
+
+def addresses(plan: Plan) -> list[int]:
+    """Where the memory of each copy is now. An error if it is not what the copies were computed for: a parameter may
+    have been moved, cast or resized without becoming another object."""
+    out: list[int] = []
+    sources = plan.sources
+    for index, offsets in plan.addresses:
+        source = sources[index]
+        local = source.shares[0].fetch(source.given)
+        address = local.data_ptr()
+        # What is where it was, as large as it was, is what it was. Every look at a tensor counts, with many tensors.
+        if address != source.address or local.nbytes != source.size or local.stride() != source.strides:
+            _look(source, local, address)
+        if len(offsets) == 1:
+            out.append(address + offsets[0])
+        else:
+            out.extend([address + offset for offset in offsets])
+    for alias, target in plan.tied:
+        a, b = sources[alias], sources[target]
+        if a.given is not b.given and _identity(a, a.shares[0]) != _identity(b, b.shares[0]):
+            raise WindlassInvalid(
+                f"{a.name!r} was the same tensor as {b.name!r} when the first version was offloaded, and is another "
+                "one now; call resume() after untying weights"
+            )
+    return out
+
+
+def _look(source: Source, local: torch.Tensor, address: int) -> None:
+    """Sees whether local memory is what the copies were computed for."""
+    assert source.form is not None
+    shape, strides, dtype, _ = source.form
+    if (local.shape, local.stride(), local.dtype, local.is_cpu) != source.form:
+        raise WindlassInvalid(
+            f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} "
+            f"when the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
+            f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
+        )
+    if address == 0 and local.nbytes:
+        raise WindlassInvalid(
+            f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or after it "
+            "is there again"
+        )
+    source.address, source.size, source.strides = address, local.nbytes, strides
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:

@@ -6,10 +6,10 @@ Owns: :class:`Receiver`, for engines that embed it, for evaluation scripts and f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,13 +82,18 @@ class Receiver:
         """Syncs until the image is at ``version`` or beyond, and tells how the last sync went."""
         until = time.monotonic() + timeout
         while True:
-            told = self.sync(max(0.0, until - time.monotonic()))
+            told: dict[str, Any] = {}
+            # Before the first version there is nothing to sync to; it is waited for like any other.
+            with contextlib.suppress(WindlassNotFound):
+                told = self.sync(max(0.0, until - time.monotonic()))
             have = self.version
-            if have is not None and have >= version:
+            if told and have is not None and have >= version:
                 return told
             left = until - time.monotonic()
             if left <= 0:
-                raise WindlassTimeout(f"version {version} did not come within {timeout:g} s; the image has {have}")
+                raise WindlassTimeout(
+                    f"version {version} did not come within {timeout:g} s; the image has {have}"
+                )
             self.wait_newer(left)
 
     @property
@@ -101,7 +106,7 @@ class Receiver:
         """Where it stands. Answers at once, also while a sync runs."""
         return TransferStatus.from_dict(json.loads(self._inner.status()))
 
-    @contextmanager
+    @contextlib.contextmanager
     def hold(self, seconds: float = 300.0, timeout: float = 60.0) -> Iterator[Image]:
         """The version in the image, which does not change while it is held, for at most ``seconds``.
 
@@ -124,6 +129,12 @@ class Receiver:
         self.close()
 
 
+class _NoTensor(WindlassNotFound, KeyError):
+    """What a mapping raises for a key that it does not have: `in` and `get` catch it."""
+
+    __str__ = WindlassNotFound.__str__
+
+
 class _Tensors(Mapping[str, Any]):
     """Tensors of an image by name, aliases included; made when they are asked for."""
 
@@ -132,7 +143,7 @@ class _Tensors(Mapping[str, Any]):
 
         layout = held.layout()
         self._data = flat(held.memory())
-        self._table = {name: rest for name, *rest in layout.tensors()}
+        self._table = {name: (dtype, shape, at, size) for name, dtype, shape, at, size in layout.tensors()}
         self._aliases = layout.aliases()
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -140,12 +151,15 @@ class _Tensors(Mapping[str, Any]):
 
         row = self._table.get(self._aliases.get(name, name))
         if row is None:
-            raise WindlassNotFound(f"the image has no tensor {name!r}")
+            raise _NoTensor(f"the image has no tensor {name!r}")
         dtype, shape, offset, size = row
         if dtype == "float4_e2m1fn_x2" and shape:
             # torch counts pairs.
             shape = [*shape[:-1], shape[-1] // 2]
         return tensor_at(self._data, offset, size, dtype, shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table or name in self._aliases
 
     def __iter__(self) -> Iterator[str]:
         yield from self._table

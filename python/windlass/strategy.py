@@ -72,7 +72,10 @@ V = TypeVar("V", bound="WeightTransferReceiver")
 
 
 class InferenceClient(Protocol):
-    """What a sender needs of the engines: a way to announce a request to all of them."""
+    """What the trainer's side needs of the engines: a way to tell all of them something."""
+
+    async def init_weight_transfer(self, sync_info: WeightSyncInfo) -> object:
+        """Hands the sync info to every engine, and returns when each has made its receiver."""
 
     async def update_weights(self, request: WeightUpdateRequest) -> object:
         """Hands a request to every engine, and returns when each has received and loaded it."""

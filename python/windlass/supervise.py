@@ -6,6 +6,7 @@ a stuck thread of it; :class:`AgentSupervisor` starts it, starts it again when i
 
 from __future__ import annotations
 
+import json
 import os
 import site
 import sys
@@ -14,9 +15,13 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from windlass._windlass import Supervisor
 from windlass.errors import WindlassInvalid
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AgentSupervisor"]
 
@@ -91,13 +96,14 @@ class AgentSupervisor:
     def status(self) -> dict[str, object]:
         """How the agent is: ``running``, ``pid``, ``endpoint``, ``data_port``, ``token_file``, ``restarts``,
         ``last_error`` and ``log``."""
-        return self._kept.status()
+        told: dict[str, object] = json.loads(self._kept.status())
+        return told
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the agent: it has ``timeout`` seconds to end transfers, then it is killed. Again is nothing."""
         self._kept.stop(timeout)
 
-    def __enter__(self) -> AgentSupervisor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -112,7 +118,7 @@ class AgentSupervisor:
     def __repr__(self) -> str:
         if os.getpid() != self._pid:
             return f"<AgentSupervisor of process {self._pid}>"
-        status = self._kept.status()
+        status = self.status()
         return f"<AgentSupervisor pid={status['pid']} endpoint={status['endpoint']}>"
 
 

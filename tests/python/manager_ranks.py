@@ -7,6 +7,7 @@ real receiver, fed by a real agent, holds the gathered state bit by bit.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -71,12 +72,16 @@ def followed(
 ) -> dict[str, int]:
     """Offloads three versions and compares each with `expected`; how many parameters went which way."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    whole = config.pop("whole", True)
     name = f"test-{Case.number}"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
         homes = [home]
         dist.broadcast_object_list(homes)
         options = {"names": config.pop("names", None), "node": config.pop("node", None)}
-        fields = {"model_id": name, "region_dir": homes[0], "timeout": 60.0, **config}
+        # Hosts share no memory.
+        place = os.path.join(homes[0], options["node"] or "here")
+        os.makedirs(place, exist_ok=True)
+        fields = {"model_id": name, "region_dir": place, "timeout": 60.0, **config}
         with WeightManager(**options, **fields) as wm:
             receiver = None
             for version in VERSIONS:
@@ -90,17 +95,23 @@ def followed(
                     receiver.wait(version, 60.0)
                     with receiver.hold() as image:
                         assert image.version == version
-                        assert sorted(image.tensors) == sorted(wanted), (sorted(image.tensors), sorted(wanted))
+                        assert sorted(image.tensors) == sorted(wanted), (
+                            sorted(image.tensors),
+                            sorted(wanted),
+                        )
                         for tensor, value in wanted.items():
                             same(image.tensors[tensor], value, tensor)
-                        assert image.digest == wm.wait_delta_ready(version)
+                        sealed = wm.wait_delta_ready(version)
+                        # The digest of a part is not that of the whole.
+                        assert (image.digest == sealed) == whole
                 # The receiver reads the image, not the region; no rank runs ahead of the comparison.
                 dist.barrier()
             if receiver is not None:
                 receiver.close()
             ways = dict(wm.status()["ways"] or {})
         dist.barrier()
-        assert not os.path.exists(os.path.join(homes[0], f"windlass-{name}"))
+        assert os.listdir(place) == []
+        dist.barrier()
     return ways
 
 
@@ -132,7 +143,9 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def fsdp2(dtype: str, shape: tuple[int, ...], cast: str | None = None, offload: bool = False) -> dict[str, int]:
+def fsdp2(
+    dtype: str, shape: tuple[int, ...], cast: str | None = None, offload: bool = False
+) -> dict[str, int]:
     """FSDP2 on a mesh of one (fully sharded) or two dimensions (HSDP)."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -185,9 +198,7 @@ def fsdp2_over_tp() -> dict[str, int]:
     model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    return followed(
-        model.named_parameters, lambda: reference(model), lambda v: change(model.parameters(), v)
-    )
+    return followed(model.named_parameters, lambda: reference(model), lambda v: change(model.parameters(), v))
 
 
 def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
@@ -204,7 +215,10 @@ def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
         device_id=torch.device("cpu"),
     )
     outer = FSDP(
-        model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, device_id=torch.device("cpu")
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=orig,
+        device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
 
@@ -216,7 +230,8 @@ def fsdp1(strategy: str, orig: bool, whole_model: bool) -> dict[str, int]:
     def gathered() -> dict[str, torch.Tensor]:
         with FSDP.summon_full_params(outer, writeback=False):
             return {
-                n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in outer.named_parameters()
+                n.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+                for n, p in outer.named_parameters()
             }
 
     return followed(lambda: outer if whole_model else outer.named_parameters(), gathered, step)
@@ -314,11 +329,29 @@ def another_host() -> dict[str, int]:
     )
 
 
+def two_hosts(dtype: str, cast: str | None = None) -> dict[str, int]:
+    """Sharded over two pretended hosts: each publishes its part, and receivers get the whole from both."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = Odd(getattr(torch, dtype))
+    world = dist.get_world_size()
+    fully_shard(model, mesh=mesh_of((world,), ("shard",)), ignored_params={model.inner.scale})
+    wanted = None if cast is None else getattr(torch, cast)
+    return followed(
+        model.named_parameters,
+        lambda: reference(model, wanted),
+        lambda v: change(model.parameters(), v),
+        generator_dtype=cast,
+        node=f"host-{dist.get_rank() * 2 // world}",
+        whole=False,
+    )
+
+
 def several(cases: list[tuple[str, list[Any]]]) -> list[dict[str, int]]:
     """Many cases in one life of the ranks: starting them costs more than the cases do."""
     out = []
     for number, (name, args) in enumerate(cases):
         Case.number = number
-        print(f"case {name}{tuple(args)}", flush=True)
+        sys.stderr.write(f"case {name}{tuple(args)}\n")
         out.append(globals()[name](*args))
     return out

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from windlass.extract.pieces import Dtype
+
+from windlass.dtypes import Dtype
 
 SEED = 20
 
@@ -72,7 +73,7 @@ def lora_policy(width: int = 16) -> Any:
 
 def reference(model: nn.Module, dtype: Dtype | None = None) -> dict[str, Tensor]:
     """What an extractor must give for the unwrapped model: its parameters, cast by torch."""
-    from windlass.extract.pieces import torch_dtype
+    from windlass.dtypes import torch_dtype
 
     to = None if dtype is None else torch_dtype(dtype)
     return {name: value.detach().to(to or value.dtype) for name, value in model.named_parameters()}

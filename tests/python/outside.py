@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from windlass import (
     BroadcastWeightUpdateRequest,
     TorchDistributedWeightSyncInfo,
+    WeightExtractor,
     WeightLoader,
     WeightSyncInfo,
+    WeightSyncManager,
     WeightTransferReceiver,
     WeightTransferSender,
     WeightTransferStrategy,
     WeightUpdateRequest,
-    _windlass,
     each_tensor,
     parse_request,
     strategy_from_config,
@@ -137,20 +138,19 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Any]]:
     }
 
 
-def chunks() -> list[WeightChunk]:
-    chunker = _windlass.Chunker(group_by_module=True)
-    done = []
-    for name, tensor in weights():
-        done += chunker.push(name, str(tensor.dtype), tensor.shape, tensor)
-    done += chunker.finish()
-    return [
-        WeightChunk.of([(name, tensor) for name, _, _, tensor in parts], module_name=module)
-        for module, parts in done
-    ]
+class Weights(WeightExtractor):
+    """Gives the weights above, whatever the model."""
+
+    def _extract_raw_weights(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()
 
 
 class Pipe:
     """Engines at the other end of standard output."""
+
+    async def init_weight_transfer(self, sync_info: WeightSyncInfo) -> object:
+        say(sync_info.to_dict())
+        return None
 
     async def update_weights(self, request: WeightUpdateRequest) -> object:
         say(request.to_dict())
@@ -163,11 +163,13 @@ def say(value: object) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    strategy = strategy_from_config(config)
-    info = strategy.create_init_info()
-    say(info.to_dict())
-    with strategy.create_sender(info) as sender:
-        asyncio.run(sender.send_chunks(chunks(), Pipe()))
+    async def run() -> None:
+        manager = WeightSyncManager(strategy_from_config(config), Weights(group_by_module=True), Pipe())
+        await manager.initialize()
+        await manager.sync_weights(None)
+        manager.close()
+
+    asyncio.run(run())
 
 
 def serve(config: dict[str, Any]) -> None:

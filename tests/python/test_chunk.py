@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from windlass.chunk import WeightChunk
 from windlass.errors import WindlassInvalid
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pathlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Policy, differences, policy, reference, same
 from torch import Tensor
+
+from models import Policy, differences, policy, reference, same
 from windlass.errors import WindlassBug, WindlassInvalid
 from windlass.extract import ModuleWeightExtractor, Source, WeightExtractor, extractor_for, settings
 
@@ -86,7 +88,7 @@ def test_a_plain_module_comes_out_bit_by_bit_and_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, "torch.float64", "F8_E4M3", "float8_e5m2"])
-def test_casts_are_those_of_torch(dtype: Any) -> None:
+def test_casts_while_extracting_are_those_of_torch(dtype: Any) -> None:
     model = policy()
     assert differences(collected(ModuleWeightExtractor(), model, dtype), reference(model, dtype)) == []
 
@@ -94,7 +96,7 @@ def test_casts_are_those_of_torch(dtype: Any) -> None:
 def test_dtypes_of_single_tensors_come_before_the_generator_dtype() -> None:
     model = policy()
     extractor = ModuleWeightExtractor(
-        buffers=True, dtypes={"*.norm.*": "float32", "layers.1.norm.bias": torch.float16, "scale": "float64"}
+        buffers=True, dtypes={"layers.1.norm.bias": torch.float16, "*.norm.*": "float32", "scale": "float64"}
     )
     got = collected(extractor, model, "bfloat16")
     assert got["layers.0.norm.weight"].dtype == torch.float32
@@ -102,6 +104,19 @@ def test_dtypes_of_single_tensors_come_before_the_generator_dtype() -> None:
     assert got["scale"].dtype == torch.float64
     assert got["head.weight"].dtype == torch.bfloat16
     assert got["steps"].dtype == torch.int64, "a counter is not cast"
+
+
+def test_dtypes_of_a_checkpoint_come_before_the_generator_dtype(tmp_path: pathlib.Path) -> None:
+    from safetensors.torch import save_file
+
+    model = policy()
+    stored = reference(model, "bfloat16") | {"layers.0.norm.weight": model.layers[0].norm.weight.detach()}
+    save_file(stored, tmp_path / "model.safetensors")
+    got = collected(ModuleWeightExtractor(checkpoint=tmp_path), model, "float16")
+    assert {name: tensor.dtype for name, tensor in got.items()} == {
+        name: t.dtype for name, t in stored.items()
+    }
+    assert differences(got, stored) == []
 
 
 def test_persistent_buffers_are_there_when_asked_for() -> None:
@@ -202,23 +217,28 @@ def test_without_metadata_one_weight_more_is_alive_at_most() -> None:
     assert extractor.peak <= largest + 256 * 256 * 4
 
 
-def test_the_cast_chunks_of_the_process_are_one_chunk_too() -> None:
-    # Counted from outside, by the memory of the process: what is cast is not seen by the extractor's own count.
-    import resource
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS is what it holds now, VmHWM the most since the mark was reset."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
+
+def test_the_memory_of_the_process_grows_by_one_chunk() -> None:
+    # Counted from outside: what is cast is not seen by the extractor's own count.
     model = stack(layers=24, width=1024)
     extractor = ModuleWeightExtractor(threshold_gb=16 / 1024)
-    for chunk in extractor.extract_weights(model, "float64"):
-        del chunk
-        break
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
     total = 0
     for chunk in extractor.extract_weights(model, "float64"):
         total += chunk.total_size_bytes
         del chunk
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = memory("VmHWM") - before
     assert total == 48 * 8 * MIB
     assert grown < 48 * MIB, f"{grown / MIB:.0f} MiB for chunks of 16 MiB"
+    kept = list(extractor.extract_weights(model, "float64"))
+    assert memory("VmHWM") - before > 300 * MIB, "this measure sees chunks that are kept"
+    del kept
 
 
 def test_a_consumer_that_stops_early_has_gathered_no_more_than_it_took() -> None:

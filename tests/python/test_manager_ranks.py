@@ -6,10 +6,13 @@ The cases of one world size run in one group of ranks, which is started by the f
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+
+from ranks import RankFailure, run_ranks
 
 BF16 = ["bfloat16"]
 CAST = ["float32", "bfloat16"]
@@ -30,13 +33,15 @@ OF_WORLD: dict[int, list[tuple[str, list[Any]]]] = {
     2: [("replicated", [d]) for d in ("float16", "float64", "float8_e4m3fn", "float8_e5m2")]
     + [("fsdp1", case) for case in FSDP1]
     + [("fsdp2", ["float32", (2,), "bfloat16", True])],
-    3: [("fsdp1", case) for case in FSDP1],
+    3: [("fsdp1", case) for case in FSDP1] + [("two_hosts", BF16)],
     4: [
         ("fsdp2", ["bfloat16", (2, 2)]),
         ("placements", ["float32"]),
         ("placements", BF16),
         ("fsdp2_over_tp", []),
         ("another_host", []),
+        ("two_hosts", BF16),
+        ("two_hosts", CAST),
     ],
 }
 
@@ -47,9 +52,20 @@ def cases(world: int) -> list[tuple[str, list[Any]]]:
 
 
 @functools.cache
+def outcome(world: int) -> list[dict[str, int]] | str:
+    """What came of a group; its failure is kept like its success."""
+    try:
+        found: list[dict[str, int]] = run_ranks(world, "manager_ranks:several", [cases(world)], 300.0)[0]
+    except RankFailure as e:
+        return str(e)
+    return found
+
+
 def results(world: int) -> list[dict[str, int]]:
     """Which way the parameters of each case went, on rank 0."""
-    found: list[dict[str, int]] = run_ranks(world, "manager_ranks:several", [cases(world)], 300.0)[0]
+    found = outcome(world)
+    if isinstance(found, str):
+        raise RankFailure(found)
     return found
 
 
@@ -104,10 +120,21 @@ def test_a_whole_replica_on_one_host_publishes_alone() -> None:
     assert of(4, "another_host") != []
 
 
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("world", [3, 4])
+def test_hosts_that_hold_parts_publish_a_whole_image(world: int) -> None:
+    for ways in of(world, "two_hosts"):
+        assert set(ways) == {"shards", "whole"}
+
+
 @pytest.mark.deepspeed
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("world", "stage", "dtype"), [(2, 3, "bfloat16"), (3, 3, "float32"), (2, 1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("world", "stage", "dtype"), [(2, 3, "bfloat16"), (3, 3, "float32"), (2, 1, "bfloat16")]
+)
 def test_zero_partitions_go_straight_to_their_place(world: int, stage: int, dtype: str) -> None:
-    env = {"DS_ACCELERATOR": "cpu"}
+    # DeepSpeed compiles with ninja, which is installed beside the interpreter.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    env = {"DS_ACCELERATOR": "cpu", "PATH": path}
     ways = run_ranks(world, "manager_ranks:zero", [stage, dtype], 180.0, env=env)
     assert set(ways[0]) == ({"ZeRO-3 shards"} if stage == 3 else {"whole"})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
-from ranks import RankFailure, run_ranks
+
+from ranks import RankFailure, Ranks, run_ranks
 
 
-def test_ranks_share_a_group_and_return_in_order() -> None:
-    assert run_ranks(3, "ranks_selftest:add_up", [10], timeout=60) == [33, 33, 33]
+def test_ranks_share_a_group_return_in_order_and_run_on() -> None:
+    with Ranks(3) as ranks:
+        assert ranks.run("ranks_selftest:add_up", [10], timeout=60) == [33, 33, 33]
+        assert ranks.run("ranks_selftest:add_up", [0], timeout=60) == [3, 3, 3]
 
 
 def test_a_rank_that_raises_ends_all_ranks_and_is_quoted() -> None:

@@ -9,7 +9,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +18,10 @@ from children import environment
 from windlass import (
     EmptyWeightSyncInfo,
     LoraDiskWeightUpdateRequest,
+    WeightExtractor,
     WeightLoader,
     WeightSyncInfo,
+    WeightSyncManager,
     WeightTransferReceiver,
     WeightTransferSender,
     WeightTransferStrategy,
@@ -251,3 +253,53 @@ def test_a_choice_says_why_and_an_impossible_one_what_stands_in_the_way() -> Non
         choose({"plcement": "remote"})
     with pytest.raises(WindlassInvalid, match="change_rate"):
         choose({"change_rate": 2.0})
+
+
+class Engines:
+    """Remembers what it was told, and may refuse."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.told: list[Any] = []
+        self.refuse = refuse
+
+    async def init_weight_transfer(self, sync_info: WeightSyncInfo) -> object:
+        if self.refuse:
+            raise WindlassUnsupported("no such engine")
+        self.told.append(sync_info)
+        return None
+
+    async def update_weights(self, request: Any) -> object:
+        self.told.append(request)
+        return None
+
+
+class One(WeightExtractor):
+    def _extract_raw_weights(self, model: Any) -> Iterator[tuple[str, Any]]:
+        yield "a.b.weight", model
+
+
+def test_the_facade_joins_once_in_order_and_leaves_nothing_half_joined() -> None:
+    import torch
+
+    async def run() -> None:
+        engines = Engines()
+        manager = WeightSyncManager(Small(), One(), engines)
+        with pytest.raises(WindlassInvalid, match="initialize"):
+            await manager.sync_weights(torch.ones(2))
+        await manager.initialize()
+        with pytest.raises(WindlassInvalid, match="joined already"):
+            await manager.initialize()
+        await manager.sync_weights(torch.ones(2), "bfloat16")
+        assert engines.told[0] == EmptyWeightSyncInfo()
+        assert [chunk.dtypes for chunk in engines.told[1:]] == [["bfloat16"]]
+        sender = manager._sender
+        manager.close()
+        manager.close()
+        assert isinstance(sender, Sender)
+        assert sender.closed == 1
+        refused = WeightSyncManager(Small(), One(), Engines(refuse=True))
+        with pytest.raises(WindlassUnsupported, match="no such engine"):
+            await refused.initialize()
+        assert refused._sender is None
+
+    asyncio.run(run())

@@ -12,12 +12,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import windlass
 from windlass.supervise import AgentSupervisor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PATIENCE = 30.0
 PACKAGE = str(Path(windlass.__file__).resolve().parent.parent)
@@ -33,7 +36,16 @@ def home() -> Iterator[Path]:
 def region(home: Path) -> Iterator[Path]:
     """A region with a publisher."""
     path = home / "region"
-    words = [sys.executable, "-m", "windlass", "demo-rank", "--rank=0", "--ranks=1", "--model-bytes=1Mi", "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "demo-rank",
+        "--rank=0",
+        "--ranks=1",
+        "--model-bytes=1Mi",
+        "--json",
+    ]
     rank = subprocess.Popen(
         [*words, f"--region={path}", "--model-id=policy"],
         stdin=subprocess.PIPE,
@@ -74,7 +86,9 @@ def pid_of(agent: AgentSupervisor) -> int:
 class Script:
     """Another interpreter that runs a script and says lines of JSON."""
 
-    def __init__(self, text: str, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None):
+    def __init__(
+        self, text: str, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
+    ):
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
             stdout=subprocess.PIPE,
@@ -96,7 +110,7 @@ class Script:
         self.process.kill()
         self.process.wait(PATIENCE)
 
-    def __enter__(self) -> Script:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,7 +287,12 @@ def test_the_agent_is_found_where_only_the_search_path_leads_to_the_package(regi
 def test_starting_the_command_imports_nothing_heavy() -> None:
     words = [sys.executable, "-X", "importtime", "-m", "windlass", "--version"]
     run = subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True, text=True, timeout=PATIENCE, check=True
+        words,
+        env={**os.environ, "PYTHONPATH": PACKAGE},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
     assert "windlass._windlass" in imported

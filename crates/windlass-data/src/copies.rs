@@ -122,11 +122,7 @@ impl Copy {
     }
 
     /// Calls `each(in the slot, in the source)` for every run whose outermost index is in `outer`.
-    fn runs<E>(
-        &self,
-        outer: Range<u64>,
-        mut each: impl FnMut(u64, u64) -> Result<(), E>,
-    ) -> Result<(), E> {
+    fn runs<E>(&self, outer: Range<u64>, mut each: impl FnMut(u64, u64) -> Result<(), E>) -> Result<(), E> {
         let Some((first, inner)) = self.dims.split_first() else { return each(self.at, 0) };
         let mut index = [0u64; MAX_DIMS];
         let (mut to, mut from) = (self.at + outer.start * first.to, outer.start * first.from);
@@ -232,21 +228,27 @@ impl CopyPlan {
                 return Err(CopyError::Short { index, have, need });
             }
         }
-        work::each(threads.max(1), self.jobs.len() as u64, stop, || (), |(), job| {
-            attempt.check()?;
-            match &self.jobs[job as usize] {
-                Job::Copies(range) => range.clone().try_for_each(|i| {
-                    let outer = self.copies[i].dims.first().map_or(1, |d| d.count);
-                    self.rows(attempt, sources, i, 0..outer)
-                })?,
-                Job::Rows(i, outer) => self.rows(attempt, sources, *i, outer.clone())?,
-                Job::Bytes(i, range) => {
-                    let bytes = &sources[*i][range.start as usize..range.end as usize];
-                    attempt.write(self.copies[*i].at + range.start, bytes)?;
+        work::each(
+            threads.max(1),
+            self.jobs.len() as u64,
+            stop,
+            || (),
+            |(), job| {
+                attempt.check()?;
+                match &self.jobs[job as usize] {
+                    Job::Copies(range) => range.clone().try_for_each(|i| {
+                        let outer = self.copies[i].dims.first().map_or(1, |d| d.count);
+                        self.rows(attempt, sources, i, 0..outer)
+                    })?,
+                    Job::Rows(i, outer) => self.rows(attempt, sources, *i, outer.clone())?,
+                    Job::Bytes(i, range) => {
+                        let bytes = &sources[*i][range.start as usize..range.end as usize];
+                        attempt.write(self.copies[*i].at + range.start, bytes)?;
+                    }
                 }
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )
         .map(drop)
     }
 
@@ -366,11 +368,8 @@ mod tests {
             for z in (0..shape[0]).step_by(tile[0] as usize) {
                 for y in (0..shape[1]).step_by(tile[1] as usize) {
                     for x in (0..shape[2]).step_by(tile[2] as usize) {
-                        let size = [
-                            tile[0].min(shape[0] - z),
-                            tile[1].min(shape[1] - y),
-                            tile[2].min(shape[2] - x),
-                        ];
+                        let size =
+                            [tile[0].min(shape[0] - z), tile[1].min(shape[1] - y), tile[2].min(shape[2] - x)];
                         let gap = gaps[copies.len() % gaps.len()];
                         let (inner, outer) = (size[2] + gap, size[1] * (size[2] + gap) + gap);
                         copies.push(Copy {

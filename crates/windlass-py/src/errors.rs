@@ -5,11 +5,11 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
+use windlass::supervise::SuperviseError;
 use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;
 use windlass_core::dtype::DtypeError;
-use windlass::supervise::SuperviseError;
 use windlass_core::error::Kind;
 use windlass_core::identity::IdentityError;
 use windlass_core::request::RequestError;

@@ -44,7 +44,15 @@ impl Held {
     ) -> Held {
         let region = Arc::clone(lease.region());
         let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
-        Held { lease: Mutex::new(Some(lease)), region, path, version, incarnation, digest, home: Home::here() }
+        Held {
+            lease: Mutex::new(Some(lease)),
+            region,
+            path,
+            version,
+            incarnation,
+            digest,
+            home: Home::here(),
+        }
     }
 
     fn lease(&self) -> Result<MutexGuard<'_, Option<Lease>>, Failure> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use windlass_core::Dtype;
-use windlass_core::manifest::{DimCut, Manifest, TensorSpec};
+use windlass_core::manifest::{Block, DimCut, Manifest, Parts, Tensor, TensorSpec};
 
 use crate::errors::Failure;
 
@@ -24,13 +24,13 @@ impl Layout {
     fn new(
         tensors: Vec<(String, String, Vec<u64>)>,
         aliases: Option<BTreeMap<String, String>>,
-        cuts: Option<BTreeMap<String, Vec<(usize, Vec<u64>)>>>,
+        cuts: Option<Vec<(String, Vec<(usize, Vec<u64>)>)>>,
     ) -> PyResult<Layout> {
         let specs = tensors
             .into_iter()
             .map(|(name, dtype, shape)| {
-                let dtype = Dtype::from_str(&dtype)
-                    .map_err(|e| Failure::invalid(format!("tensor {name:?}: {e}")))?;
+                let dtype =
+                    Dtype::from_str(&dtype).map_err(|e| Failure::invalid(format!("tensor {name:?}: {e}")))?;
                 Ok(TensorSpec::new(name, dtype, shape))
             })
             .collect::<Result<Vec<_>, Failure>>()?;
@@ -59,7 +59,7 @@ impl Layout {
 
     /// (name, dtype, shape, offset in the data, bytes) of each tensor, in the order of the image.
     fn tensors(&self) -> Vec<(String, String, Vec<u64>, u64, u64)> {
-        let row = |t: &windlass_core::manifest::Tensor| {
+        let row = |t: &Tensor| {
             (t.name.clone(), t.dtype.to_string(), t.shape.clone(), t.offset, t.bytes)
         };
         self.0.tensors().iter().map(row).collect()
@@ -70,7 +70,49 @@ impl Layout {
         self.0.aliases().clone()
     }
 
+    /// Ranges of blocks for each of `count` hosts. `owners` gives, for each tensor, its boxes: the coordinates of the
+    /// first element, those after the last, and the host. Tensors that are not named belong to the first host.
+    fn parts(
+        &self,
+        count: usize,
+        owners: Vec<(String, Vec<(Vec<u64>, Vec<u64>, usize)>)>,
+    ) -> PyResult<Vec<Vec<(u32, u32)>>> {
+        let manifest = &self.0;
+        let owners: BTreeMap<_, _> = owners.into_iter().collect();
+        let rows: Vec<_> = manifest.tensors().iter().map(|t| owners.get(&t.name)).collect();
+        let owner = |block: &Block| {
+            let Some(boxes) = rows.get(block.tensor as usize).copied().flatten() else { return 0 };
+            let tensor = &manifest.tensors()[block.tensor as usize];
+            let at = coordinates(tensor, block.start);
+            let inside = |(low, high, _): &&(Vec<u64>, Vec<u64>, usize)| {
+                at.iter().zip(low).zip(high).all(|((a, l), h)| l <= a && a < h)
+            };
+            boxes.iter().find(inside).map_or(usize::MAX, |(_, _, host)| *host)
+        };
+        let parts = Parts::by_owner(manifest, count, owner).map_err(Failure::from)?;
+        let ranges = |part| parts.blocks(part).ranges().map(|r| (r.start, r.end)).collect();
+        Ok((0..count).map(ranges).collect())
+    }
+
     fn __len__(&self) -> usize {
         self.0.tensors().len()
     }
+}
+
+/// The coordinates of the element that holds a tensor's `unit`.
+fn coordinates(tensor: &Tensor, unit: u64) -> Vec<u64> {
+    let mut element = unit * 8 * tensor.dtype.unit() as u64 / tensor.dtype.bits();
+    let mut at: Vec<u64> = tensor
+        .shape
+        .iter()
+        .rev()
+        .map(|&n| {
+            let n = n.max(1);
+            let i = element % n;
+            element /= n;
+            i
+        })
+        .collect();
+    at.reverse();
+    at
 }

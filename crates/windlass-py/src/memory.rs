@@ -41,7 +41,9 @@ pub(crate) fn lend<T>(
     let mut slices = Vec::with_capacity(lens.len());
     for (index, (&address, &len)) in addresses.iter().zip(lens).enumerate() {
         if address == 0 && len > 0 {
-            return Err(Failure::invalid(format!("source {index} has no memory but should have {len} bytes")));
+            return Err(Failure::invalid(format!(
+                "source {index} has no memory but should have {len} bytes"
+            )));
         }
         // SAFETY: see above; the slices end with this call, before the package lets go of the tensors.
         slices.push(unsafe { bytes_at(address, len as usize) });

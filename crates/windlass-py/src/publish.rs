@@ -5,12 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use windlass_core::address::Token;
 use windlass_core::error::Kind;
-use windlass_core::identity::ModelId;
+use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::copies::{Copy, CopyPlan, Dim};
-use windlass_data::region::{
-    LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer,
-};
+use windlass_data::region::{LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer};
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
@@ -58,9 +57,11 @@ impl Publisher {
 #[pymethods]
 impl Publisher {
     /// Makes the region `dir`, as rank 0 of `ranks`. A dead publisher's region is replaced; `timeout` is how long to
-    /// wait for others to leave it.
+    /// wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
+    /// `Layout.parts`, and belongs to the `incarnation` of the first one.
     #[staticmethod]
-    #[pyo3(signature = (dir, model_id, layout, *, ranks = 1, group = false, memfd = "auto", extra_bytes = 0, timeout = 5.0))]
+    #[pyo3(signature = (dir, model_id, layout, *, ranks = 1, part = None, incarnation = None, group = false,
+        memfd = "auto", extra_bytes = 0, timeout = 5.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create(
         py: Python<'_>,
@@ -68,6 +69,8 @@ impl Publisher {
         model_id: String,
         layout: &Layout,
         ranks: u16,
+        part: Option<Vec<(u32, u32)>>,
+        incarnation: Option<&str>,
         group: bool,
         memfd: &str,
         extra_bytes: u64,
@@ -89,11 +92,11 @@ impl Publisher {
             manifest: Arc::clone(&layout.0),
             slots: Slots::Two,
             ranks,
-            part: None,
+            part: part.map(|ranges| ranges.into_iter().map(|(start, end)| start..end).collect()),
             group,
             memfd,
             extra_bytes,
-            incarnation: None,
+            incarnation: incarnation.map(parse_incarnation).transpose()?,
         };
         enter(py, Some(timeout), |stop| Publisher::of(Region::create_when_free(&spec, stop)?, 0))
     }
@@ -156,6 +159,18 @@ impl Publisher {
         self.region.incarnation().to_string()
     }
 
+    /// The secret of the region's agent, made if there is none yet.
+    fn token(&self) -> PyResult<String> {
+        let token = windlass::token::read_or_make(&self.region.token_path()).map_err(Failure::from)?;
+        Ok(token.expose().to_owned())
+    }
+
+    /// Gives the region's agent the secret of another one, so that receivers need only that.
+    fn set_token(&self, token: String) -> PyResult<()> {
+        let token = Token::new(token).map_err(|e| Failure::of(e.kind(), &e))?;
+        Ok(windlass::token::write(&self.region.token_path(), &token).map_err(Failure::from)?)
+    }
+
     /// What the system granted for the region's memory, in words.
     fn report(&self) -> String {
         self.region.report().to_string()
@@ -195,7 +210,10 @@ impl Publisher {
             };
             let (next, result) = match writer.into_attempt(version, stop) {
                 Ok(attempt) => (Turn::Writing(attempt), Ok(())),
-                Err((writer, e)) => (Turn::Idle(writer), Err(e.into())),
+                Err(back) => {
+                    let (writer, e) = *back;
+                    (Turn::Idle(writer), Err(e.into()))
+                }
             };
             *turn = next;
             result
@@ -281,7 +299,8 @@ impl Publisher {
                     Some(_) | None => {}
                 }
                 stop.check().map_err(|s| {
-                    let text = format!("version {version} was not sealed in time; see whether the agent runs");
+                    let text =
+                        format!("version {version} was not sealed in time; see whether the agent runs");
                     Failure::new(s.kind(), text)
                 })?;
                 self.region.wait(bell, stop.nap());
@@ -345,4 +364,9 @@ impl Copies {
     fn __len__(&self) -> usize {
         self.plan.spans().len()
     }
+}
+
+fn parse_incarnation(text: &str) -> Result<Incarnation, Failure> {
+    let number = u64::from_str_radix(text, 16);
+    number.map(Incarnation).map_err(|_| Failure::invalid(format!("{text:?} is not an incarnation")))
 }

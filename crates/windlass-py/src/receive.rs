@@ -45,7 +45,9 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
         "auto" => Ok(RequestMode::Auto),
         "full" => Ok(RequestMode::Full),
         "delta" => Ok(RequestMode::Delta),
-        other => Err(Failure::invalid(format!("mode {other:?} is not one of \"auto\", \"full\" and \"delta\""))),
+        other => {
+            Err(Failure::invalid(format!("mode {other:?} is not one of \"auto\", \"full\" and \"delta\"")))
+        }
     }
 }
 
@@ -82,7 +84,8 @@ impl Receiver {
                 HttpControl::new(&endpoint, token).map_err(Failure::from)?
             }
             (Some(_), None, None) => {
-                let text = "an endpoint needs its token; it is in the file that the agent names when it starts";
+                let text =
+                    "an endpoint needs its token; it is in the file that the agent names when it starts";
                 return Err(Failure::invalid(text).into());
             }
             (None, Some(dir), token) => HttpControl::of_region(&dir, token),
@@ -153,7 +156,8 @@ impl Receiver {
         let load = self::seconds("a hold", seconds)?;
         enter(py, Some(timeout), |stop| {
             self.with(|inner| {
-                let none = || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
+                let none =
+                    || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
                 let view = ImageView::take(inner.image().ok_or_else(none)?.region(), load, stop)?;
                 let (known, path) = (view.known().clone(), view.path());
                 let which = (known.identity.incarnation, known.identity.version);
@@ -164,6 +168,7 @@ impl Receiver {
 
     /// Where it stands, as JSON. Answers at once, also while a sync runs.
     fn status(&self) -> PyResult<String> {
+        self.home.check("receiver")?;
         let text = serde_json::to_string(&self.status.get());
         Ok(text.map_err(|e| Failure::new(Kind::Bug, e.to_string()))?)
     }
@@ -180,7 +185,9 @@ fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure>
     loop {
         match control.version(None, stop) {
             Ok(info) => return Ok(info.model_id),
-            Err(e) if stop.is_set() || !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) => {
+            Err(e)
+                if stop.is_set() || !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) =>
+            {
                 return Err(Failure::of(e.kind(), &e));
             }
             Err(_) => std::thread::sleep(stop.nap()),

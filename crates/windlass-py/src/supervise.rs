@@ -1,11 +1,11 @@
 //! An agent that is kept running for a trainer (see [`windlass::supervise`]).
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use serde_json::json;
 use windlass::supervise::{Spec, Supervisor as Kept};
 
 use crate::enter::{Home, enter};
@@ -46,24 +46,23 @@ impl Supervisor {
         enter(py, Some(timeout), |stop| Ok(self.kept.whereabouts(stop)?.endpoint))
     }
 
-    /// How the agent is: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`, `log`.
-    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    /// How the agent is, as JSON: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`,
+    /// `log`.
+    fn status(&self) -> PyResult<String> {
         self.home.check("supervisor")?;
         let status = self.kept.status().map_err(Failure::from)?;
         let here = status.whereabouts;
-        let dict = PyDict::new(py);
-        dict.set_item("running", status.running)?;
-        dict.set_item("pid", status.pid)?;
-        dict.set_item("endpoint", here.as_ref().map(|h| &h.endpoint))?;
-        dict.set_item("data_port", here.as_ref().map(|h| h.data_port))?;
-        dict.set_item(
-            "token_file",
-            here.as_ref().and_then(|h| h.token_file.as_deref()).map(Path::as_os_str),
-        )?;
-        dict.set_item("restarts", status.restarts)?;
-        dict.set_item("last_error", status.last_error)?;
-        dict.set_item("log", status.log.as_os_str())?;
-        Ok(dict)
+        let told = json!({
+            "running": status.running,
+            "pid": status.pid,
+            "endpoint": here.as_ref().map(|h| &h.endpoint),
+            "data_port": here.as_ref().map(|h| h.data_port),
+            "token_file": here.as_ref().and_then(|h| h.token_file.as_ref()).map(|f| f.display().to_string()),
+            "restarts": status.restarts,
+            "last_error": status.last_error,
+            "log": status.log.display().to_string(),
+        });
+        Ok(told.to_string())
     }
 
     /// Ends the agent, within `timeout` seconds by itself or then by signals. Again is nothing.

@@ -7,7 +7,7 @@
 use std::fs;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use subtle::ConstantTimeEq as _;
 use windlass_core::address::Token;
@@ -43,7 +43,25 @@ pub fn read_or_make(path: &Path) -> Result<Token, Error> {
     let mut bytes = [0u8; 32];
     getrandom::fill(&mut bytes).map_err(|e| Error::Bug(format!("no random bytes: {e}")))?;
     let text: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
-    // Written whole under another name first: nobody ever reads half a token.
+    let temp = beside(path, &text)?;
+    let linked = fs::hard_link(&temp, path);
+    let _ = fs::remove_file(&temp);
+    match linked {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(source) => return Err(Error::Io { action: "write the token to", path: path.into(), source }),
+    }
+    read(path)
+}
+
+/// Puts `token` into `path`, in place of what is there.
+pub fn write(path: &Path, token: &Token) -> Result<(), Error> {
+    let temp = beside(path, token.expose())?;
+    fs::rename(&temp, path).map_err(Error::io("write the token to", path))
+}
+
+/// Writes a token whole under another name, which only the owner can read: nobody ever reads half a token.
+fn beside(path: &Path, text: &str) -> Result<PathBuf, Error> {
     let temp = path.with_extension(format!("{}.new", std::process::id()));
     let mut file = fs::OpenOptions::new()
         .write(true)
@@ -53,14 +71,7 @@ pub fn read_or_make(path: &Path) -> Result<Token, Error> {
         .open(&temp)
         .map_err(Error::io("write the token to", &temp))?;
     file.write_all(text.as_bytes()).map_err(Error::io("write the token to", &temp))?;
-    let linked = fs::hard_link(&temp, path);
-    let _ = fs::remove_file(&temp);
-    match linked {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(source) => return Err(Error::Io { action: "write the token to", path: path.into(), source }),
-    }
-    read(path)
+    Ok(temp)
 }
 
 /// Whether a header `Authorization: Bearer …` carries the token. Takes the same time wherever they differ.

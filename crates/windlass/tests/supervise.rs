@@ -4,7 +4,7 @@ mod process;
 
 use std::ffi::OsString;
 use std::fs;
-use std::io::{BufRead as _, Write as _};
+use std::io::Write as _;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
@@ -285,16 +285,15 @@ fn supervising_process() {
     let supervisor = Supervisor::start(spec(Path::new(&region), &[])).unwrap();
     let here = found(&supervisor);
     say(json!({ "event": "listening", "pid": here.pid, "endpoint": here.endpoint }));
-    for line in std::io::stdin().lock().lines() {
-        assert_eq!(line.unwrap(), "stop");
-        supervisor.stop(PATIENCE, &Stop::never()).unwrap();
-        // The thread is joined; the kernel may take a moment to forget it.
-        until("no more threads", || (count("task") == threads).then_some(()));
-        let left = count("fd") - descriptors;
-        drop(supervisor);
-        say(json!({ "event": "ended", "left": left, "left_at_last": count("fd") - descriptors }));
-        return;
-    }
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    assert_eq!(line, "stop\n");
+    supervisor.stop(PATIENCE, &Stop::never()).unwrap();
+    // The thread is joined; the kernel may take a moment to forget it.
+    until("no more threads", || (count("task") == threads).then_some(()));
+    let left = count("fd") - descriptors;
+    drop(supervisor);
+    say(json!({ "event": "ended", "left": left, "left_at_last": count("fd") - descriptors }));
 }
 
 fn supervising(region: &Path) -> (Process, u32) {

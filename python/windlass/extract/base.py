@@ -5,8 +5,8 @@ where it can, what they will be (:meth:`WeightExtractor._extract_metadata`). The
 
 1. **Names.** A raw weight is cut into the tensors of the checkpoint by the source map: slices, without a copy. A
    tensor that several parameters make up is put together and leaves when it is complete.
-2. **Cast.** To the tensor's own dtype where the extractor was given one (``dtypes``), else to ``generator_dtype``,
-   which concerns floating-point weights only; on the device, one tensor at a time.
+2. **Cast.** To the dtype that was given for this tensor or that a checkpoint has for it, else to
+   ``generator_dtype``, which concerns floating-point weights only; on the device, one tensor at a time.
 3. **Chunks.** By the chunker of the core. With metadata the chunks are known before anything is gathered, so a
    chunk leaves with its last weight and nothing of the next one is gathered before it is asked for.
 """
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +26,10 @@ import torch
 
 from windlass import _windlass
 from windlass.chunk import WeightChunk
+from windlass.dtypes import Dtype, dtype_name
 from windlass.errors import WindlassBug, WindlassInvalid
-from windlass.extract.pieces import Dtype, Pieces, Views, dtype_name, torch_dtype
+from windlass.extract.pieces import Pieces, Views
+from windlass.names import DtypeRules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +47,10 @@ class WeightExtractor(ABC):
     """Gets whole weights out of a model; see :mod:`windlass.extract` for what holds for all of them.
 
     ``group_by_module`` keeps the parameters of one module in one chunk, ``threshold_gb`` joins chunks up to that
-    size (units of 1024³ bytes); without either, each weight is a chunk. ``dtypes`` maps names of the checkpoint, or
-    patterns of them (``*``), to dtypes that come before ``generator_dtype``. ``names`` is the source map; without
-    one it is made from the model.
+    size (units of 1024³ bytes); without either, each weight is a chunk. ``dtypes`` maps patterns of checkpoint names
+    (``*.A_log``) to dtypes, ``checkpoint`` is one whose dtypes are followed, and both come before
+    ``generator_dtype``; see :class:`windlass.names.DtypeRules`. ``names`` is the source map; without one it is made
+    from the model.
     """
 
     def __init__(
@@ -56,13 +61,15 @@ class WeightExtractor(ABC):
         only_rank0: bool = False,
         lora: bool | None = None,
         dtypes: Mapping[str, Dtype] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         names: Views | None = None,
     ) -> None:
         self.group_by_module = group_by_module
         self.threshold_bytes = None if threshold_gb is None else _windlass.threshold_from_gb(threshold_gb)
         self.only_rank0 = only_rank0
         self.lora = lora
-        self.dtypes = {pattern: torch_dtype(dtype) for pattern, dtype in (dtypes or {}).items()}
+        named = {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()}
+        self.dtypes = DtypeRules(dtypes=named, checkpoint=checkpoint)
         self.names = names
 
     @abstractmethod
@@ -106,26 +113,24 @@ class WeightExtractor(ABC):
         >>> [(chunk.names, chunk.dtypes) for chunk in ModuleWeightExtractor().extract_weights(model, "bfloat16")]
         [(['0.weight'], ['bfloat16']), (['0.bias'], ['bfloat16'])]
         """
-        dtype = None if generator_dtype is None else torch_dtype(generator_dtype)
+        dtypes = self.dtypes
+        if generator_dtype is not None:
+            dtypes = dataclasses.replace(dtypes, generator_dtype=str(generator_dtype))
         adapters = self._adapters(model)
         if adapters is not None:
-            yield from self._share(
-                adapters, lambda raw: self._streamed(Pieces(None, dtype, self.dtypes).stream(raw))
-            )
+            yield from self._share(adapters, lambda raw: self._streamed(Pieces(None, dtypes).stream(raw)))
             return
         views = self._source_map(model)
         buckets = self._extract_buckets(model)
         if buckets is not None:
             for bucket in buckets:
-                yield from self._share(
-                    bucket, lambda raw: _bucket(Pieces(views, dtype, self.dtypes).stream(raw))
-                )
+                yield from self._share(bucket, lambda raw: _bucket(Pieces(views, dtypes).stream(raw)))
             return
         metadata = self._extract_metadata(model)
-        plan = None if metadata is None else self._plan(metadata, Pieces(views, dtype, self.dtypes))
+        plan = None if metadata is None else self._plan(metadata, Pieces(views, dtypes))
 
         def cut(raw: Iterator[tuple[str, Tensor]]) -> Iterator[WeightChunk]:
-            weights = Pieces(views, dtype, self.dtypes).stream(raw)
+            weights = Pieces(views, dtypes).stream(raw)
             return self._streamed(weights) if plan is None else _planned(weights, plan)
 
         yield from self._share(self._extract_raw_weights(model), cut)

@@ -43,6 +43,10 @@ class DeepSpeedWeightExtractor(GatheringExtractor):
             else:
                 yield Source.whole(name, parameter)
 
+    def buffer_sources(self, model: torch.nn.Module) -> Iterator[Source]:
+        """The buffers of the engine's module."""
+        return super().buffer_sources(inner_module(model))
+
 
 class _Gather:
     """The whole of a parameter that ZeRO-3 has partitioned."""
@@ -51,9 +55,9 @@ class _Gather:
         self.parameter = parameter
 
     def __call__(self) -> Tensor:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters([self.parameter]):
+        with deepspeed.zero.GatheredParameters([self.parameter]):
             whole: Tensor = self.parameter.data.clone()
         return whole
 

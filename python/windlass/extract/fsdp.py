@@ -54,13 +54,19 @@ class FSDPWeightExtractor(GatheringExtractor):
         from torch.distributed.tensor import DTensor
 
         _reshard(model)
-        # Parameters that FSDP1 has flattened but still shows (``use_orig_params``).
-        seen = {id(shown) for flat in _flat_parameters(model) for shown in (flat, *(flat._params or ()))}
+        flat = _flat_parameters(model)
+        seen = {id(parameter) for parameter in flat}
+        # FSDP1 may still show what it has flattened, as parameters or as views that come and go: the place decides.
+        places = {
+            (id(info.module), info.param_name)
+            for parameter in flat
+            for info in (*parameter._param_infos, *parameter._shared_param_infos)
+        }
         for prefix, module in model.named_modules():
             if _is_unit(module) and module._handle is not None:
                 yield from _unit(f"{prefix}." if prefix else "", module._handle)
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in seen:
+                if id(parameter) in seen or (id(module), name) in places:
                     continue
                 seen.add(id(parameter))
                 name = f"{prefix}.{name}" if prefix else name

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.exchange import OverGroup
 from windlass.extract.base import WeightExtractor
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class MegatronWeightExtractor(WeightExtractor):
         )
 
 
+#: How long ranks may take to tell each other the sizes.
+AGREE_S = 300.0
+
+
 def _bytes(task: Any) -> int:
     """About what a task's weight takes when it is whole; 0 on a rank that does not hold it."""
     if task.param_weight is None:
@@ -113,8 +118,7 @@ def _largest(sizes: list[int]) -> list[int]:
     """The sizes as the ranks that hold the weights know them."""
     if not (dist.is_available() and dist.is_initialized()):
         return sizes
-    everywhere: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, sizes)
+    everywhere: list[list[int]] = OverGroup(None).all(sizes, AGREE_S)
     lengths = sorted({len(those) for those in everywhere})
     if len(lengths) > 1:
         raise WindlassInvalid(

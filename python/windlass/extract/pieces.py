@@ -6,24 +6,20 @@ both, because chunks are planned on the shadows.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from windlass import _windlass
+from windlass.dtypes import torch_dtype
 from windlass.errors import WindlassInvalid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.names import View
+    from windlass.names import DtypeRules, View
 
-__all__ = ["Dtype", "Pieces", "Views", "dtype_name", "torch_dtype"]
-
-#: A dtype as torch knows it, or its name.
-Dtype: TypeAlias = "torch.dtype | str"
+__all__ = ["Pieces", "Views"]
 
 
 class Views(Protocol):
@@ -37,17 +33,12 @@ class Views(Protocol):
 class Pieces:
     """Turns raw weights into checkpoint tensors, one stream at a time.
 
-    ``views`` of None leaves names and shapes as they are. ``dtypes`` (names or patterns) come before ``dtype``,
-    which concerns floating-point weights only: a counter stays a counter.
+    ``views`` of None leaves names and shapes as they are; ``dtypes`` says what each tensor is cast to.
     """
 
-    def __init__(
-        self, views: Views | None, dtype: torch.dtype | None, dtypes: Mapping[str, torch.dtype]
-    ) -> None:
+    def __init__(self, views: Views | None, dtypes: DtypeRules) -> None:
         self._views = views
-        self._dtype = dtype
-        self._exact = {name: dtype for name, dtype in dtypes.items() if not _is_pattern(name)}
-        self._patterns = {name: dtype for name, dtype in dtypes.items() if _is_pattern(name)}
+        self._dtypes = dtypes
         self._parts: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
@@ -95,12 +86,7 @@ class Pieces:
         return [self._parts.pop(name)]
 
     def _target(self, name: str, tensor: Tensor) -> torch.dtype:
-        if (exact := self._exact.get(name)) is not None:
-            return exact
-        for pattern, dtype in self._patterns.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                return dtype
-        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch_dtype(self._dtypes.dtype_of(name, tensor.dtype))
 
 
 def _slice(tensor: Tensor, view: View) -> Tensor:
@@ -111,26 +97,3 @@ def _slice(tensor: Tensor, view: View) -> Tensor:
     for _ in left_out:
         part = part.select(-1, 0)
     return part
-
-
-def _is_pattern(name: str) -> bool:
-    return any(mark in name for mark in "*?[")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """torch's own dtype for any spelling of it.
-
-    >>> torch_dtype("BF16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
-    (torch.bfloat16, torch.float32, torch.int8)
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, _windlass.dtype_name(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise WindlassInvalid(f"this torch has no dtype {dtype!r}", "use a newer one, or another dtype")
-    return found

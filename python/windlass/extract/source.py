@@ -6,6 +6,8 @@ such a trainer lists its parameters as :class:`Source` and gets metadata, weight
 
 from __future__ import annotations
 
+import sys
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ import torch
 from windlass.errors import WindlassInvalid
 from windlass.extract.base import Metadata, WeightExtractor
 from windlass.extract.pieces import Views
+from windlass.names import SourceMap, persistent_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GatheringExtractor", "Source", "buffers"]
+__all__ = ["GatheringExtractor", "Source", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class GatheringExtractor(WeightExtractor):
     def __init__(self, *, buffers: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.buffers = buffers
+        self._made: tuple[weakref.ref[torch.nn.Module], Views] | None = None
 
     @classmethod
     @abstractmethod
@@ -64,10 +68,14 @@ class GatheringExtractor(WeightExtractor):
     def sources(self, model: torch.nn.Module) -> Iterator[Source]:
         """All parameters of the model in one order on every rank, a tied one once."""
 
+    def buffer_sources(self, model: torch.nn.Module) -> Iterator[Source]:
+        """The buffers that a checkpoint holds. Every rank has them whole."""
+        return (Source.whole(name, buffer) for name, buffer in persistent_buffers(model))
+
     def _wanted(self, model: torch.nn.Module) -> Iterator[Source]:
         """Without what is not part of the checkpoint: that need not even be gathered."""
         views = self._source_map(model)
-        found = [*self.sources(model), *(buffers(model) if self.buffers else ())]
+        found = [*self.sources(model), *(self.buffer_sources(model) if self.buffers else ())]
         return (source for source in found if views is None or views.views(source.name, source.shape))
 
     def _extract_metadata(self, model: torch.nn.Module) -> Iterable[Metadata]:
@@ -84,7 +92,21 @@ class GatheringExtractor(WeightExtractor):
     def _source_map(self, model: torch.nn.Module) -> Views | None:
         if self.names is not None:
             return self.names
-        return None
+        if self._made is None or self._made[0]() is not model:
+            # Made once: that takes a pass over the model's structure.
+            self._made = (weakref.ref(model), _names(model))
+        return self._made[1]
+
+
+def _names(model: torch.nn.Module) -> Views:
+    """The names of a transformers model, or those of any other without what wrappers add."""
+    # Whoever made such a model has imported the library; for all others it is not worth the time.
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and any(
+        isinstance(module, transformers.PreTrainedModel) for module in model.modules()
+    ):
+        return SourceMap.from_model(model)
+    return SourceMap()
 
 
 def gathered(sources: Iterable[Source]) -> Iterator[tuple[str, Tensor]]:
@@ -94,13 +116,3 @@ def gathered(sources: Iterable[Source]) -> Iterator[tuple[str, Tensor]]:
             # Not in a variable: while this generator waits, the weight is the caller's alone.
             box = [source.gather()]
         yield source.name, box.pop()
-
-
-def buffers(model: torch.nn.Module) -> Iterator[Source]:
-    """The buffers that a checkpoint holds. Every rank has them whole."""
-    seen = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) not in seen and name not in module._non_persistent_buffers_set:
-                seen.add(id(buffer))
-                yield Source.whole(f"{prefix}.{name}" if prefix else name, buffer)

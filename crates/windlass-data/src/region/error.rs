@@ -106,6 +106,10 @@ fn list(missing: &[Missing]) -> String {
     missing.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
+fn waited(missing: &[Missing]) -> String {
+    if missing.is_empty() { String::new() } else { format!(" ({})", list(missing)) }
+}
+
 fn pids(pids: &[u32]) -> String {
     match pids {
         [] => "a process that has not registered".into(),
@@ -313,7 +317,8 @@ pub enum RegionError {
     },
     /// Somebody else gave the attempt up.
     #[error(
-        "attempt {attempt} to write version {version} was given up by another rank while rank {rank} was {stage}; nothing of it is served. Begin again"
+        "attempt {attempt} to write version {version} was given up by another rank while rank {rank} was {stage}{}; nothing of it is served. Begin again",
+        waited(missing)
     )]
     Aborted {
         /// The attempt.
@@ -324,6 +329,8 @@ pub enum RegionError {
         rank: u16,
         /// When.
         stage: Stage,
+        /// Who had not joined, if that was what it waited for.
+        missing: Vec<Missing>,
     },
     /// Bytes beyond the image.
     #[error("bytes {offset}..{end} are beyond the {len} bytes of the image")]

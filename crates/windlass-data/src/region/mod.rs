@@ -43,7 +43,9 @@
 //! - R-5 Too little room is an error before anything is written: `too_little_room_is_said_before_anything_is_written`,
 //!   `a_small_tmpfs_gets_memfd_slots`.
 //! - R-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
-//!   `a_live_region_is_not_replaced_and_a_dead_one_is`.
+//!   `a_live_region_is_not_replaced_and_a_dead_one_is`, `a_region_is_made_anew_once_its_last_user_is_gone`.
+//! - R-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
+//!   `a_silent_agent_is_not_waited_for_and_finds_its_seal_broken`.
 
 mod create;
 mod error;

@@ -75,10 +75,10 @@ impl Writer {
         mut self,
         version: Version,
         stop: &Stop,
-    ) -> Result<OwnedAttempt, (Writer, RegionError)> {
+    ) -> Result<OwnedAttempt, Box<(Writer, RegionError)>> {
         match self.start(version, stop) {
             Ok(attempt) => Ok(OwnedAttempt { attempt, writer: self }),
-            Err(e) => Err((self, e)),
+            Err(e) => Err(Box::new((self, e))),
         }
     }
 
@@ -180,7 +180,7 @@ impl Writer {
     }
 
     fn aborted(&self, attempt: u64, version: Version, stage: Stage) -> RegionError {
-        RegionError::Aborted { attempt, version, rank: self.rank, stage }
+        RegionError::Aborted { attempt, version, rank: self.rank, stage, missing: Vec::new() }
     }
 }
 
@@ -354,8 +354,22 @@ impl<'w> Attempt<'w> {
         RegionError::Stopped { attempt, version, rank, stage, missing: missing.collect(), stopped }
     }
 
+    /// Why the attempt ended, as far as this rank can tell: whoever gave it up saw another one die, or not come.
     fn aborted(&self, stage: Stage) -> RegionError {
-        RegionError::Aborted { attempt: self.id, version: self.version, rank: self.rank, stage }
+        if let Some(lost) = self.lost(stage) {
+            return lost;
+        }
+        let missing = if stage == Stage::Join { self.missing(Said::Joined) } else { Vec::new() };
+        let (attempt, version, rank) = (self.id, self.version, self.rank);
+        RegionError::Aborted { attempt, version, rank, stage, missing }
+    }
+
+    /// The ranks that have not said this.
+    fn missing(&self, wanted: Said) -> Vec<Missing> {
+        let flip = self.region.flip();
+        let ranks = (0..self.region.facts.ranks).map(|rank| (rank, flip.said(rank.into(), self.id)));
+        let late = ranks.filter(|(_, (said, _))| *said < wanted);
+        late.map(|(rank, (said, owner))| Missing::rank(rank, said, owner)).collect()
     }
 }
 

@@ -24,7 +24,7 @@ pub enum SuperviseError {
     #[error("cannot keep an agent running: how is the windlass command started?")]
     NoProgram {
         /// Why not.
-        source: Error,
+        source: Box<Error>,
     },
     /// The log cannot be written.
     #[error("cannot write the agent's log {}: {source}; name another file", path.display())]

@@ -110,3 +110,33 @@ impl Drop for Log {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_keeps_its_last_lines_within_its_bound() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("log");
+        std::fs::write(&path, "of an earlier life\n").unwrap();
+        let mut log = Log::open(Some(&path), Path::new("region")).unwrap();
+        log.mark();
+        assert_eq!(log.said(), None, "only the present agent counts");
+        let mut agent = log.file().unwrap();
+        for line in 0..MAX_LOG / 16 {
+            writeln!(agent, "line {line:>12}").unwrap();
+        }
+        log.bound();
+        assert!(log.len() <= TAIL + 100, "{}", log.len());
+        writeln!(agent, "the last one\n").unwrap();
+        let said = log.said().unwrap();
+        assert!(said.ends_with("the last one") && said.lines().count() == LINES, "{said}");
+        drop(log);
+        assert!(path.exists(), "what was asked for stays");
+        let own = Log::open(None, Path::new("region")).unwrap();
+        let path = own.path().to_owned();
+        drop(own);
+        assert!(!path.exists(), "what nobody asked for and nothing was said to does not");
+    }
+}

@@ -34,13 +34,17 @@
 //! What the agent says on standard error is appended to a file of at most [`MAX_LOG`] bytes, which is not in the
 //! region's directory: that belongs to the region and is emptied with it.
 //!
-//! # Invariants and their tests (`tests/supervise.rs`)
+//! # Invariants and their tests (`tests/supervise.rs`; names with `test_` are in `tests/python/test_supervise.py`)
 //!
 //! - S-1 No agent outlives its supervisor, however that ends: `a_killed_supervisor_leaves_no_agent`,
-//!   `a_forked_child_that_lives_on_does_not_keep_the_agent`, `a_stopped_supervisor_leaves_nothing`.
-//! - S-2 A killed agent comes back where it was: `a_killed_agent_comes_back_on_its_ports_and_receivers_go_on`.
+//!   `test_a_killed_trainer_leaves_no_agent_even_if_its_forked_child_lives_on`, `a_stopped_supervisor_leaves_nothing`,
+//!   `an_agent_that_does_not_end_by_itself_is_ended`.
+//! - S-2 A killed agent comes back where it was, or else in its range:
+//!   `a_killed_agent_comes_back_on_its_ports_and_receivers_go_on`,
+//!   `an_agent_whose_ports_were_taken_meanwhile_finds_others_of_its_range`.
 //! - S-3 An agent that is stopped is replaced, and publishing goes on meanwhile:
-//!   `a_stopped_agent_is_replaced_and_publishing_goes_on`.
+//!   `a_stopped_agent_is_replaced_and_publishing_goes_on`,
+//!   `a_killed_agent_does_not_hold_up_its_trainer_and_neither_does_a_stopped_one`.
 //! - S-4 What keeps an agent from starting is told, and trying goes on:
 //!   `an_agent_that_cannot_start_says_why_and_is_tried_again`.
 
@@ -51,7 +55,7 @@ mod watch;
 use std::env;
 use std::ffi::OsString;
 use std::io::{PipeReader, PipeWriter};
-use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -266,7 +270,7 @@ impl Supervisor {
 
     /// The descriptor whose last copy keeps the agent alive; `None` after [`Supervisor::stop`].
     pub fn pipe_fd(&self) -> Option<RawFd> {
-        self.pipe.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|p| p.as_raw_fd())
+        self.pipe.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// In a child of `fork`: closes the child's copy of the pipe. In the process that made the supervisor: nothing.
@@ -311,7 +315,7 @@ impl Launch {
     fn new(spec: Spec, region: PathBuf, input: PipeReader) -> Result<Launch, SuperviseError> {
         let mut words = spec.program;
         if words.is_empty() {
-            words = crate::program::words().map_err(|source| SuperviseError::NoProgram { source })?;
+            words = crate::program::words().map_err(|e| SuperviseError::NoProgram { source: Box::new(e) })?;
         }
         words.push("agent".into());
         words.extend(["--region".into(), region.clone().into_os_string()]);

@@ -337,7 +337,7 @@ fn a_silent_agent_is_not_waited_for_and_finds_its_seal_broken() {
 
 #[test]
 fn a_region_is_made_anew_once_its_last_user_is_gone() {
-    let (home, region, writer, mut child) = alone();
+    let (home, region, writer, child) = alone();
     let incarnation = region.incarnation();
     drop((region, writer));
     let spec = spec(home.path(), 1);

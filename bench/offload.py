@@ -1,0 +1,175 @@
+"""Offload from Python beside `windlass bench offload`, and what 10,000 tensors cost.
+
+    python bench/offload.py [--model-bytes 1Gi] [--turns 5] [--repeats 15] [--json FILE]
+
+Needs a release build of the package and torch. Both take turns in one run, because a shared machine changes its mind:
+
+- `python / rust`: the median offload of host tensors through `WeightManager`, beside the median round of
+  `windlass bench offload` on as many bytes with as many threads. Both write into slots that were touched before, and
+  neither has an agent. Of each turn the two are compared; the median of the ratios counts.
+- `overhead`: `offload` of 10,000 small parameters, less the copy of as many bytes in one piece into memory that was
+  touched before. What iterating over `named_parameters()` costs by itself is told beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import windlass
+from windlass import WeightManager
+
+#: Of the issue: what Python must reach of Rust, and milliseconds for the calls of 10,000 tensors.
+BAR_RATIO, BAR_OVERHEAD_MS = 0.8, 20.0
+SMALL_TENSORS, SMALL_SHAPE = 10_000, (32, 32)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model-bytes", default="1Gi", help="as windlass bench takes it")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="also write the result to this file")
+    options = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as home:
+        small = overhead(home, options.repeats * 3)
+        turns = [beside(home, options.model_bytes, options.repeats, threads) for _ in range(options.turns)]
+    ratio = statistics.median(t["python_gbps"] / t["rust_gbps"] for t in turns)
+    bars = [
+        {"name": "python / rust", "value": round(ratio, 4), "bar": BAR_RATIO, "met": ratio >= BAR_RATIO},
+        {
+            "name": "overhead_ms",
+            "value": small["overhead_ms"],
+            "bar": BAR_OVERHEAD_MS,
+            "met": small["overhead_ms"] < BAR_OVERHEAD_MS,
+        },
+    ]
+    versions = {
+        "windlass": windlass.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    result = {
+        **{"bench": "offload.py", "threads": threads, "repeats": options.repeats, "versions": versions},
+        **{"machine": {"cpu": cpu(), "cores": os.cpu_count()}, "turns": turns, "small": small, "bars": bars},
+    }
+    text = json.dumps(result)
+    sys.stdout.write(text + "\n")
+    if options.json:
+        with open(options.json, "w") as out:
+            out.write(text + "\n")
+    return 0 if all(bar["met"] for bar in bars) else 1
+
+
+def timed(work: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each round."""
+    out = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        work()
+        out.append((time.perf_counter() - begun) * 1e3)
+    return out
+
+
+class Offloads:
+    """A manager whose slots have been written to."""
+
+    def __init__(self, home: str, name: str, given: Callable[[], Any]) -> None:
+        self.manager = WeightManager(model_id=name, region_dir=home, agent={"enabled": False})
+        self._given, self._version = given, 0
+        for _ in range(4):
+            self.next()
+
+    def next(self) -> None:
+        self._version += 1
+        self.manager.offload(self._given(), self._version, 0, 1)
+
+
+def beside(home: str, model_bytes: str, repeats: int, threads: int) -> dict[str, float]:
+    """One turn of Rust and one of Python."""
+    words = ["--model-bytes", model_bytes, "--repeats", str(repeats), "--threads", str(threads), "--json"]
+    command = [sys.executable, "-m", "windlass", "bench", "offload", "--region-dir", home, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    rust = json.loads(done.stdout)
+    # As many tensors of as many bytes: the shapes do not matter to a copy.
+    rows = rust["bytes"] // rust["tensors"] // 2
+    weights = {f"layers.{i}.weight": torch.zeros(rows, dtype=torch.bfloat16) for i in range(rust["tensors"])}
+    size = sum(t.nbytes for t in weights.values())
+    offloads = Offloads(home, "model", lambda: weights)
+    took = timed(offloads.next, repeats)
+    offloads.manager.close()
+    return {
+        "bytes": size,
+        "tensors": len(weights),
+        "rust_gbps": rust["gbps"],
+        "rust_of_copy": rust["ratio"],
+        "python_gbps": round(size / statistics.median(took) / 1e6, 2),
+        "python_best_gbps": round(size / min(took) / 1e6, 2),
+    }
+
+
+def overhead(home: str, repeats: int) -> dict[str, Any]:
+    """What 10,000 parameters cost beyond their bytes."""
+    model = nn.Module()
+    for i in range(100):
+        layer = nn.Module()
+        for j in range(SMALL_TENSORS // 100):
+            layer.register_parameter(f"p{j}", nn.Parameter(torch.zeros(SMALL_SHAPE), requires_grad=False))
+        model.add_module(f"layer{i}", layer)
+    size = sum(p.nbytes for p in model.parameters())
+    source = torch.zeros(size, dtype=torch.uint8)
+    slot = torch.zeros(size, dtype=torch.uint8)
+    begun = time.perf_counter()
+    offloads = Offloads(home, "small", model.named_parameters)
+    first = (time.perf_counter() - begun) * 1e3
+    copy, iterate, offload = [], [], []
+    for _ in range(repeats):
+        copy += timed(lambda: slot.copy_(source), 1)
+        iterate += timed(lambda: sum(1 for _ in model.named_parameters()), 1)
+        offload += timed(offloads.next, 1)
+    offloads.manager.close()
+    middle = {
+        name: statistics.median(ms)
+        for name, ms in (("copy", copy), ("iterate", iterate), ("offload", offload))
+    }
+    return {
+        "tensors": SMALL_TENSORS,
+        "bytes": size,
+        **{f"{name}_ms": round(ms, 2) for name, ms in middle.items()},
+        "best_ms": {
+            "copy": round(min(copy), 2),
+            "iterate": round(min(iterate), 2),
+            "offload": round(min(offload), 2),
+        },
+        # Iterating is the model's own cost, and the caller's in any case; what the bar is about stands beside it.
+        "overhead_ms": round(middle["offload"] - middle["copy"] - middle["iterate"], 2),
+        "overhead_with_iteration_ms": round(middle["offload"] - middle["copy"], 2),
+        "first_four_ms": round(first, 1),
+    }
+
+
+def cpu() -> str:
+    with open("/proc/cpuinfo") as lines:
+        return next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""What tests share: where the package is, and ranks.
+
+Processes that tests start find the package and the tests' own modules where the tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from ranks import Ranks, Run
+
+HERE = pathlib.Path(__file__).resolve().parent
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(HERE.parent.parent / "python"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "deepspeed: needs DeepSpeed, ninja and a C++ compiler")
+    config.addinivalue_line("markers", "megatron: needs megatron-core")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Run]:
+    """``ranks(world_size, "module:function", args, timeout)`` on processes that the tests of a module share.
+
+    A function must leave its group usable; after a failure the next test gets fresh ranks.
+    """
+    pools: dict[tuple[int, tuple[tuple[str, str], ...]], Ranks] = {}
+
+    def run(
+        world_size: int,
+        target: str,
+        args: Sequence[Any] = (),
+        timeout: float = 120.0,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        key = (world_size, tuple(sorted((env or {}).items())))
+        if key in pools and pools[key].broken:
+            pools.pop(key).close()
+        if key not in pools:
+            pools[key] = Ranks(world_size, env=env)
+        return pools[key].run(target, args, timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,46 @@
+"""What the README shows runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def snippet() -> str:
+    """The trainer's lines of the README."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"## In a trainer\n\n```python\n(.*?)```", text, re.S)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_lines_of_the_readme_run_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
+    # A model of its own, so that nothing else on this machine is in the way.
+    name = f"readme-{os.getpid()}"
+    script = tmp_path / "train.py"
+    script.write_text(snippet().replace('"policy"', f'"{name}"'))
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    alone = [sys.executable, str(script)]
+    # Without a process group, each of the two ranks takes itself from torchrun's environment.
+    several = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    for command, ranks in [(alone, 1), (several, 2)]:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line.split() for line in done.stdout.splitlines()]
+        assert sorted(line[0] for line in lines) == sorted(str(v) for v in (1, 2, 3) for _ in range(ranks))
+        assert all(re.fullmatch("[0-9a-f]{32}", line[1]) for line in lines)
+        assert any(line[2].startswith("http://") for line in lines)
+        assert not os.path.exists(f"/dev/shm/windlass-{name}")
