@@ -39,13 +39,16 @@ def main() -> None:
     home = Path(sys.argv[1])
     # torchrun would take some options for its own.
     settings = parse(json.loads((home / "arguments.json").read_text()), __doc__ or "")
-    _end_with_launcher()
+    gone = _end_with_launcher()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     try:
         _train(settings, home)
-    finally:
         dist.destroy_process_group()
+    except BaseException:
+        # What fails because the run is called off is no failure.
+        if not gone.is_set():
+            raise
 
 
 def _train(settings: Settings, home: Path) -> None:
@@ -265,18 +268,21 @@ def _say(event: str, **what: Any) -> None:
         print(json.dumps({"event": event, **what}), flush=True)
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher() -> threading.Event:
     """Standard input is a pipe that only the launcher holds: its end is the end of this run."""
+    gone = threading.Event()
 
     def watch() -> None:
         while os.read(0, 1):
             pass
+        gone.set()
         _thread.interrupt_main()
         # A collective does not hear of it.
         time.sleep(GRACE_S)
-        os._exit(1)
+        os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+    return gone
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 
-__all__ = ["Box", "Piece", "Share", "describe", "flat_boxes", "named_of"]
+__all__ = ["Box", "Piece", "Share", "describe", "flat_boxes", "named_of", "reshard"]
 
 #: (start, stop) for each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -331,7 +331,7 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
 
 def named_of(model: torch.nn.Module, buffers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of a module, under FSDP1 the flat ones, and its buffers of these names."""
-    _reshard(model)
+    reshard(model)
     flat: dict[int, str] = {}
     inside: set[int] = set()
     for prefix, module in model.named_modules():
@@ -353,7 +353,7 @@ def named_of(model: torch.nn.Module, buffers: Collection[str]) -> Iterator[tuple
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
 
 
-def _reshard(model: torch.nn.Module) -> None:
+def reshard(model: torch.nn.Module) -> None:
     """Puts FSDP2 modules back that a forward pass without a backward one has left gathered, as sampling does."""
     # Nobody has such modules who has not imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")

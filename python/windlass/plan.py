@@ -645,24 +645,24 @@ def _rebind(source: Source, index: int, name: Any, given: Any) -> None:
             f"parameter {index} was called {source.name!r} and is now called {name!r}; the tensors of a model and "
             "their order do not change: make another WeightManager for another model, or call resume()"
         )
-    shares = list(placement.describe(name, given))
-    remedy = "call resume() after changing a model or how it is placed"
-    if hasattr(source.given, "placements") and not hasattr(given, "placements"):
-        remedy = (
-            "FSDP2 leaves parameters gathered after a forward pass without a backward one: offload the model itself, "
-            "or call its reshard() first"
+    if hasattr(source.given, "full_tensor") and not hasattr(given, "full_tensor"):
+        raise WindlassInvalid(
+            f"parameter {name!r} was sharded when the first version was offloaded and is whole now: FSDP2 leaves "
+            "parameters gathered after a forward pass without a backward one. Offload the model itself instead of its "
+            "parameters, or call reshard() on its FSDP modules first"
         )
+    shares = list(placement.describe(name, given))
     for new, old in zip(shares, source.shares, strict=False):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise WindlassInvalid(
                 f"parameter {new.name!r} was {dtype_name(old.dtype)} {list(old.shape)} when the first version was "
-                f"offloaded and is now {new.dtype} {list(new.shape)}; {remedy}"
+                f"offloaded and is now {new.dtype} {list(new.shape)}; call resume() after changing a model"
             )
     before = [(s.name, s.pieces, s.gathered) for s in source.shares]
     if [(s.name, s.pieces, s.gathered) for s in shares] != before:
         raise WindlassInvalid(
             f"parameter {name!r} has another placement or other strides than when the first version was offloaded; "
-            f"{remedy}"
+            "call resume() after changing how a model is placed"
         )
     source.given, source.shares = given, shares
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.extract.source import GatheringExtractor, Source
+from windlass.placement import reshard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,7 @@ class FSDPWeightExtractor(GatheringExtractor):
         """Units of FSDP1 in the order of the modules, and all other parameters in between."""
         from torch.distributed.tensor import DTensor
 
-        _reshard(model)
+        reshard(model)
         flat = _flat_parameters(model)
         seen = {id(parameter) for parameter in flat}
         # FSDP1 may still show what it has flattened, as parameters or as views that come and go: the place decides.
@@ -142,11 +143,3 @@ def _is_unit(module: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return isinstance(module, FullyShardedDataParallel)
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
