@@ -4,12 +4,12 @@
 //! by several threads, once for each version. Called by the Python door, whose tensors are anywhere in memory and as
 //! strided as their placement makes them. Must not: cast, or know what a tensor is.
 //!
-//! A [`Copy`] is a run of bytes, repeated along up to a few dimensions with one stride in the slot and another in the
+//! A [copy](struct@Copy) is a run of bytes, repeated along up to a few dimensions with one stride in the slot and another in the
 //! source. Contiguous shards are one run. A shard of the columns of a matrix is a run for each row.
 //!
 //! # Work
 //!
-//! Copies are cut into jobs of about [`JOB`] bytes, so that threads share large tensors and do not fight over small
+//! Copies are cut into jobs of a few MiB, so that threads share large tensors and do not fight over small
 //! ones. Between two jobs a thread looks at the attempt and at the [`Stop`].
 
 use std::ops::Range;

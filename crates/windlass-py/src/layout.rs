@@ -10,6 +10,11 @@ use windlass_core::manifest::{Block, DimCut, Manifest, Parts, Tensor, TensorSpec
 
 use crate::errors::Failure;
 
+/// Dimensions and where they are cut.
+type Bounds = Vec<(usize, Vec<u64>)>;
+/// A box by its first element and the one after its last, and the host that holds it.
+type Owned = (Vec<u64>, Vec<u64>, usize);
+
 /// The tensors of an image in their order, with their offsets. The same names, dtypes and shapes give the same layout
 /// whatever order they come in.
 #[pyclass(frozen, module = "windlass._windlass")]
@@ -24,7 +29,7 @@ impl Layout {
     fn new(
         tensors: Vec<(String, String, Vec<u64>)>,
         aliases: Option<BTreeMap<String, String>>,
-        cuts: Option<Vec<(String, Vec<(usize, Vec<u64>)>)>>,
+        cuts: Option<Vec<(String, Bounds)>>,
     ) -> PyResult<Layout> {
         let specs = tensors
             .into_iter()
@@ -36,7 +41,7 @@ impl Layout {
             .collect::<Result<Vec<_>, Failure>>()?;
         let mut manifest = Manifest::new(specs, aliases.unwrap_or_default()).map_err(Failure::from)?;
         if let Some(cuts) = cuts {
-            let dims = |dims: Vec<(usize, Vec<u64>)>| -> Vec<DimCut> {
+            let dims = |dims: Bounds| -> Vec<DimCut> {
                 dims.into_iter().map(|(dim, bounds)| DimCut { dim, bounds }).collect()
             };
             let cuts = cuts.into_iter().map(|(name, d)| (name, dims(d))).collect();
@@ -59,9 +64,7 @@ impl Layout {
 
     /// (name, dtype, shape, offset in the data, bytes) of each tensor, in the order of the image.
     fn tensors(&self) -> Vec<(String, String, Vec<u64>, u64, u64)> {
-        let row = |t: &Tensor| {
-            (t.name.clone(), t.dtype.to_string(), t.shape.clone(), t.offset, t.bytes)
-        };
+        let row = |t: &Tensor| (t.name.clone(), t.dtype.to_string(), t.shape.clone(), t.offset, t.bytes);
         self.0.tensors().iter().map(row).collect()
     }
 
@@ -72,11 +75,7 @@ impl Layout {
 
     /// Ranges of blocks for each of `count` hosts. `owners` gives, for each tensor, its boxes: the coordinates of the
     /// first element, those after the last, and the host. Tensors that are not named belong to the first host.
-    fn parts(
-        &self,
-        count: usize,
-        owners: Vec<(String, Vec<(Vec<u64>, Vec<u64>, usize)>)>,
-    ) -> PyResult<Vec<Vec<(u32, u32)>>> {
+    fn parts(&self, count: usize, owners: Vec<(String, Vec<Owned>)>) -> PyResult<Vec<Vec<(u32, u32)>>> {
         let manifest = &self.0;
         let owners: BTreeMap<_, _> = owners.into_iter().collect();
         let rows: Vec<_> = manifest.tensors().iter().map(|t| owners.get(&t.name)).collect();
@@ -84,9 +83,8 @@ impl Layout {
             let Some(boxes) = rows.get(block.tensor as usize).copied().flatten() else { return 0 };
             let tensor = &manifest.tensors()[block.tensor as usize];
             let at = coordinates(tensor, block.start);
-            let inside = |(low, high, _): &&(Vec<u64>, Vec<u64>, usize)| {
-                at.iter().zip(low).zip(high).all(|((a, l), h)| l <= a && a < h)
-            };
+            let inside =
+                |(low, high, _): &&Owned| at.iter().zip(low).zip(high).all(|((a, l), h)| l <= a && a < h);
             boxes.iter().find(inside).map_or(usize::MAX, |(_, _, host)| *host)
         };
         let parts = Parts::by_owner(manifest, count, owner).map_err(Failure::from)?;

@@ -17,6 +17,9 @@ use crate::held::Held;
 use crate::layout::Layout;
 use crate::memory::{Memory, lend};
 
+/// Where the first run goes, its bytes, and (count, stride in the slot, stride in the source) of the dimensions.
+type Strided = (u64, u64, Vec<(u64, u64, u64)>);
+
 /// Where this rank stands.
 enum Turn {
     Idle(Writer),
@@ -185,8 +188,8 @@ impl Publisher {
 
     /// Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
     /// stride in the source)]), all in bytes.
-    fn plan(&self, copies: Vec<(u64, u64, Vec<(u64, u64, u64)>)>) -> PyResult<Copies> {
-        let copy = |(at, run, dims): (u64, u64, Vec<(u64, u64, u64)>)| Copy {
+    fn plan(&self, copies: Vec<Strided>) -> PyResult<Copies> {
+        let copy = |(at, run, dims): Strided| Copy {
             at,
             run,
             dims: dims.into_iter().map(|(count, to, from)| Dim { count, to, from }).collect(),
