@@ -8,7 +8,8 @@ Needs a release build of the package and torch. Both take turns in one run, beca
   `windlass bench offload` on as many bytes with as many threads. Both write into slots that were touched before, and
   neither has an agent. Of each turn the two are compared; the median of the ratios counts.
 - `overhead`: `offload` of 10,000 small parameters, less the copy of as many bytes in one piece into memory that was
-  touched before. What iterating over `named_parameters()` costs by itself is told beside it.
+  touched before. What iterating over `named_parameters()` costs by itself is told beside it. The bar is on processor
+  time, which is what a call costs where nobody else wants the processor; wall-clock times stand beside it.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def main() -> int:
     bars = [
         {"name": "python / rust", "value": round(ratio, 4), "bar": BAR_RATIO, "met": ratio >= BAR_RATIO},
         {
-            "name": "overhead_ms",
-            "value": small["overhead_ms"],
+            "name": "overhead of 10,000 tensors, ms",
+            "value": small["cpu_ms"]["overhead"],
             "bar": BAR_OVERHEAD_MS,
-            "met": small["overhead_ms"] < BAR_OVERHEAD_MS,
+            "met": small["cpu_ms"]["overhead"] < BAR_OVERHEAD_MS,
         },
     ]
     versions = {
@@ -107,9 +108,9 @@ def beside(home: str, model_bytes: str, repeats: int, threads: int) -> dict[str,
     if not done.stdout:
         raise SystemExit(done.stderr)
     rust = json.loads(done.stdout)
-    # As many tensors of as many bytes: the shapes do not matter to a copy.
+    # As many tensors of as many bytes: the shapes do not matter to a copy. Not of zeros, which need no memory at all.
     rows = rust["bytes"] // rust["tensors"] // 2
-    weights = {f"layers.{i}.weight": torch.zeros(rows, dtype=torch.bfloat16) for i in range(rust["tensors"])}
+    weights = {f"layers.{i}.weight": torch.ones(rows, dtype=torch.bfloat16) for i in range(rust["tensors"])}
     size = sum(t.nbytes for t in weights.values())
     offloads = Offloads(home, "model", lambda: weights)
     took = timed(offloads.next, repeats)
@@ -130,36 +131,40 @@ def overhead(home: str, repeats: int) -> dict[str, Any]:
     for i in range(100):
         layer = nn.Module()
         for j in range(SMALL_TENSORS // 100):
-            layer.register_parameter(f"p{j}", nn.Parameter(torch.zeros(SMALL_SHAPE), requires_grad=False))
+            layer.register_parameter(f"p{j}", nn.Parameter(torch.ones(SMALL_SHAPE), requires_grad=False))
         model.add_module(f"layer{i}", layer)
     size = sum(p.nbytes for p in model.parameters())
-    source = torch.zeros(size, dtype=torch.uint8)
-    slot = torch.zeros(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8)
+    slot = torch.ones(size, dtype=torch.uint8)
     begun = time.perf_counter()
     offloads = Offloads(home, "small", model.named_parameters)
     first = (time.perf_counter() - begun) * 1e3
-    copy, iterate, offload = [], [], []
-    for _ in range(repeats):
-        copy += timed(lambda: slot.copy_(source), 1)
-        iterate += timed(lambda: sum(1 for _ in model.named_parameters()), 1)
-        offload += timed(offloads.next, 1)
-    offloads.manager.close()
-    middle = {
-        name: statistics.median(ms)
-        for name, ms in (("copy", copy), ("iterate", iterate), ("offload", offload))
+    probes: dict[str, Callable[[], object]] = {
+        "copy": lambda: slot.copy_(source),
+        "iterate": lambda: sum(1 for _ in model.named_parameters()),
+        "offload": offloads.next,
     }
+    wall: dict[str, list[float]] = {name: [] for name in probes}
+    busy: dict[str, list[float]] = {name: [] for name in probes}
+    for _ in range(repeats):
+        for name, work in probes.items():
+            begun = time.process_time()
+            wall[name] += timed(work, 1)
+            busy[name].append((time.process_time() - begun) * 1e3)
+    offloads.manager.close()
+
+    def told(pick: Callable[[list[float]], float], times: dict[str, list[float]]) -> dict[str, float]:
+        found = {name: round(pick(ms), 2) for name, ms in times.items()}
+        # Iterating over the parameters, which is torch's own work, is part of it.
+        return {**found, "overhead": round(found["offload"] - found["copy"], 2)}
+
     return {
         "tensors": SMALL_TENSORS,
         "bytes": size,
-        **{f"{name}_ms": round(ms, 2) for name, ms in middle.items()},
-        "best_ms": {
-            "copy": round(min(copy), 2),
-            "iterate": round(min(iterate), 2),
-            "offload": round(min(offload), 2),
-        },
-        # Iterating is the model's own cost, and the caller's in any case; what the bar is about stands beside it.
-        "overhead_ms": round(middle["offload"] - middle["copy"] - middle["iterate"], 2),
-        "overhead_with_iteration_ms": round(middle["offload"] - middle["copy"], 2),
+        "median_ms": told(statistics.median, wall),
+        "best_ms": told(min, wall),
+        # Of all threads; others on the machine disturb it less.
+        "cpu_ms": told(statistics.median, busy),
         "first_four_ms": round(first, 1),
     }
 

@@ -69,10 +69,9 @@ class Source:
     targets: list[list[Target]] = field(default_factory=list)
     #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
     form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
-    #: Where that memory was when it was last looked at closely, its bytes, and its strides.
+    #: Where that memory was when it was last looked at closely, and its bytes.
     address: int = 0
     size: int = 0
-    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -676,8 +675,8 @@ def addresses(plan: Plan) -> list[int]:
         source = sources[index]
         local = source.shares[0].fetch(source.given)
         address = local.data_ptr()
-        # What is where it was, as large as it was, is what it was. Every look at a tensor counts, with many tensors.
-        if address != source.address or local.nbytes != source.size or local.stride() != source.strides:
+        # Contiguous memory of this size in this place is what it was, or as good. With many tensors, every look counts.
+        if address != source.address or local.nbytes != source.size or not local.is_contiguous():
             _look(source, local, address)
         if len(offsets) == 1:
             out.append(address + offsets[0])
@@ -708,7 +707,7 @@ def _look(source: Source, local: torch.Tensor, address: int) -> None:
             f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or after it "
             "is there again"
         )
-    source.address, source.size, source.strides = address, local.nbytes, strides
+    source.address, source.size = address, local.nbytes
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:

@@ -181,6 +181,23 @@ fn ranks_that_disagree_about_the_version_are_told() {
 }
 
 #[test]
+fn an_attempt_that_another_rank_gave_up_names_the_rank_that_did_not_come() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let region = Region::create(&spec(home.path(), 3)).unwrap();
+    let (mut lead, mut other) = (region.writer(0).unwrap(), region.writer(1).unwrap());
+    let _absent = region.writer(2).unwrap();
+    std::thread::scope(|s| {
+        let waiting = s.spawn(move || other.begin(1, &soon()).map(|a| a.id()));
+        let e = lead.begin(1, &Stop::after(Duration::from_millis(300))).unwrap_err();
+        assert!(matches!(e, RegionError::Stopped { rank: 0, .. }), "{e}");
+        let e = waiting.join().unwrap().unwrap_err();
+        let RegionError::Aborted { rank: 1, missing, .. } = &e else { panic!("{e}") };
+        assert_eq!(missing.iter().map(|m| m.rank).collect::<Vec<_>>(), [Some(2)]);
+        assert!(e.to_string().contains("rank 2"), "{e}");
+    });
+}
+
+#[test]
 fn a_part_reserves_its_bytes_only_and_takes_no_others() {
     let home = tempfile::tempdir_in("/dev/shm").unwrap();
     let manifest = large();
