@@ -69,9 +69,9 @@ class Source:
     targets: list[list[Target]] = field(default_factory=list)
     #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
     form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
-    #: Where that memory was when it was last looked at closely, and its bytes.
+    #: Where that memory was when it was last looked at closely, and its shape, strides and dtype.
     address: int = 0
-    size: int = 0
+    looked: tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None] = ((), (), None)
 
 
 @dataclass(frozen=True)
@@ -675,8 +675,14 @@ def addresses(plan: Plan) -> list[int]:
         source = sources[index]
         local = source.shares[0].fetch(source.given)
         address = local.data_ptr()
-        # Contiguous memory of this size in this place is what it was, or as good. With many tensors, every look counts.
-        if address != source.address or local.nbytes != source.size or not local.is_contiguous():
+        shape, strides, dtype = source.looked
+        # With many tensors every question counts; these are the ones whose answer can change.
+        if (
+            address != source.address
+            or local.shape != shape
+            or local.dtype is not dtype
+            or local.stride() != strides
+        ):
             _look(source, local, address)
         if len(offsets) == 1:
             out.append(address + offsets[0])
@@ -707,7 +713,7 @@ def _look(source: Source, local: torch.Tensor, address: int) -> None:
             f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or after it "
             "is there again"
         )
-    source.address, source.size = address, local.nbytes
+    source.address, source.looked = address, (shape, strides, dtype)
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:
