@@ -200,6 +200,11 @@ class Publisher:
         """
         Which life of the publisher this is.
         """
+    @property
+    def is_memfd(self, /) -> bool:
+        """
+        Whether the slots are anonymous memory of the process that made the region.
+        """
     def newest(self, /) -> tuple[int, str | None] | None:
         """
         The newest committed version and its digest, once sealed.

@@ -60,12 +60,14 @@ class Config:
             if key not in known:
                 raise WindlassInvalid(f"{cls.__name__} has no field {key!r}; {_nearest(str(key), known)}")
         try:
-            parts = {
-                key: cls._parts[key](value) if key in cls._parts else value for key, value in data.items()
-            }
-            return cls(**parts)
+            return cls(**{key: cls._made(key, value) for key, value in data.items()})
         except TypeError as e:
             raise WindlassInvalid(f"{cls.__name__} cannot be made of {sorted(data)}: {e}") from e
+
+    @classmethod
+    def _made(cls, key: str, value: Any) -> Any:
+        """A field that is a dataclass itself, of plain data; anything else is as it is."""
+        return cls._parts[key](value) if key in cls._parts and isinstance(value, Mapping) else value
 
     def _bad(self, name: str, expected: str) -> WindlassInvalid:
         return WindlassInvalid(
@@ -137,8 +139,9 @@ class Config:
         raise self._bad(name, "a port such as '18100', a range such as '18100-18110', or '0' for any")
 
     def _part(self, name: str, kind: type) -> None:
+        object.__setattr__(self, name, self._made(name, getattr(self, name)))
         if not isinstance(getattr(self, name), kind):
-            raise self._bad(name, f"a {kind.__name__}")
+            raise self._bad(name, f"a {kind.__name__}, or a dictionary of its fields")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +223,11 @@ class WeightManagerConfig(Config):
     (``{"*.gate.weight": "float32"}``, the first that fits), and ``checkpoint`` is a directory or file whose dtypes
     are followed, tensor by tensor. The order is: ``dtypes``, then ``checkpoint``, then ``generator_dtype``, then the
     weight's own. ``include`` and ``exclude`` are patterns of image names; nothing given means all, and none.
-    ``extras`` says what to do with weights that the checkpoint does not have. ``timeout`` bounds one offload.
+    ``extras`` says what to do with weights that the checkpoint does not have, or, where none is known, that have the
+    usual name of a value head. ``buffers`` publishes all persistent buffers of a model, not only those that its
+    checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that :meth:`notify_version` tells.
+    ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
+    and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
     """
 
     model_id: str = "policy"
@@ -235,7 +242,7 @@ class WeightManagerConfig(Config):
     timeout: float = 120.0
     controller: str | None = None
     strict: bool = False
-    group: bool = False
+    group_readable: bool = False
     memfd: Literal["auto", "never", "always"] = "auto"
     agent: SenderAgentConfig = field(default_factory=SenderAgentConfig)
     engine: TransferEngineConfig = field(default_factory=TransferEngineConfig)
@@ -252,7 +259,7 @@ class WeightManagerConfig(Config):
         self._text("checkpoint", optional=True)
         self._texts("include", "exclude")
         self._choice("extras", "error", "ignore")
-        self._flag("buffers", "strict", "group")
+        self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
         self._by_core("controller", _windlass.check_endpoint)
         self._choice("memfd", "auto", "never", "always")

@@ -141,6 +141,21 @@ class WeightManager:
             config = WeightManagerConfig.from_dict(fields)
         elif fields:
             raise WindlassInvalid(f"give a config or its fields ({', '.join(fields)}), not both")
+        elif isinstance(config, Mapping):
+            config = WeightManagerConfig.from_dict(config)
+        elif not isinstance(config, WeightManagerConfig):
+            raise WindlassInvalid(
+                f"config is {config!r}: expected a WeightManagerConfig; a model's name is model_id={config!r}"
+            )
+        if names is not None and not (hasattr(names, "views") and hasattr(names, "written")):
+            raise WindlassInvalid(
+                f"names is {names!r}: expected a SourceMap, such as SourceMap.from_model(model) or "
+                'SourceMap().rename(r"^actor\\.", "")'
+            )
+        if isinstance(group, (bool, str, int)):
+            raise WindlassInvalid(
+                f"group is {group!r}: expected a process group of torch, or None for the default one"
+            )
         self.config = config
         self._names = names
         #: From the model, where no names were given; and its buffers that belong to the image.
@@ -155,6 +170,7 @@ class WeightManager:
         #: What the next agent takes over: its ports, and the region's token.
         self._ports: tuple[str, str] | None = None
         self._token: tuple[bytes, int] | None = None
+        self._complaint: object = None
         self._notifier: ThreadPoolExecutor | None = None
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
@@ -326,7 +342,7 @@ class WeightManager:
             if dist.is_available() and dist.is_initialized():
                 known = dist.get_rank(self._group), dist.get_world_size(self._group)
             else:
-                known = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+                known = _number("RANK", 0), _number("WORLD_SIZE", 1)
             rank = known[0] if rank is None else rank
             world_size = known[1] if world_size is None else world_size
         if (
@@ -458,11 +474,18 @@ class WeightManager:
                 ranks=len(plan.hosts[plan.host or 0]),
                 part=plan.part,
                 incarnation=incarnation,
-                group=self.config.group,
+                group=self.config.group_readable,
                 memfd=self.config.memfd,
-                extra_bytes=self.config.agent.history_bytes if self.config.agent.enabled else 0,
+                extra_bytes=self._room(plan),
                 timeout=min(TAKE_S, _left(until)),
             )
+            if opened.publisher.is_memfd:
+                log.warning(
+                    "%s: %s is too small for the region, which is in anonymous memory of this process instead (%s)",
+                    self.config.model_id,
+                    self.config.region_dir,
+                    opened.publisher.report(),
+                )
             return opened.publisher
 
         def begin() -> dict[str, str]:
@@ -506,6 +529,24 @@ class WeightManager:
             if first and opened.publisher is not None:
                 self._serve(opened.publisher, [endpoint for endpoint in there if endpoint])
         together(exchange, enter, "join the region", _left(until))
+
+    def _room(self, plan: Plan) -> int:
+        """What is kept free for deltas: no more of them than a whole image, which is as good."""
+        return (
+            min(self.config.agent.history_bytes, plan.layout.data_bytes) if self.config.agent.enabled else 0
+        )
+
+    def _check_agent(self) -> None:
+        """Says once what keeps the agent from running: training goes on, and nobody would be served."""
+        status = {} if self._agent is None else self._agent.status()
+        error = None if status.get("running") else status.get("last_error")
+        if error and error != self._complaint:
+            log.warning(
+                "%s: the agent does not run, and receivers get nothing until it does: %s",
+                self.config.model_id,
+                error,
+            )
+            self._complaint = error
 
     def _check_reachable(self, hosts: set[str]) -> None:
         if len(hosts) > 1 and self.config.agent.enabled and _is_loopback(self.config.agent.bind):
@@ -587,6 +628,7 @@ class WeightManager:
             publisher.abort()
             raise
         ended = time.monotonic()
+        self._check_agent()
         return Offloaded(
             version,
             publisher.incarnation,
@@ -790,6 +832,15 @@ def _restore(file: Path, kept: tuple[bytes, int] | None) -> None:
     if kept is not None:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept[1]), "wb") as out:
             out.write(kept[0])
+
+
+def _number(variable: str, default: int) -> int:
+    """A number of torchrun's environment."""
+    text = os.environ.get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise WindlassInvalid(f"the environment has {variable}={text!r}, which is no number") from None
 
 
 def _is_loopback(address: str) -> bool:

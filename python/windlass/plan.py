@@ -198,6 +198,9 @@ def boxes_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, if there are any."""
     if len(boxes) < 2:
         return None
+    if len(set(boxes)) < len(boxes):
+        twice = next(b for i, b in enumerate(boxes) if b in boxes[:i])
+        return twice, twice
     rank = len(boxes[0])
     varying = [d for d in range(rank) if any(b[d] != boxes[0][d] for b in boxes)]
     if len(varying) == 1:
@@ -265,6 +268,7 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
     empty: list[str] = []
     all_views = {s.name: naming.names.views(s.name, s.shape) for source in sources for s in source.shares}
     kept = naming.keep(v.name for views in all_views.values() for v in views) if all_views else frozenset()
+    _check_apart(all_views, kept)
     for source in sources:
         source.targets = []
         for share in source.shares:
@@ -291,6 +295,26 @@ def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
                 tensors[target.tensor][2].append([n for edge in target.box for n in edge])
     rows = [[name, *row] for name, row in tensors.items()]
     return {"node": node, "tensors": rows, "aliases": aliases, "empty": empty}
+
+
+def _check_apart(all_views: dict[str, tuple[View, ...]], kept: frozenset[str]) -> None:
+    """No two parameters may go to the same elements of an image tensor: one of them would be lost."""
+    from_whom: dict[str, list[tuple[Box, str]]] = {}
+    for parameter, views in all_views.items():
+        for view in views:
+            if view.name in kept and volume(view.image_box):
+                from_whom.setdefault(view.name, []).append((view.image_box, parameter))
+    for name, boxes in from_whom.items():
+        overlap = boxes_overlap([box for box, _ in boxes]) if len(boxes) > 1 else None
+        if overlap is None:
+            continue
+        # Equal boxes are found by their place, since they cannot be told apart.
+        first = next(i for i, (box, _) in enumerate(boxes) if box == overlap[0])
+        second = next(i for i, (box, _) in enumerate(boxes) if box == overlap[1] and i != first)
+        raise WindlassInvalid(
+            f"parameters {boxes[first][1]!r} and {boxes[second][1]!r} both become {name!r}; give each a name of its "
+            "own (a pattern that renames or splits must keep what tells them apart)"
+        )
 
 
 def _dtypes(share: Share, views: Sequence[View], naming: Naming) -> dict[str, str]:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
 from windlass.config import TransferStatus
-from windlass.errors import WindlassNotFound, WindlassTimeout
+from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,9 @@ __all__ = ["Image", "Receiver"]
 
 @dataclass(frozen=True)
 class Image:
-    """A whole version, in place. Its tensors are the image's own memory: copy what should outlive the hold."""
+    """A whole version, in place. Its tensors are the image's own memory: copy what should outlive the hold, and write to
+    none of them. What is written there is what other engines read and the next hold gives, under the digest of what was
+    there before, until the receiver finds the difference."""
 
     version: int
     incarnation: str
@@ -44,10 +46,12 @@ class Receiver:
     >>> receiver = Receiver("/dev/shm", endpoint="http://trainer:18100", token="...")    # doctest: +SKIP
     >>> receiver.wait(version=7, timeout=60)                                             # doctest: +SKIP
     >>> with receiver.hold() as image:                                                   # doctest: +SKIP
-    ...     model.load_state_dict(image.tensors)
+    ...     model.load_state_dict(image.tensors, strict=False)    # tied names are stored once
+    ...     model.tie_weights()
 
-    ``endpoint`` is the agent's, with its token; on the trainer's host, ``region`` names the region's directory
-    instead. The image is kept in a directory of the model's name below ``image_dir``.
+    ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
+    instead. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
+    :meth:`sync` and :meth:`wait` only: nothing runs in the background.
     """
 
     def __init__(
@@ -56,17 +60,37 @@ class Receiver:
         *,
         endpoint: str | None = None,
         token: str | None = None,
+        token_file: str | Path | None = None,
         region: str | Path | None = None,
+        name: str = "receiver",
+        mode: Literal["auto", "full", "delta"] = "auto",
+        streams: int | None = None,
+        threads: int = 1,
+        transfer_timeout: float = 600.0,
+        group_readable: bool = False,
         timeout: float = 60.0,
-        **options: Any,
     ) -> None:
+        if token_file is not None:
+            if token is not None:
+                raise WindlassInvalid("give a token or the file that holds it, not both")
+            try:
+                token = Path(token_file).read_text().strip()
+            except OSError as e:
+                raise WindlassNotFound(
+                    f"the token file {str(token_file)!r} cannot be read: {e.strerror}"
+                ) from e
         self._inner = _windlass.Receiver(
             Path(image_dir),
             endpoint=endpoint,
             token=token,
             region=None if region is None else Path(region),
+            name=name,
+            mode=mode,
+            streams=streams,
+            threads=threads,
+            transfer_timeout=transfer_timeout,
+            group=group_readable,
             timeout=timeout,
-            **options,
         )
 
     def sync(self, timeout: float = 600.0) -> dict[str, Any]:
@@ -90,11 +114,11 @@ class Receiver:
             if told and have is not None and have >= version:
                 return told
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self.wait_newer(left) is None:
                 raise WindlassTimeout(
-                    f"version {version} did not come within {timeout:g} s; the image has {have}"
+                    f"version {version} did not come within {timeout:g} s; the image has {have}",
+                    "see whether the trainer publishes, or give it more time",
                 )
-            self.wait_newer(left)
 
     @property
     def version(self) -> int | None:

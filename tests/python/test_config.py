@@ -73,7 +73,7 @@ def test_dtypes_in_a_configuration_become_canonical() -> None:
         (WeightManagerConfig, "timeout", True, "more than 0"),
         (WeightManagerConfig, "controller", "10.0.0.1", "endpoint"),
         (WeightManagerConfig, "memfd", "maybe", "'always'"),
-        (WeightManagerConfig, "agent", {"enabled": True}, "SenderAgentConfig"),
+        (WeightManagerConfig, "agent", "0.0.0.0", "SenderAgentConfig"),
         (SenderAgentConfig, "ports", "18110-18100", "18100-18110"),
         (SenderAgentConfig, "ports", 18100, "18100-18110"),
         (SenderAgentConfig, "data_ports", "70000", "18100-18110"),

@@ -23,7 +23,7 @@ def test_the_lines_of_the_readme_run_alone_and_under_torchrun(tmp_path: pathlib.
     # A model of its own, so that nothing else on this machine is in the way.
     name = f"readme-{os.getpid()}"
     script = tmp_path / "train.py"
-    script.write_text(snippet().replace('"policy"', f'"{name}"'))
+    script.write_text(snippet().replace('"policy"', f'"{name}"').replace("time.sleep(5)", "time.sleep(0)"))
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     alone = [sys.executable, str(script)]

@@ -62,7 +62,7 @@ macro_rules! failures {
     )*};
 }
 
-failures!(RegionError, RoleError, ImageError, ReceiverError, windlass_core::Error);
+failures!(RoleError, ImageError, ReceiverError, windlass_core::Error);
 failures!(ChooseError, ChunkError, DtypeError, IdentityError);
 
 impl From<AddressError> for Failure {
@@ -83,6 +83,12 @@ impl From<SyncInfoError> for Failure {
     }
 }
 failures!(windlass_core::manifest::ManifestError, SuperviseError);
+
+impl From<RegionError> for Failure {
+    fn from(e: RegionError) -> Failure {
+        Failure::from(Error::from(e))
+    }
+}
 
 impl From<Error> for Failure {
     fn from(e: Error) -> Failure {

@@ -162,6 +162,12 @@ impl Publisher {
         self.region.incarnation().to_string()
     }
 
+    /// Whether the slots are anonymous memory of the process that made the region.
+    #[getter]
+    fn is_memfd(&self) -> bool {
+        self.region.is_memfd()
+    }
+
     /// The secret of the region's agent, made if there is none yet.
     fn token(&self) -> PyResult<String> {
         let token = windlass::token::read_or_make(&self.region.token_path()).map_err(Failure::from)?;
@@ -296,7 +302,7 @@ impl Publisher {
                 }
                 match state.active.map(|s| s.version) {
                     Some(newest) if newest > version => {
-                        let text = format!("version {version} was replaced by {newest} before it was sealed");
+                        let text = format!("version {version} is no longer kept here; the newest is {newest}");
                         return Err(Failure::new(Kind::Stale, text));
                     }
                     Some(_) | None => {}

@@ -182,15 +182,19 @@ impl Receiver {
 
 /// The publisher's model, once it answers.
 fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure> {
+    let mut last = None;
     loop {
         match control.version(None, stop) {
             Ok(info) => return Ok(info.model_id),
-            Err(e)
-                if stop.is_set() || !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) =>
-            {
+            // What kept it from answering before says more than that the time is over.
+            Err(e) if stop.is_set() => return Err(last.unwrap_or_else(|| Failure::of(e.kind(), &e))),
+            Err(e) if !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) => {
                 return Err(Failure::of(e.kind(), &e));
             }
-            Err(_) => std::thread::sleep(stop.nap()),
+            Err(e) => {
+                last = Some(Failure::of(e.kind(), &e));
+                std::thread::sleep(stop.nap());
+            }
         }
     }
 }

@@ -249,9 +249,9 @@ impl Error {
     /// What to do next.
     pub fn advice(&self) -> String {
         match self {
-            Error::Io { source, path, .. } | Error::File(FileError::Io { source, path, .. }) => {
-                io_advice(source, path)
-            }
+            Error::Io { source, path, .. }
+            | Error::File(FileError::Io { source, path, .. })
+            | Error::Region(RegionError::Io { source, path, .. }) => io_advice(source, path),
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { .. } => "choose another output".into(),
             Error::File(FileError::NoShards { .. }) => {

@@ -112,7 +112,7 @@ def _find(model: Any) -> tuple[str, Any]:
             return path, module
     raise WindlassInvalid(
         f"there is no transformers model inside {type(model).__name__}",
-        "use SourceMap() and add rules with .rename(...) and .split(...)",
+        "use SourceMap() and add rules with .rename(...) and .split_rows(...)",
     )
 
 

@@ -97,8 +97,8 @@ class Selection:
                 "check include and exclude, and that names are the checkpoint's: SourceMap.from_model(model)",
             )
         if extras:
-            logger.info(
-                "%d tensors are not part of the checkpoint and are left out: %s",
+            logger.warning(
+                "%d tensors are not part of the checkpoint and are left out (include=[...] keeps them): %s",
                 len(extras),
                 _some(extras, 64),
             )
