@@ -302,7 +302,8 @@ impl Publisher {
                 }
                 match state.active.map(|s| s.version) {
                     Some(newest) if newest > version => {
-                        let text = format!("version {version} is no longer kept here; the newest is {newest}");
+                        let text =
+                            format!("version {version} is no longer kept here; the newest is {newest}");
                         return Err(Failure::new(Kind::Stale, text));
                     }
                     Some(_) | None => {}
