@@ -8,8 +8,8 @@ Needs a release build of the package and torch. Both take turns in one run, beca
   `windlass bench offload` on as many bytes with as many threads. Both write into slots that were touched before, and
   neither has an agent. Of each turn the two are compared; the median of the ratios counts.
 - `overhead`: `offload` of 10,000 small parameters, less the copy of as many bytes in one piece into memory that was
-  touched before. What iterating over `named_parameters()` costs by itself is told beside it. The bar is on processor
-  time, which is what a call costs where nobody else wants the processor; wall-clock times stand beside it.
+  touched before. What iterating over `named_parameters()` costs by itself is told beside it. Processor time is told
+  too, which others on the machine disturb less; the bar is on the median of the clock.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def main() -> int:
         {"name": "python / rust", "value": round(ratio, 4), "bar": BAR_RATIO, "met": ratio >= BAR_RATIO},
         {
             "name": "overhead of 10,000 tensors, ms",
-            "value": small["cpu_ms"]["overhead"],
+            "value": small["median_ms"]["overhead"],
             "bar": BAR_OVERHEAD_MS,
-            "met": small["cpu_ms"]["overhead"] < BAR_OVERHEAD_MS,
+            "met": small["median_ms"]["overhead"] < BAR_OVERHEAD_MS,
         },
     ]
     versions = {
