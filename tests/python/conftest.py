@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent.parent / "python"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "deepspeed: needs DeepSpeed, ninja and a C++ compiler")
-    config.addinivalue_line("markers", "megatron: needs megatron-core")
+# Where tests run in the background of a script, Ctrl-C is ignored, and every process that they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
