@@ -39,8 +39,8 @@ def test_the_lines_of_the_readme_run_alone_and_under_torchrun(tmp_path: pathlib.
     for command, ranks in [(alone, 1), (several, 2)]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = [line.split() for line in done.stdout.splitlines()]
-        assert sorted(line[0] for line in lines) == sorted(str(v) for v in (1, 2, 3) for _ in range(ranks))
-        assert all(re.fullmatch("[0-9a-f]{32}", line[1]) for line in lines)
-        assert any(line[2].startswith("http://") for line in lines)
+        # Ranks write to one pipe at a time of their own, so that their words may mix, but not inside a word.
+        words = done.stdout.split()
+        assert len([w for w in words if re.fullmatch("[0-9a-f]{32}", w)]) == 3 * ranks, done.stdout
+        assert len([w for w in words if w.startswith("http://127.0.0.1:")]) == 3, done.stdout
         assert not os.path.exists(f"/dev/shm/windlass-{name}")
