@@ -1,6 +1,6 @@
 """Memory of a slot or an image as torch tensors, without a copy.
 
-Called by the manager and by tests; users meet it as :meth:`windlass.Receiver.tensors`. A tensor keeps the memory
+Called by the manager and by tests; users meet it as :attr:`windlass.Image.tensors`. A tensor keeps the memory
 mapped. What the memory holds may change once the lease or the attempt that it came from has ended.
 """
 
