@@ -182,6 +182,53 @@ class Live:
         self._write_report(order)
         return report
 
+    def check(self, order: LoadOrder) -> Report:
+        """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write."""
+        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        try:
+            self._check_identity(order, held)
+            self._fit(held)
+        finally:
+            _let_go(held)
+        return self.report()
+
+    # Tensors that come another way than by an image.
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Report:
+        """Loads tensors by the engine's own reload: all of those of each layer that they touch."""
+        with self._session.rehearsal() as targets:
+            found = trace(self._session.load_weights, tensors, targets)
+        self._tell_extras(sorted(found.unexpected))
+        self.begin_tensors()
+        try:
+            self.feed_tensors((name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected)
+            self.finish_tensors()
+        except Exception as e:
+            self.abandon_tensors(e)
+            raise
+        return self.report()
+
+    def begin_tensors(self) -> None:
+        """Begins a load whose tensors come one by one. The worker is dirty until :meth:`finish_tensors`."""
+        self.forget("weights come from elsewhere")
+        self._dirty = True
+        self._error = None
+        self._session.begin()
+
+    def feed_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Some of the tensors; they must stay as they are until the load is finished."""
+        self._session.load(tensors)
+
+    def finish_tensors(self) -> None:
+        """Ends the load."""
+        self._session.finish()
+        self._dirty = False
+
+    def abandon_tensors(self, why: BaseException) -> None:
+        """Ends a load that failed: the worker stays dirty."""
+        self._error = Failure.of(why)
+        self._session.abandon()
+
     def report(self) -> Report:
         """What there is to say."""
         plan = self._plan
