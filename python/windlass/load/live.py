@@ -201,7 +201,9 @@ class Live:
         self._tell_extras(sorted(found.unexpected))
         self.begin_tensors()
         try:
-            self.feed_tensors((name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected)
+            self.feed_tensors(
+                (name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected
+            )
             self.finish_tensors()
         except Exception as e:
             self.abandon_tensors(e)
@@ -337,7 +339,9 @@ class Live:
         extras = sorted(found.unexpected)
         if self._session.partial is None:
             aliases = set(layout.aliases())
-            extras = sorted({*extras, *(name for name in tensors if name not in taken and name not in aliases)})
+            extras = sorted(
+                {*extras, *(name for name in tensors if name not in taken and name not in aliases)}
+            )
         self._tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
@@ -363,9 +367,11 @@ class Live:
 
     def _check_missing(self, found: Trace) -> None:
         """Parameters that the loader would leave as they are."""
-        written = {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
+        written = (
+            {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
+        )
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
-        tied = {}
+        tied: dict[int, set[int]] = {}
         for i, target in enumerate(found.targets):
             tensor = live.get(target.name)
             if tensor is not None and tensor.numel():
@@ -377,14 +383,18 @@ class Live:
             if target.tensor.numel() and not loaded and not (together.get(i, {i}) & written):
                 unwritten.append(target.name)
         if unwritten:
-            raise _missing(unwritten, "so that these parameters of the engine would stay as they are", what="weights for")
+            raise _missing(
+                unwritten, "so that these parameters of the engine would stay as they are", what="weights for"
+            )
         short = []
         for i, target in enumerate(found.targets):
             count = found.elements_of(i)
             if i in written and i not in found.reasons and count < target.tensor.numel():
                 short.append(f"{target.name} ({count} of {target.tensor.numel()} elements)")
         if short:
-            raise _missing(short, "so that parts of these parameters would stay as they are", what="weights for")
+            raise _missing(
+                short, "so that parts of these parameters would stay as they are", what="weights for"
+            )
 
     def _check_reads(
         self, found: Trace, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
@@ -432,7 +442,12 @@ class Live:
             )
         if extras != self._told_extras:
             self._told_extras = extras
-            log.warning("rank %d: the engine does not take %d tensors of the image: %s", self._rank, len(extras), named)
+            log.warning(
+                "rank %d: the engine does not take %d tensors of the image: %s",
+                self._rank,
+                len(extras),
+                named,
+            )
 
     def _decide(
         self, order: LoadOrder, plan: _Plan, held: Any
@@ -531,7 +546,9 @@ class Live:
         covered = {plan.trace.targets[copy.target].name for copy in plan.trace.copies}
         return snapshot(self._session.model, self._session, covered)
 
-    def _judge(self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
+    def _judge(
+        self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
+    ) -> None:
         """After the engine's own reload: which modules can be written to directly from now on."""
         if before is None:
             return

@@ -47,7 +47,7 @@ log = logging.getLogger("windlass")
 
 
 @dataclass
-class WindlassInitInfo(WeightTransferInitInfo):
+class WindlassInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where weights come from; see the module."""
 
     image: str | None = None
@@ -68,18 +68,22 @@ class WindlassInitInfo(WeightTransferInitInfo):
                 name="bad_value",
             )
         if self.endpoint is not None and not self.image_dir:
-            raise WindlassInvalid("init_info has an endpoint and no image_dir: name a directory for the image")
+            raise WindlassInvalid(
+                "init_info has an endpoint and no image_dir: name a directory for the image"
+            )
 
 
 @dataclass
-class WindlassUpdateInfo(WeightTransferUpdateInfo):
+class WindlassUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """What to load; see the module."""
 
     order: dict[str, Any] | None = None
     request: dict[str, Any] | None = None
 
 
-class WindlassWeightTransferEngine(WeightTransferEngine[WindlassInitInfo, WindlassUpdateInfo]):
+class WindlassWeightTransferEngine(
+    WeightTransferEngine[WindlassInitInfo, WindlassUpdateInfo]  # type: ignore[misc]
+):
     """One worker's side of the backend ``windlass``."""
 
     init_info_cls = WindlassInitInfo
@@ -105,7 +109,9 @@ class WindlassWeightTransferEngine(WeightTransferEngine[WindlassInitInfo, Windla
     def start_weight_update(self) -> None:
         """Touches nothing: an order that is refused must leave the engine as it was."""
         if self._info is None:
-            raise WindlassInvalid("nobody said where weights come from: call /init_weight_transfer_engine first")
+            raise WindlassInvalid(
+                "nobody said where weights come from: call /init_weight_transfer_engine first"
+            )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Carries out an order or receives what a request announces."""
@@ -131,7 +137,9 @@ class WindlassWeightTransferEngine(WeightTransferEngine[WindlassInitInfo, Windla
             self._receiving.finish()
         report = self.report()
         if report.state == "dirty":
-            raise WindlassError("the weights are not whole: load a version again before generation is resumed")
+            raise WindlassError(
+                "the weights are not whole: load a version again before generation is resumed"
+            )
 
     def shutdown(self) -> None:
         """Lets go of groups, connections and images."""

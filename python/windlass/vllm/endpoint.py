@@ -115,7 +115,7 @@ class _Engine:
         """Calls a method of every worker of every replica."""
         parallel = self.client.vllm_config.parallel_config
         core = getattr(self.client, "engine_core", None)
-        if parallel.data_parallel_size > 1 and hasattr(core, "call_utility_all_async"):
+        if parallel.data_parallel_size > 1 and core is not None and hasattr(core, "call_utility_all_async"):
             # vLLM's own call answers with the first replica's workers alone.
             engines = await core.call_utility_all_async("collective_rpc", method, None, args, None)
             told = [worker for engine in engines for worker in engine]
@@ -203,9 +203,12 @@ class WindlassEndpoint:
     def _admit(self, header: str) -> None:
         scheme, _, given = header.partition(" ")
         assert self._token is not None
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(), self._token.encode()
+        ):
             raise WindlassDenied(
-                "the request has no valid token", "send it as 'Authorization: Bearer TOKEN' (WINDLASS_TOKEN of the server)"
+                "the request has no valid token",
+                "send it as 'Authorization: Bearer TOKEN' (WINDLASS_TOKEN of the server)",
             )
 
     def _asked(self) -> _Engine:
@@ -276,7 +279,8 @@ class WindlassEndpoint:
         dirty = [report["rank"] for report in self._reports if report["state"] != "clean"]
         if dirty:
             raise WindlassStale(
-                f"the weights of rank {dirty} are not whole", "load a version first: that resumes generation too"
+                f"the weights of rank {dirty} are not whole",
+                "load a version first: that resumes generation too",
             )
         await self._asked().resume()
         self._fenced = None
@@ -290,7 +294,9 @@ class WindlassEndpoint:
         task = transaction.task
         if task is not None and not task.cancelled() and task.exception() is not None:
             # Also where nobody waits for it any more.
-            log.warning("windlass: version %d was not loaded: %s", transaction.order.version, task.exception())
+            log.warning(
+                "windlass: version %d was not loaded: %s", transaction.order.version, task.exception()
+            )
 
     async def _carry_out(self, run: _Transaction) -> Plain:
         engine, order = self._asked(), run.order

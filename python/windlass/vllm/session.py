@@ -154,7 +154,9 @@ class VllmSession:
     def looks_into(self, value: object) -> bool:
         """Objects of vLLM hold tensors, but not its configuration."""
         home = type(value).__module__
-        return home.startswith("vllm.") and not home.startswith(("vllm.config", "vllm.logger", "vllm.platforms"))
+        return home.startswith("vllm.") and not home.startswith(
+            ("vllm.config", "vllm.logger", "vllm.platforms")
+        )
 
     def vocabulary(self, module: torch.nn.Module) -> int | None:
         """Rows of the checkpoint's tensor where the engine pads them."""
@@ -256,7 +258,7 @@ class VllmSession:
     def _current(self) -> AbstractContextManager[Any]:
         from vllm.config import set_current_vllm_config
 
-        return set_current_vllm_config(self._vllm_config)
+        return set_current_vllm_config(self._vllm_config)  # type: ignore[no-any-return]
 
     def _where(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -27,7 +27,7 @@ __all__ = ["WindlassTrainerInitInfo", "WindlassTrainerWeightTransferEngine"]
 
 
 @dataclass
-class WindlassTrainerInitInfo(TrainerInitInfo):
+class WindlassTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """How the trainer publishes. ``image_dir`` is a directory on the engine's host, best in memory; ``manager`` are the
     fields of a :class:`windlass.WeightManagerConfig`."""
 
@@ -39,7 +39,9 @@ class WindlassTrainerInitInfo(TrainerInitInfo):
     timeout: float = 600.0
 
 
-class WindlassTrainerWeightTransferEngine(TrainerWeightTransferEngine[WindlassTrainerInitInfo]):
+class WindlassTrainerWeightTransferEngine(
+    TrainerWeightTransferEngine[WindlassTrainerInitInfo]  # type: ignore[misc]
+):
     """Publishes a source's weights and has the engines load them."""
 
     init_info_cls = WindlassTrainerInitInfo
@@ -54,7 +56,9 @@ class WindlassTrainerWeightTransferEngine(TrainerWeightTransferEngine[WindlassTr
     def trainer_init(cls, init_info: WindlassTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
         """Starts publishing and tells the engines where; called on every rank of the trainer."""
         if source is None:
-            raise WindlassInvalid("the backend windlass needs the source of the weights", "give source=ModuleSource(model)")
+            raise WindlassInvalid(
+                "the backend windlass needs the source of the weights", "give source=ModuleSource(model)"
+            )
         engine = cls(init_info, client=client, source=source)
         try:
             engine._manager.prepare(_Described(source), init_info.rank, init_info.world_size)
@@ -78,7 +82,11 @@ class WindlassTrainerWeightTransferEngine(TrainerWeightTransferEngine[WindlassTr
         """One round: publish, start, update, finish. Called on every rank of the trainer."""
         version = self._version + 1
         done = self._manager.offload(
-            _Described(self.source), version, self._info.rank, self._info.world_size, timeout=self._info.timeout
+            _Described(self.source),
+            version,
+            self._info.rank,
+            self._info.world_size,
+            timeout=self._info.timeout,
         )
         self._version = version
         if not self.is_sender:

@@ -137,6 +137,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_when_they_are_kept(world:
 
 @pytest.mark.timeout(400)
 def test_what_does_not_fit_is_named_and_the_old_version_goes_on_serving(world: World) -> None:
+    world.load(world.publish())
     before, answers = world.status()["weight_version"], world.server.answers()
     good = world.publishing.tensors()
     norm = "model.layers.1.input_layernorm.weight"

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiny
 from building import bits, places
 from publishing import Publishing
-from windlass.errors import WindlassInvalid, WindlassStale
 from windlass.load import Live, LoadOrder
 
 KINDS = ["qwen3", "qwen3tied", "qwen3moe"]
