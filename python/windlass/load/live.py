@@ -102,6 +102,9 @@ class Session(Judge, Protocol):
     def abandon(self) -> None:
         """Makes another session possible after a failure."""
 
+    def incomplete(self) -> list[str]:
+        """Layers of which a part was fed and a part was not, while a session is open."""
+
 
 @dataclass
 class _Plan:
@@ -222,7 +225,14 @@ class Live:
         self._session.load(tensors)
 
     def finish_tensors(self) -> None:
-        """Ends the load."""
+        """Ends the load. An error if a layer came in part: what did not come is not what it was."""
+        partly = self._session.incomplete()
+        if partly:
+            raise WindlassInvalid(
+                f"only a part of the tensors came of {_list(partly)}",
+                "send all tensors of a layer in one update",
+                name="missing_tensor",
+            )
         self._session.finish()
         self._dirty = False
 
