@@ -11,6 +11,7 @@ If that loop runs (the engine is used by ``async_generate``), requests are hande
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -101,6 +102,10 @@ class Engine(ABC):
         reached or answers something else is an error."""
 
     @abstractmethod
+    def payloads(self, data: bytes, ranks: int) -> list[Any]:
+        """What a request carries for ``serialized_named_tensors``: the same for every rank."""
+
+    @abstractmethod
     def flush(self, *, timeout: float) -> Reply:
         """Empties the prefix cache, waiting for requests until ``timeout``."""
 
@@ -111,7 +116,9 @@ class _Server(Engine):
         self.name = client.name
 
     def facts(self, *, timeout: float) -> Facts:
-        return Facts.of(self._client.get("/server_info", stage="look at the engine", timeout=timeout).object())
+        return Facts.of(
+            self._client.get("/server_info", stage="look at the engine", timeout=timeout).object()
+        )
 
     def weight_version(self, *, timeout: float) -> str | None:
         told = self._client.get("/model_info", stage="look at the weights", timeout=timeout).object()
@@ -122,7 +129,12 @@ class _Server(Engine):
         self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float, idempotent: bool = False
     ) -> Reply:
         answer = self._client.post(
-            f"/{route}", dict(body), stage=stage, timeout=timeout, idempotent=idempotent, accept=(400, 404, 405)
+            f"/{route}",
+            dict(body),
+            stage=stage,
+            timeout=timeout,
+            idempotent=idempotent,
+            accept=(400, 404, 405),
         )
         if answer.status in (404, 405):
             return Reply(False, f"{self.name} has no route /{route}", known=False)
@@ -131,6 +143,9 @@ class _Server(Engine):
             told = answer.json()
         ok = answer.status < 400 and bool(told.get("success", True))
         return Reply(ok, str(told.get("message") or told.get("error_message") or answer.text))
+
+    def payloads(self, data: bytes, ranks: int) -> list[Any]:
+        return [base64.b64encode(data).decode()] * ranks
 
     def flush(self, *, timeout: float) -> Reply:
         # The server waits for as long as it is told; a moment more is for the way.
@@ -198,6 +213,9 @@ class _Embedded(Engine):
         alone = route in ("pause_generation", "continue_generation", "update_weight_version")
         call = getattr(manager, route)
         return _reply_of(self._run(call(request) if alone else call(request, None), stage, timeout))
+
+    def payloads(self, data: bytes, ranks: int) -> list[Any]:
+        return [data] * ranks
 
     def flush(self, *, timeout: float) -> Reply:
         manager = self._engine.tokenizer_manager

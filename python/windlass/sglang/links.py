@@ -12,7 +12,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from windlass.errors import WindlassExhausted, WindlassInvalid
+from windlass.errors import WindlassInvalid
 
 __all__ = ["WEIGHTS", "link_model"]
 
@@ -27,7 +27,9 @@ def link_model(directory: Path, image: Path, checkpoint: Path | None) -> Path:
     Calling it again brings it up to date; links that are right are left alone.
     """
     if not image.is_file():
-        raise WindlassInvalid(f"{image} is not a file: an engine cannot read an image that is anonymous memory")
+        raise WindlassInvalid(
+            f"{image} is not a file: an engine cannot read an image that is anonymous memory"
+        )
     wanted = {WEIGHTS: image.resolve()}
     if checkpoint is not None and checkpoint.is_dir():
         for entry in sorted(checkpoint.iterdir()):
@@ -46,10 +48,9 @@ def link_model(directory: Path, image: Path, checkpoint: Path | None) -> Path:
         for name, target in wanted.items():
             _link(directory / name, target)
     except OSError as e:
-        if isinstance(e, WindlassExhausted):
-            raise
         raise WindlassInvalid(
-            f"the links to {image} cannot be made in {directory}: {e.strerror}", "give links= another directory"
+            f"the links to {image} cannot be made in {directory}: {e.strerror}",
+            "give links= another directory",
         ) from e
     return directory
 

@@ -9,7 +9,6 @@ SGLang looks at the bytes in place, and an odd offset would raise inside it.
 
 from __future__ import annotations
 
-import base64
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BUCKET", "ORDER", "bucket", "buckets", "encoded", "named", "order"]
+__all__ = ["BUCKET", "ORDER", "bucket", "buckets", "named", "order"]
 
 #: The load format of a bucket.
 BUCKET = "flattened_bucket"
@@ -81,8 +80,3 @@ def order(plain: Mapping[str, Any]) -> bytes:
 
     text = bytearray(json.dumps(plain).encode())
     return pickle.dumps([(ORDER, torch.frombuffer(text, dtype=torch.uint8).clone())], protocol=4)
-
-
-def encoded(payload: bytes, ranks: int) -> list[str]:
-    """The payload for every rank, as JSON carries it."""
-    return [base64.b64encode(payload).decode()] * ranks

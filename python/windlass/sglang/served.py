@@ -77,7 +77,9 @@ class Fit:
 class Served:
     """The tensors of the checkpoint that an engine was started from."""
 
-    def __init__(self, tensors: Mapping[str, Shape], *, tied: bool = False, origin: str = "the checkpoint") -> None:
+    def __init__(
+        self, tensors: Mapping[str, Shape], *, tied: bool = False, origin: str = "the checkpoint"
+    ) -> None:
         self.tensors = dict(tensors)
         #: Whether the output embedding is the input embedding.
         self.tied = tied
@@ -122,7 +124,9 @@ class Served:
                 "leave it out where the weights are published (exclude=), or set extras='ignore'",
             )
         if whole:
-            missing = [name for name in self.tensors if name not in offered and not self._excused(name, rules)]
+            missing = [
+                name for name in self.tensors if name not in offered and not self._excused(name, rules)
+            ]
             if missing:
                 raise self._misfit(
                     what,
@@ -181,7 +185,9 @@ def read_header(file: Path) -> dict[str, Shape]:
                 raise WindlassCorrupt(f"{file} is not a safetensors file: it has {size} bytes")
             (length,) = struct.unpack("<Q", first)
             if length > min(MAX_HEADER, size - 8):
-                raise WindlassCorrupt(f"{file} is not a safetensors file: a header of {length} bytes in {size}")
+                raise WindlassCorrupt(
+                    f"{file} is not a safetensors file: a header of {length} bytes in {size}"
+                )
             header = json.loads(stream.read(length))
     except OSError as e:
         raise WindlassNotFound(f"{file} cannot be read: {e.strerror}") from e
