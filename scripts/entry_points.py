@@ -11,18 +11,18 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main() -> int:
+def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = re.search(r'^version = "([^"]+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
     if found is None:
-        print("entry_points: Cargo.toml names no version", file=sys.stderr)
-        return 1
+        sys.exit("entry_points: Cargo.toml names no version")
     version = found.group(1)
     package = ROOT / "python"
     for old in package.glob("windlass-*.dist-info"):
@@ -38,8 +38,7 @@ def main() -> int:
         for line in (f"[{group}]", *(f"{k} = {v}" for k, v in points.items()), "")
     ]
     (info / "entry_points.txt").write_text("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,6 +7,7 @@ environment of its own; ``WINDLASS_VLLM_PYTHON`` and ``WINDLASS_SGLANG_PYTHON`` 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -118,10 +119,8 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to the engine and everything it started."""
         if self._process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait(30)
             self._process = None
 
@@ -179,7 +178,7 @@ class Server:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            print(f"--- {self.log}\n{self.tail()}", file=sys.stderr)
+            sys.stderr.write(f"--- {self.log}\n{self.tail()}\n")
         self.kill()
         self.log.unlink(missing_ok=True)
 
