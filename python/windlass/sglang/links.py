@@ -37,14 +37,17 @@ def link_model(directory: Path, image: Path, checkpoint: Path | None) -> Path:
                 wanted[entry.name] = entry.resolve()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for entry in directory.iterdir():
-            if entry.name not in wanted and entry.is_symlink():
+        present = list(directory.iterdir())
+        own = [entry for entry in present if not entry.is_symlink()]
+        if own:
+            # Somebody's files, such as the checkpoint itself: nothing of theirs is replaced or loaded by accident.
+            raise WindlassInvalid(
+                f"{directory} has {own[0].name}, which is not a link of ours",
+                "give links= a directory of its own",
+            )
+        for entry in present:
+            if entry.name not in wanted:
                 entry.unlink()
-            elif entry.name not in wanted and entry.suffix == ".safetensors":
-                raise WindlassInvalid(
-                    f"{entry} is a file of weights that the engine would load beside the image",
-                    "give links= a directory of its own",
-                )
         for name, target in wanted.items():
             _link(directory / name, target)
     except OSError as e:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 
+import tiny
 from windlass import Receiver, WeightManager
 
 

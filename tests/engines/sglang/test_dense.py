@@ -6,22 +6,15 @@ The server lives for the whole module; its tests leave it serving the newest ver
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
-import tiny
-import torch
 from policy import Policy
 
-from windlass.errors import WindlassCorrupt, WindlassError, WindlassInvalid, WindlassPeerLost, WindlassStale
+import servers
+import tiny
 from windlass.sglang import SGLangWeightLoader
 from windlass.sglang.custom import PATH
 
@@ -32,12 +25,6 @@ pytestmark = pytest.mark.timeout(400)
 def server(checkpoint: Callable[[tiny.Kind], Path]) -> Iterator[servers.Sglang]:
     with servers.Sglang(checkpoint("qwen3"), options=["--custom-weight-loader", PATH]) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="windlass-test-", dir="/dev/shm") as home:
-        yield Path(home)
 
 
 @pytest.fixture(scope="module")
