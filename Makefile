@@ -19,11 +19,11 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests/python examples scripts/stubs.py
+PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo test loom soak bench lint fmt layers contract testdata fuzz doc clean
-.PHONY: venv develop wheel pytest lint-py fmt-py stubs requirements
+.PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,7 @@ demo: ## show the main job on this machine
 test: contract testdata loom ## all tests: Rust and Python with their doc tests, the contract table, the golden files, the models
 	$(CARGO) test --workspace --locked
 	$(MAKE) --no-print-directory pytest
+	$(MAKE) --no-print-directory engines
 
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
@@ -84,16 +85,27 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
 	touch $@
 
+engine-venvs: .venv-vllm/ready .venv-sglang/ready ## environments with vLLM and SGLang for a CPU, from the pinned requirements
+
+.venv-%/ready: requirements/%.txt .venv/ready
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-$*
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv-$*/bin/python $<
+	touch $@
+
 develop: $(READY) ## build the extension and put it where python/ finds it
 	$(CARGO) build --locked -p windlass-py
 	cp "$${CARGO_TARGET_DIR:-target}/debug/lib_windlass.so" $(EXTENSION).new
 	mv $(EXTENSION).new $(EXTENSION)
+	$(PYTHON) scripts/entry_points.py
 
 wheel: $(READY) ## a wheel for release, in target/wheels
 	$(PY) -m maturin build --release --locked --strip --out target/wheels
 
 pytest: develop ## the Python tests and doc tests (ARGS="-k name")
 	$(PY) -m pytest $(ARGS)
+
+engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name")
+	$(PY) -m pytest tests/engines $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)
@@ -113,7 +125,11 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	for group in dev torch; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
+	for group in vllm sglang; do \
+	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	        --no-emit-find-links --python-version 3.11 --override requirements/$$group.overrides \
+	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .tools
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

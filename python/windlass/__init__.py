@@ -28,6 +28,7 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.follow import Follower, Loaded
 from windlass.names import DtypeRules, Selection, SourceMap, View
 from windlass.receiver import Image, Receiver
 from windlass.request import (
@@ -93,10 +94,12 @@ __all__ = [
     "EmptyWeightSyncInitInfo",
     "EngineShape",
     "FSDPWeightExtractor",
+    "Follower",
     "Identity",
     "Image",
     "InferenceClient",
     "IpcHandle",
+    "Loaded",
     "LoraDiskWeightUpdateRequest",
     "LoraState",
     "MegatronWeightExtractor",

@@ -1,0 +1,285 @@
+"""Real engines as child processes: started, asked, stopped and killed.
+
+Owns: command lines, environments and logs of vLLM and SGLang servers on a machine without a GPU. Each engine lives in an
+environment of its own; ``WINDLASS_VLLM_PYTHON`` and ``WINDLASS_SGLANG_PYTHON`` say where its Python is, otherwise
+``.venv-vllm`` and ``.venv-sglang`` of this tree (``make engine-venvs``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PACKAGE = ROOT / "python"
+
+
+def python_of(engine: str) -> Path:
+    """The Python of an engine's environment."""
+    named = os.environ.get(f"WINDLASS_{engine.upper()}_PYTHON")
+    python = Path(named) if named else ROOT / f".venv-{engine}" / "bin" / "python"
+    if not python.exists():
+        raise FileNotFoundError(f"{python} does not exist: `make engine-venvs` makes it")
+    return python
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class HttpFailure(RuntimeError):
+    """An engine's answer other than 200."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"status {status}: {body}")
+        self.status = status
+        self.body = body
+
+
+class Server:
+    """One engine in a process group of its own. Ready when the ``with`` block begins."""
+
+    health = "/health"
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, port: int, deadline: float = 240.0
+    ) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = list(command)
+        self._env = dict(env)
+        self._deadline = deadline
+        self._process: subprocess.Popen[bytes] | None = None
+        descriptor, path = tempfile.mkstemp(prefix="windlass-engine-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(path)
+
+    def start(self) -> None:
+        """Starts it and returns at once."""
+        drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS", "PYTHONPATH"}
+        inherited = {k: v for k, v in os.environ.items() if k not in drop}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**inherited, **self._env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Returns when it serves; an error with the end of its log if it does not within the deadline."""
+        until = time.monotonic() + self._deadline
+        while time.monotonic() < until:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the engine ended with {self._process.returncode}:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(self.url + self.health, timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (OSError, http.client.HTTPException):
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"the engine is not ready after {self._deadline:g} s:\n{self.tail()}")
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    @property
+    def pid(self) -> int:
+        """The process that was started; its children are in its group."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and everything it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+            self._process = None
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float = 60.0,
+        headers: Mapping[str, str] = {},
+    ) -> Any:
+        """One request; the JSON of the answer, or its text."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json", **headers}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError as e:
+            raise HttpFailure(e.code, e.read().decode(errors="replace")) from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def post(self, path: str, body: Any = None, **how: Any) -> Any:
+        """POST."""
+        return self.request("POST", path, body, **how)
+
+    def get(self, path: str, **how: Any) -> Any:
+        """GET."""
+        return self.request("GET", path, **how)
+
+    def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:
+        """The engine's greedy answer, as token ids."""
+        raise NotImplementedError
+
+    def answers(self, tokens: int = 24) -> list[list[int]]:
+        """Its answers to the prompts of :mod:`tiny`."""
+        import tiny
+
+        return [self.generate(prompt, tokens) for prompt in tiny.PROMPTS]
+
+    def __enter__(self) -> Any:
+        try:
+            if self._process is None:
+                self.start()
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            sys.stderr.write(f"--- {self.log}\n{self.tail()}\n")
+        self.kill()
+        self.log.unlink(missing_ok=True)
+
+
+class Vllm(Server):
+    """``vllm serve``.
+
+    ``plain`` keeps weights unpacked, so that they can be written in place as on a GPU (see plugin/plain_weights.py).
+    ``dev`` opens vLLM's own routes for weight updates.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tp: int = 1,
+        dev: bool = True,
+        plain: bool = False,
+        plugins: str | None = None,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] = {},
+        dtype: str = "float32",
+        deadline: float = 300.0,
+    ) -> None:
+        port = free_port()
+        python = python_of("vllm")
+        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
+        command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
+        if tp > 1:
+            command += ["-tp", str(tp)]
+        own = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE / "plugin")]),
+            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
+        }
+        if dev:
+            own["VLLM_SERVER_DEV_MODE"] = "1"
+        if plain:
+            own["WINDLASS_TEST_PLAIN_WEIGHTS"] = "1"
+        if tp > 1:
+            own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
+        if plugins is not None:
+            own["VLLM_PLUGINS"] = plugins
+        super().__init__(command, {**own, **env}, port=port, deadline=deadline)
+
+    def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:
+        timeout = how.pop("timeout", 60.0)
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0.0}
+        body |= {"ignore_eos": True, "return_token_ids": True, **how}
+        answer = self.post("/v1/completions", body, timeout=timeout)
+        return [int(t) for t in answer["choices"][0]["token_ids"]]
+
+
+class Sglang(Server):
+    """``python -m sglang.launch_server``."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tp: int = 1,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] = {},
+        dtype: str = "float32",
+        deadline: float = 300.0,
+    ) -> None:
+        port = free_port()
+        python = python_of("sglang")
+        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--dtype",
+            dtype,
+            "--disable-overlap-schedule",
+        ]
+        command += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.1"]
+        command += ["--max-total-tokens", "4096", "--sleep-on-idle", *options]
+        if tp > 1:
+            command += ["--tp", str(tp)]
+        own = {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_NCCL_SO_PATH": "/nonexistent",
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE / "stubs")]),
+            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
+        }
+        if tp > 1:
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
+        super().__init__(command, {**own, **env}, port=port, deadline=deadline)
+
+    def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:
+        timeout = how.pop("timeout", 60.0)
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        answer = self.post(
+            "/generate", {"input_ids": list(prompt), "sampling_params": sampling, **how}, timeout=timeout
+        )
+        return [int(t) for t in answer["output_ids"]]
