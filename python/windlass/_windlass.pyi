@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -76,6 +76,11 @@ class Held:
     def memory(self, /) -> Memory:
         """
         The data, by the layout.
+        """
+    @property
+    def model_id(self, /) -> str:
+        """
+        Whose version.
         """
     @property
     def path(self, /) -> Path:
@@ -373,6 +378,12 @@ def main(argv: SupportsGetItem[int, str], program: SupportsGetItem[int, str]) ->
 def module_of(name: str) -> str | None:
     """
     The module of a parameter: its name without the last two dotted parts, or `None` where nothing remains.
+    """
+
+def open_image(dir: str | PathLike[str], seconds: SupportsFloat | SupportsIndex = 300.0, timeout: SupportsFloat | SupportsIndex = 60.0) -> Held:
+    """
+    Holds the whole version in the image at `dir` for at most `seconds`. Needs no receiver: an image stays when its
+    receiver is gone. Waits for the image, and for a whole version in it, until `timeout`.
     """
 
 def packed_layout(names: SupportsGetItem[int, str], dtypes: SupportsGetItem[int, str], shapes: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> list[tuple[int, int, int]]:

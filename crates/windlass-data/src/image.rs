@@ -36,6 +36,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use windlass_core::delta::{Applier, Delta, DeltaError, Outcome, Tile};
@@ -116,6 +117,18 @@ pub enum ImageError {
         /// Where.
         dir: PathBuf,
     },
+    /// A publisher's region where an image was expected.
+    #[error(
+        "{} is the region of a publisher of {model}, not the image of a receiver: give the directory that a receiver \
+         keeps, which is <its image directory>/<model id>",
+        dir.display()
+    )]
+    NotAnImage {
+        /// Whose region.
+        model: ModelId,
+        /// Where.
+        dir: PathBuf,
+    },
     /// Another receiver has it.
     #[error(
         "another receiver (pid {pid}) keeps the image of {model} at {}: one receiver serves all engines of a host; \
@@ -154,6 +167,7 @@ impl ImageError {
             ImageError::Loan(_) | ImageError::Incomplete { .. } => Kind::Bug,
             ImageError::Digest { .. } => Kind::Corrupt,
             ImageError::NotWhole { .. } => Kind::NotFound,
+            ImageError::NotAnImage { .. } => Kind::Invalid,
             ImageError::Taken { .. } => Kind::Denied,
             ImageError::Io { source, .. } => crate::file::io_kind(source),
         }
@@ -183,6 +197,7 @@ impl ImageError {
             | ImageError::Incomplete { .. }
             | ImageError::Digest { .. }
             | ImageError::NotWhole { .. }
+            | ImageError::NotAnImage { .. }
             | ImageError::Taken { .. } => false,
         }
     }
@@ -410,13 +425,35 @@ pub struct ImageView {
     region: Arc<Region>,
 }
 
+/// How long a reader that waits for a whole version keeps a region open before it looks for another in its place.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
 impl ImageView {
+    /// Takes a map lease on the whole version in the image at `dir`, for at most `load`. Needs no receiver: an image
+    /// stays when its receiver is gone. Waits until `stop` for an image and for a whole version in it.
+    pub fn open(dir: &Path, load: Duration, stop: &Stop) -> Result<ImageView, ImageError> {
+        loop {
+            // Opened again and again: a receiver that makes a new image, of another layout, must find it unused.
+            let found = Region::open(dir).map_err(ImageError::from).and_then(|region| {
+                if region.slot_count() != 1 {
+                    let (model, dir) = (region.model_id().clone(), dir.to_owned());
+                    return Err(ImageError::NotAnImage { model, dir });
+                }
+                ImageView::take(&region, load, &stop.with_timeout(LOOK_AGAIN))
+            });
+            match found {
+                Err(ImageError::NotWhole { .. } | ImageError::Region(RegionError::Absent { .. }))
+                    if !stop.is_set() =>
+                {
+                    std::thread::sleep(stop.nap());
+                }
+                other => return other,
+            }
+        }
+    }
+
     /// Takes a map lease on the whole version in `region`, for at most `load`. Waits for one until `stop`.
-    pub fn take(
-        region: &Arc<Region>,
-        load: std::time::Duration,
-        stop: &Stop,
-    ) -> Result<ImageView, ImageError> {
+    pub fn take(region: &Arc<Region>, load: Duration, stop: &Stop) -> Result<ImageView, ImageError> {
         loop {
             let seen = region.bell();
             if let Some(known) = whole_state(region)?
@@ -460,7 +497,7 @@ impl ImageView {
     }
 
     /// Gives it `load` from now. An error if it was taken back before.
-    pub fn renew(&self, load: std::time::Duration) -> Result<(), ImageError> {
+    pub fn renew(&self, load: Duration) -> Result<(), ImageError> {
         Ok(self.lease.renew(load)?)
     }
 

@@ -7,9 +7,10 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, StateDigest, Version};
+use windlass_data::image::ImageView;
 use windlass_data::region::{Lease, Region};
 
-use crate::enter::Home;
+use crate::enter::{Home, enter};
 use crate::errors::Failure;
 use crate::layout::Layout;
 use crate::memory::Memory;
@@ -22,6 +23,9 @@ pub(crate) struct Held {
     /// The safetensors file that the memory is.
     #[pyo3(get)]
     path: PathBuf,
+    /// Whose version.
+    #[pyo3(get)]
+    model_id: String,
     /// Which version.
     #[pyo3(get)]
     version: u64,
@@ -43,16 +47,25 @@ impl Held {
         digest: Option<StateDigest>,
     ) -> Held {
         let region = Arc::clone(lease.region());
+        let model_id = region.model_id().to_string();
         let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
         Held {
             lease: Mutex::new(Some(lease)),
             region,
             path,
+            model_id,
             version,
             incarnation,
             digest,
             home: Home::here(),
         }
+    }
+
+    /// What `view` holds.
+    pub(crate) fn of_view(view: ImageView) -> Held {
+        let (known, path) = (view.known().clone(), view.path());
+        let which = (known.identity.incarnation, known.identity.version);
+        Held::new(view.into_lease(), path, which, Some(known.digest))
     }
 
     fn lease(&self) -> Result<MutexGuard<'_, Option<Lease>>, Failure> {
@@ -95,4 +108,19 @@ impl Held {
             None => Ok(()),
         }
     }
+}
+
+/// `value` as a time, or an error that says which.
+pub(crate) fn seconds(name: &str, value: f64) -> Result<Duration, Failure> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| Failure::invalid(format!("{name} of {value} s makes no sense; give seconds, 0 or more")))
+}
+
+/// Holds the whole version in the image at `dir` for at most `seconds`. Needs no receiver: an image stays when its
+/// receiver is gone. Waits for the image, and for a whole version in it, until `timeout`.
+#[pyfunction]
+#[pyo3(signature = (dir, seconds = 300.0, timeout = 60.0))]
+pub(crate) fn open_image(py: Python<'_>, dir: PathBuf, seconds: f64, timeout: f64) -> PyResult<Held> {
+    let load = self::seconds("a hold", seconds)?;
+    enter(py, Some(timeout), |stop| Ok(Held::of_view(ImageView::open(&dir, load, stop)?)))
 }

@@ -30,7 +30,7 @@ mod _windlass {
     #[pymodule_export]
     use crate::errors::kinds;
     #[pymodule_export]
-    use crate::held::Held;
+    use crate::held::{Held, open_image};
     #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]

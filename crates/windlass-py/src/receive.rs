@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use windlass::control::HttpControl;
@@ -18,7 +17,7 @@ use windlass_data::tcp::PullConfig;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
-use crate::held::Held;
+use crate::held::{self, Held};
 
 /// Keeps an image at the newest version of one publisher.
 #[pyclass(frozen, module = "windlass._windlass")]
@@ -49,11 +48,6 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
             Err(Failure::invalid(format!("mode {other:?} is not one of \"auto\", \"full\" and \"delta\"")))
         }
     }
-}
-
-fn seconds(name: &str, value: f64) -> Result<Duration, Failure> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|_| Failure::invalid(format!("{name} of {value} s makes no sense; give seconds, 0 or more")))
 }
 
 #[pymethods]
@@ -93,7 +87,7 @@ impl Receiver {
                 return Err(Failure::invalid("give either an endpoint or a region on this host").into());
             }
         };
-        let transfer_timeout = seconds("transfer_timeout", transfer_timeout)?;
+        let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let control = Arc::new(control.with_patience(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         let inner = enter(py, Some(timeout), move |stop| {
@@ -153,15 +147,13 @@ impl Receiver {
     /// The whole version in the image, held in place for at most `seconds`.
     #[pyo3(signature = (seconds, timeout = 60.0))]
     fn hold(&self, py: Python<'_>, seconds: f64, timeout: f64) -> PyResult<Held> {
-        let load = self::seconds("a hold", seconds)?;
+        let load = held::seconds("a hold", seconds)?;
         enter(py, Some(timeout), |stop| {
             self.with(|inner| {
                 let none =
                     || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
                 let view = ImageView::take(inner.image().ok_or_else(none)?.region(), load, stop)?;
-                let (known, path) = (view.known().clone(), view.path());
-                let which = (known.identity.incarnation, known.identity.version);
-                Ok(Held::new(view.into_lease(), path, which, Some(known.digest)))
+                Ok(Held::of_view(view))
             })
         })
     }

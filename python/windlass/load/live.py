@@ -1,0 +1,658 @@
+"""The weights of one worker, and how the next version gets into them.
+
+Owns: :class:`Live`: which version a worker's weights are, whether a write to them was cut short, the plan by which they
+can be written directly, and :meth:`Live.load`, which carries out an order. Called in the worker by whatever drives it,
+one call at a time and never while the model computes. Must not: pause an engine, start a thread, or know which engine
+it is in: that is the session's part (:class:`Session`).
+
+How an order is carried out::
+
+    hold the image ─► is it what was ordered ─► rehearse once per layout ─► does everything fit
+        ─► (first write) ─► modules that do not qualify, by the engine's session ─► the others by the plan ─► clean
+
+Everything that can be refused is refused before the first write: then the error is raised, the weights are those of
+before and the worker stays clean. After the first write nothing is raised: the report says ``dirty`` and why, and only
+a whole load makes the worker clean again.
+
+The first load of a layout goes wholly through the session and is the reference against which modules qualify
+(:mod:`windlass.load.qualify`). Later loads are *sparse* where the weights are known to be a version from which the
+image's deltas lead to the order, and *dense* otherwise; both end in the same bytes, so that workers decide alone.
+
+Invariants:
+
+1. An order that fails before the first write leaves every byte as it was (``test_a_missing_tensor_is_named…``).
+2. A sparse load starts only from weights that this process itself wrote as that version, that nobody moved or reloaded,
+   and that a sample finds in place (``test_a_foreign_reload_is_not_patched``).
+3. ``dirty`` is cleared by a whole load only (``test_a_load_that_fails_halfway_leaves_the_worker_dirty``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from windlass import _windlass
+from windlass.dtypes import dtype_name
+from windlass.errors import WindlassError, WindlassInvalid, WindlassStale
+from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
+from windlass.load.qualify import Judge, Snapshot, Verdict, qualify, snapshot
+from windlass.load.trace import Target, Trace, trace
+from windlass.receiver import _Tensors
+
+__all__ = ["Live", "Session"]
+
+log = logging.getLogger("windlass")
+
+#: After so many sparse loads one is compared wholly with the image.
+VERIFY_EVERY = 50
+#: How many elements a sparse load looks at before it trusts the weights.
+SAMPLE = 4096
+#: How many names an error lists.
+NAMED = 8
+
+Extras = Literal["ignore", "error"]
+
+
+class Session(Judge, Protocol):
+    """An engine's own full reload of one worker's model, and what is known of its modules."""
+
+    model: torch.nn.Module
+
+    @property
+    def parallelism(self) -> str:
+        """The shares of the model, as part of a plan's key."""
+
+    @property
+    def shares(self) -> int:
+        """How many workers may hold parts of one tensor."""
+
+    @property
+    def partial(self) -> str | None:
+        """Why this worker need not take every tensor of the image; ``None`` if it must."""
+
+    def refuses_plan(self) -> str | None:
+        """Why nothing may be replayed now; ``None`` if it may."""
+
+    def vocabulary(self, module: torch.nn.Module) -> int | None:
+        """Rows of the checkpoint's tensor where the engine pads them."""
+
+    def rehearsal(self) -> AbstractContextManager[list[Target]]:
+        """A place in which the loader can be run without harm."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """The model's own loader."""
+
+    def begin(self) -> None:
+        """Prepares the model to be loaded."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Feeds tensors."""
+
+    def finish(self) -> None:
+        """Post-processes what was loaded."""
+
+    def abandon(self) -> None:
+        """Makes another session possible after a failure."""
+
+
+@dataclass
+class _Plan:
+    """What is known of loading one layout into this model."""
+
+    key: str
+    trace: Trace
+    #: Names that the engine does not take.
+    extras: list[str]
+    #: (dtype, shape) of each tensor that it takes.
+    table: dict[str, tuple[str, tuple[int, ...]]]
+    verdict: Verdict | None = None
+    native: Any = None
+    #: Names of the replayed parameters, in the order of the plan's targets, and where they were.
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+
+
+class Live:
+    """The weights of one worker.
+
+    ``session`` is the engine's own way to load, ``rank`` the worker's among those of its engine, and ``engine`` its
+    name and version. ``extras`` says what happens to tensors that the engine does not take.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        rank: int = 0,
+        engine: str = "",
+        extras: Extras | None = None,
+        threads: int = 1,
+        verify_every: int = VERIFY_EVERY,
+    ) -> None:
+        chosen = extras or os.environ.get("WINDLASS_EXTRAS", "ignore")
+        if chosen not in ("ignore", "error"):
+            raise WindlassInvalid(f"WINDLASS_EXTRAS is {chosen!r}: expected 'ignore' or 'error'")
+        self._session = session
+        self._rank = rank
+        self._engine = engine
+        self._extras = chosen
+        self._threads = threads
+        self._verify_every = max(1, verify_every)
+        self._worker = secrets.token_hex(8)
+        self._live: LiveVersion | None = None
+        self._dirty = False
+        self._plan: _Plan | None = None
+        #: What earlier images were: they do not change under a running engine.
+        self._accepted: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._last: Last | None = None
+        self._error: Failure | None = None
+        self._since_verified = 0
+        self._told_extras: list[str] | None = None
+
+    # What a driver asks.
+
+    def prepare(self, image: str, timeout: float = 60.0) -> Report:
+        """Rehearses loading from an image, so that the first order need not. Nothing is written."""
+        held = _windlass.open_image(image, timeout, timeout)
+        try:
+            self._fit(held)
+        finally:
+            held.finish()
+        return self.report()
+
+    def load(self, order: LoadOrder) -> Report:
+        """Carries out an order. Raises before the first write only; see the module."""
+        began = time.monotonic()
+        try:
+            report = self._load(order, began)
+        except Exception as e:
+            self._error = Failure.of(e)
+            self._write_report(order)
+            if isinstance(e, WindlassError):
+                raise
+            raise WindlassInvalid(f"version {order.version} cannot be loaded: {type(e).__name__}: {e}") from e
+        self._write_report(order)
+        return report
+
+    def check(self, order: LoadOrder) -> Report:
+        """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write."""
+        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        try:
+            self._check_identity(order, held)
+            self._fit(held)
+        finally:
+            _let_go(held)
+        return self.report()
+
+    # Tensors that come another way than by an image.
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Report:
+        """Loads tensors by the engine's own reload: all of those of each layer that they touch."""
+        with self._session.rehearsal() as targets:
+            found = trace(self._session.load_weights, tensors, targets)
+        self._tell_extras(sorted(found.unexpected))
+        self.begin_tensors()
+        try:
+            self.feed_tensors(
+                (name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected
+            )
+            self.finish_tensors()
+        except Exception as e:
+            self.abandon_tensors(e)
+            raise
+        return self.report()
+
+    def begin_tensors(self) -> None:
+        """Begins a load whose tensors come one by one. The worker is dirty until :meth:`finish_tensors`."""
+        self.forget("weights come from elsewhere")
+        self._dirty = True
+        self._error = None
+        self._session.begin()
+
+    def feed_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Some of the tensors; they must stay as they are until the load is finished."""
+        self._session.load(tensors)
+
+    def finish_tensors(self) -> None:
+        """Ends the load."""
+        self._session.finish()
+        self._dirty = False
+
+    def abandon_tensors(self, why: BaseException) -> None:
+        """Ends a load that failed: the worker stays dirty."""
+        self._error = Failure.of(why)
+        self._session.abandon()
+
+    def report(self) -> Report:
+        """What there is to say."""
+        plan = self._plan
+        return Report(
+            rank=self._rank,
+            worker=self._worker,
+            engine=self._engine,
+            live=self._live,
+            state="dirty" if self._dirty else "clean",
+            plan=None if plan is None else _summary(plan),
+            last=self._last,
+            extras=tuple((plan.extras if plan is not None else [])[:EXTRAS]),
+            error=self._error,
+        )
+
+    def digest(self) -> dict[str, Any]:
+        """Sums of what the parameters hold, by source tensor and box, for those that are kept as they were loaded."""
+        import json
+
+        plan = self._plan
+        out: dict[str, Any] = {"report": self.report().to_dict(), "parts": None, "unseen": []}
+        if plan is None or plan.verdict is None:
+            out["why"] = "nothing was loaded yet"
+        elif plan.native is None:
+            out["why"] = "no module keeps its weights as they were loaded"
+            out["unseen"] = sorted(plan.verdict.session)
+        else:
+            addresses = self._addresses(plan)
+            out["parts"] = json.loads(plan.native.digest(addresses, self._threads))
+            out["unseen"] = sorted(plan.verdict.session)
+        return out
+
+    def forget(self, why: str) -> None:
+        """Says that somebody else may have changed the weights: the next load is a whole one."""
+        if self._live is not None:
+            log.info("rank %d: the weights are not known any more: %s", self._rank, why)
+        self._live = None
+
+    # Before the first write.
+
+    def _load(self, order: LoadOrder, began: float) -> Report:
+        # A minute beyond the deadline: the hold must not end while the last bytes are read.
+        held = _windlass.open_image(order.image, order.timeout + 60.0, min(order.timeout, 60.0))
+        finished = False
+        try:
+            self._check_identity(order, held)
+            if self._live == order.identity and not self._dirty and order.how == "auto":
+                self._last = Last(how="skipped", ms=_since(began))
+                self._error = None
+                return self.report()
+            plan = self._fit(held)
+            how, base = self._decide(order, plan, held)
+            # Nothing is refused from here on.
+            self._dirty = True
+            self._error = None
+            try:
+                done = self._write(how, base, plan, held, began)
+                finished = True
+                # What was read may be of two versions if the hold was taken back.
+                held.finish()
+            except Exception as e:
+                self._live = None
+                self._last = Last(how=how, ms=_since(began))
+                self._error = Failure.of(e)
+                log.error("rank %d: loading version %d failed halfway: %s", self._rank, order.version, e)
+                return self.report()
+            self._dirty = False
+            self._live = order.identity
+            self._last = done
+            self._accepted.update(plan.table)
+            return self.report()
+        finally:
+            if not finished:
+                _let_go(held)
+
+    def _check_identity(self, order: LoadOrder, held: Any) -> None:
+        incarnation = _number(held.incarnation)
+        if (incarnation, held.version) != (order.incarnation, order.version):
+            raise WindlassStale(
+                f"the image {order.image!r} holds version {held.version} of incarnation {incarnation:016x}; the order "
+                f"is for version {order.version} of {order.incarnation:016x}",
+                "give an order for what the image holds",
+                name="wrong_version",
+            )
+        if order.digest and held.digest is not None and held.digest != order.digest:
+            raise WindlassStale(
+                f"version {order.version} in {order.image!r} has the digest {held.digest}; the order says {order.digest}",
+                "give an order for what the image holds",
+                name="wrong_digest",
+            )
+
+    def _fit(self, held: Any) -> _Plan:
+        """The plan for an image's layout, rehearsed if it is new. An error that names what does not fit."""
+        layout = held.layout()
+        key = f"{layout.hash}.{self._session.parallelism}"
+        if self._plan is not None and self._plan.key == key:
+            return self._plan
+        tensors = _Tensors(held)
+        self._check_changed(layout)
+        with self._session.rehearsal() as targets:
+            found = trace(self._session.load_weights, tensors, targets)
+        modules = dict(self._session.model.named_modules())
+        self._check_missing(found)
+        self._check_reads(found, tensors, modules)
+        taken = set(found.reached)
+        extras = sorted(found.unexpected)
+        if self._session.partial is None:
+            aliases = set(layout.aliases())
+            extras = sorted(
+                {*extras, *(name for name in tensors if name not in taken and name not in aliases)}
+            )
+        self._tell_extras(extras)
+        rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
+        table = {name: rows[name] for name in taken if name in rows}
+        self._plan = _Plan(key, found, extras, table)
+        return self._plan
+
+    def _check_changed(self, layout: Any) -> None:
+        """Shapes and dtypes of an engine that serves do not change from version to version."""
+        for name, dtype, shape, _, _ in layout.tensors():
+            before = self._accepted.get(name)
+            if before is None or before == (dtype, tuple(shape)):
+                continue
+            what = "dtype" if before[0] != dtype else "shape"
+            raise WindlassInvalid(
+                f"the {what} of {name!r} changed from {before[0]} {list(before[1])} to {dtype} {list(shape)}; nothing "
+                "was loaded",
+                "publish the model that the engine was started with, or restart the engine",
+                name=f"{what}_changed",
+            )
+        gone = sorted(self._accepted.keys() - {row[0] for row in layout.tensors()} - set(layout.aliases()))
+        if gone:
+            raise _missing(gone, "which earlier versions had")
+
+    def _check_missing(self, found: Trace) -> None:
+        """Parameters that the loader would leave as they are."""
+        written = (
+            {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
+        )
+        live = dict(self._session.model.named_parameters(remove_duplicate=False))
+        tied: dict[int, set[int]] = {}
+        for i, target in enumerate(found.targets):
+            tensor = live.get(target.name)
+            if tensor is not None and tensor.numel():
+                tied.setdefault(tensor.data_ptr(), set()).add(i)
+        together = {i: group for group in tied.values() for i in group}
+        unwritten = []
+        for i, target in enumerate(found.targets):
+            loaded = found.loaded is not None and target.name in found.loaded
+            if target.tensor.numel() and not loaded and not (together.get(i, {i}) & written):
+                unwritten.append(target.name)
+        if unwritten:
+            raise _missing(
+                unwritten, "so that these parameters of the engine would stay as they are", what="weights for"
+            )
+        short = []
+        for i, target in enumerate(found.targets):
+            count = found.elements_of(i)
+            if i in written and i not in found.reasons and count < target.tensor.numel():
+                short.append(f"{target.name} ({count} of {target.tensor.numel()} elements)")
+        if short:
+            raise _missing(
+                short, "so that parts of these parameters would stay as they are", what="weights for"
+            )
+
+    def _check_reads(
+        self, found: Trace, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
+    ) -> None:
+        """Tensors of which the loader would drop a part, because they are larger than it thinks."""
+        for name, count in found.elements_read().items():
+            tensor = tensors[name]
+            reached = found.reached.get(name, set())
+            if any(i in found.reasons for i in reached):
+                continue
+            rows = next(
+                (
+                    rows
+                    for i in reached
+                    if (module := modules.get(found.targets[i].module)) is not None
+                    and (rows := self._session.vocabulary(module)) is not None
+                ),
+                None,
+            )
+            fits = count * self._session.shares >= tensor.numel() if rows is None else tensor.shape[0] == rows
+            if not fits:
+                raise WindlassInvalid(
+                    f"{name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, of which the engine would take "
+                    f"{count} elements on each of {self._session.shares} ranks and drop the rest",
+                    "publish the model that the engine was started with, with its shapes",
+                    name="does_not_fit",
+                )
+        for name, (given, kept) in found.casts.items():
+            if not (_is_float(given) and _is_float(kept)):
+                raise WindlassInvalid(
+                    f"{name!r} is {given} in the image and {kept} in the engine",
+                    "publish it in the engine's dtype",
+                    name="wrong_dtype",
+                )
+
+    def _tell_extras(self, extras: list[str]) -> None:
+        if not extras:
+            return
+        named = _list(extras)
+        if self._extras == "error":
+            raise WindlassInvalid(
+                f"the engine does not take {len(extras)} tensors of the image: {named}",
+                "exclude them from what is published, or set WINDLASS_EXTRAS=ignore",
+                name="extra_tensors",
+            )
+        if extras != self._told_extras:
+            self._told_extras = extras
+            log.warning(
+                "rank %d: the engine does not take %d tensors of the image: %s",
+                self._rank,
+                len(extras),
+                named,
+            )
+
+    def _decide(
+        self, order: LoadOrder, plan: _Plan, held: Any
+    ) -> tuple[Literal["sparse", "dense", "session"], LiveVersion | None]:
+        """How an order is carried out, and from which version on if it is by its changes alone."""
+        if order.how == "session" or plan.verdict is None or plan.native is None:
+            return "session", None
+        refusal = self._session.refuses_plan()
+        if refusal is None and not self._in_place(plan):
+            refusal = "parameters are not where they were"
+        if refusal is not None:
+            log.info("rank %d: no plan is used: %s", self._rank, refusal)
+            plan.verdict, plan.native = None, None
+            self.forget(refusal)
+            return "session", None
+        base = self._live
+        if (
+            order.how == "dense"
+            or self._dirty
+            or base is None
+            or (base.model_id, base.incarnation) != (order.model_id, order.incarnation)
+            or base.version >= order.version
+        ):
+            return "dense", None
+        return "sparse", base
+
+    # From the first write on.
+
+    def _write(
+        self,
+        how: Literal["sparse", "dense", "session"],
+        base: LiveVersion | None,
+        plan: _Plan,
+        held: Any,
+        began: float,
+    ) -> Last:
+        tensors = _Tensors(held)
+        if how == "session":
+            before = self._before(plan)
+            size = self._by_session(plan, tensors, sorted({*plan.table}))
+            self._judge(plan, before, tensors, held)
+            return Last(how="session", ms=_since(began), bytes=size)
+        verdict = plan.verdict
+        assert verdict is not None
+        size = self._by_session(plan, tensors, sorted(verdict.session)) if verdict.session else 0
+        addresses = self._addresses(plan)
+        if how == "sparse" and base is not None:
+            try:
+                elements = self._sparsely(plan, held, base, addresses)
+            except WindlassStale as e:
+                log.info("rank %d: version %d is loaded whole: %s", self._rank, held.version, e)
+            else:
+                return Last(how="sparse", ms=_since(began), bytes=size, elements=elements)
+        copied, _ = plan.native.dense(held, addresses, self._threads)
+        self._since_verified = 0
+        return Last(how="dense", ms=_since(began), bytes=size + copied)
+
+    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int]) -> int:
+        elements = int(plan.native.sparse(held, base.incarnation, base.version, addresses, self._threads)[0])
+        self._since_verified += 1
+        whole = self._since_verified >= self._verify_every
+        count = (1 << 62) if whole else SAMPLE
+        wrong = plan.native.sampled_difference(held, addresses, count, secrets.randbits(32))
+        if wrong:
+            raise WindlassStale(
+                f"{_list(sorted(wrong))} are not what this worker wrote as version {base.version}: somebody else "
+                "changed the weights"
+            )
+        if whole:
+            self._since_verified = 0
+        return elements
+
+    def _by_session(self, plan: _Plan, tensors: Mapping[str, torch.Tensor], names: list[str]) -> int:
+        """The engine's own loader, for all tensors of some modules."""
+        size = 0
+
+        def feed() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal size
+            for name in names:
+                tensor = tensors[name]
+                size += tensor.numel() * tensor.element_size()
+                yield name, tensor.clone() if name in plan.trace.written_sources else tensor
+
+        try:
+            self._session.begin()
+            self._session.load(feed())
+            self._session.finish()
+        except BaseException:
+            self._session.abandon()
+            raise
+        return size
+
+    def _before(self, plan: _Plan) -> Snapshot | None:
+        if plan.verdict is not None or self._session.refuses_plan() is not None:
+            return None
+        covered = {plan.trace.targets[copy.target].name for copy in plan.trace.copies}
+        return snapshot(self._session.model, self._session, covered)
+
+    def _judge(
+        self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
+    ) -> None:
+        """After the engine's own reload: which modules can be written to directly from now on."""
+        if before is None:
+            return
+        try:
+            self._qualify(plan, before, tensors, held)
+        except Exception as e:
+            # The weights are right, which is what was asked for; they can go the same way next time.
+            log.warning("rank %d: no plan could be made: %s: %s", self._rank, type(e).__name__, e)
+            why = {"": f"no plan could be made: {e}"}
+            plan.verdict, plan.native = Verdict(session=set(plan.table), why=why), None
+
+    def _qualify(self, plan: _Plan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
+        verdict = qualify(self._session.model, self._session, plan.trace, before, tensors.__getitem__)
+        plan.verdict = verdict
+        live = dict(self._session.model.named_parameters(remove_duplicate=False))
+        used = sorted({copy.target for copy in verdict.copies})
+        index = {target: i for i, target in enumerate(used)}
+        plan.names = [plan.trace.targets[i].name for i in used]
+        plan.places = [_place(live[name]) for name in plan.names]
+        if used:
+            copies = [
+                (
+                    c.source,
+                    c.source_offset,
+                    index[c.target],
+                    c.target_offset,
+                    list(c.sizes),
+                    list(c.source_strides),
+                    list(c.target_strides),
+                )
+                for c in verdict.copies
+            ]
+            rows = [(name, live[name].numel(), dtype_name(live[name].dtype)) for name in plan.names]
+            plan.native = _windlass.LoadPlan(held.layout(), rows, copies)
+        for module, reason in list(verdict.why.items())[:REASONS]:
+            log.debug("rank %d: %s is loaded by the engine: %s", self._rank, module, reason)
+        log.info(
+            "rank %d: %d modules are written directly, %d by the engine's own loader",
+            self._rank,
+            verdict.modules,
+            len(verdict.why),
+        )
+
+    def _addresses(self, plan: _Plan) -> list[int]:
+        live = dict(self._session.model.named_parameters(remove_duplicate=False))
+        return [live[name].data_ptr() for name in plan.names]
+
+    def _in_place(self, plan: _Plan) -> bool:
+        live = dict(self._session.model.named_parameters(remove_duplicate=False))
+        return all(
+            name in live and _place(live[name]) == place for name, place in zip(plan.names, plan.places)
+        )
+
+    def _write_report(self, order: LoadOrder) -> None:
+        if order.reports is None:
+            return
+        try:
+            self.report().write(order.reports)
+        except WindlassError as e:
+            # The order itself went as it went.
+            log.error("rank %d: %s", self._rank, e)
+
+
+def _summary(plan: _Plan) -> PlanSummary:
+    verdict = plan.verdict
+    if verdict is None:
+        modules = {plan.trace.targets[i].module for reached in plan.trace.reached.values() for i in reached}
+        return PlanSummary(key=plan.key, replayed=0, session=len(modules), why={})
+    why = dict(list(verdict.why.items())[:REASONS])
+    return PlanSummary(key=plan.key, replayed=verdict.modules, session=len(verdict.why), why=why)
+
+
+def _missing(names: list[str], consequence: str, what: str = "") -> WindlassInvalid:
+    lacks = f"{what} " if what else ""
+    return WindlassInvalid(
+        f"the image lacks {lacks}{_list(names)}, {consequence}; nothing was loaded",
+        "publish all tensors of the model that the engine was started with",
+        name="missing_tensor",
+    )
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+
+
+def _number(incarnation: Any) -> int:
+    return incarnation if isinstance(incarnation, int) else int(str(incarnation), 16)
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _let_go(held: Any) -> None:
+    try:
+        held.finish()
+    except WindlassError as e:
+        log.debug("the hold on an image was over before: %s", e)
+
+
+def _since(began: float) -> float:
+    return (time.monotonic() - began) * 1e3

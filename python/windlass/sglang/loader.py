@@ -1,0 +1,701 @@
+"""Weights into a running SGLang engine.
+
+Owns: :class:`SGLangWeightLoader`, the order of calls by which weights come into one engine: look, check, pause, load,
+flush, label, continue. Called by drivers on the engine's host, and by strategies whose receiver hands tensors to a loader.
+Must not: fetch weights, or touch an engine before everything that can be checked was found right.
+
+Three ways lead in; all of them end with the same weights:
+
+| way | what crosses | needs | |
+|---|---|---|---|
+| ``custom`` | an order of a few hundred bytes; workers map the image | ``--custom-weight-loader windlass.sglang.custom.load`` | fastest |
+| ``disk`` | the path of a directory that links the image | nothing | the engine's ``model_path`` becomes that directory |
+| ``tensors`` | the weights, by value, once per TP rank | nothing | for engines on other hosts, and small models |
+
+:meth:`~SGLangWeightLoader.load_image` takes the first of them that can be used; ``way`` names one instead.
+:meth:`~SGLangWeightLoader.load_weights` always uses ``tensors``.
+
+A failure before the first write lets the engine go on with the weights it had. After it the engine stays paused and the
+loader is ``dirty`` until a whole load succeeds: generating from two versions would be worse than waiting. SGLang itself
+ends when a tensor does not fit; that is why names, shapes and dtypes are compared with its checkpoint first
+(:mod:`windlass.sglang.served`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from windlass import _windlass
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassError,
+    WindlassInvalid,
+    WindlassPeerLost,
+    WindlassStale,
+    WindlassTimeout,
+    WindlassUnsupported,
+)
+from windlass.load.order import LoadOrder, Report
+from windlass.sglang import payload
+from windlass.sglang.custom import PATH, _check_identity, _shapes
+from windlass.sglang.engine import Engine, Facts, connect
+from windlass.sglang.links import link_model
+from windlass.sglang.served import Fit, Rules, Served, Shape
+from windlass.strategy import NamedTensors, WeightLoader, each_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass._windlass import Held
+    from windlass.request import BroadcastWeightUpdateRequest
+    from windlass.sync_info import TorchDistributedWeightSyncInfo
+
+__all__ = ["Loaded", "SGLangWeightLoader", "Way"]
+
+log = logging.getLogger("windlass")
+
+Way = Literal["custom", "disk", "tensors"]
+Pause = Literal["retract", "abort", "in_place", "wait"]
+
+#: How long a call may take that only looks or switches something.
+SHORT = 30.0
+#: Beginnings of refusals by which the engine says that it has not begun to write.
+_UNTOUCHED = ("Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One load that succeeded."""
+
+    way: Way
+    #: The label that the engine shows now.
+    label: str | None
+    #: How long the engine stood still, and how much of that the load itself took.
+    pause_ms: float
+    load_ms: float
+    #: Names that the engine has no place for.
+    extras: list[str] = field(default_factory=list)
+    #: What the workers said of themselves (``custom`` only).
+    reports: list[Report] = field(default_factory=list)
+
+
+@dataclass
+class _Session:
+    """An engine that is paused and open for weights."""
+
+    facts: Facts
+    served: Served
+    until: float
+    begun: float
+    touched: bool = False
+    loaded: set[str] = field(default_factory=set)
+
+
+class SGLangWeightLoader(WeightLoader):
+    """Loads weights into one SGLang engine: a server by its URL, or an ``sglang.Engine`` in this process.
+
+    >>> loader = SGLangWeightLoader("http://127.0.0.1:30000", api_key="...")               # doctest: +SKIP
+    >>> loaded = await loader.load_image({"image": "/dev/shm/policy", "model_id": "policy",
+    ...                                   "incarnation": 1, "version": 7})                 # doctest: +SKIP
+    >>> loaded.way, loaded.label                                                           # doctest: +SKIP
+    ('custom', 'windlass:0000000000000001:7')
+
+    - ``pause``: what happens to requests in flight. ``retract`` computes what they have so far anew and goes on with the
+      new weights; ``abort`` ends them; ``in_place`` goes on with the cache they have, which then must be kept;
+      ``wait`` lets them end first (way ``disk`` only).
+    - ``cache``: whether the prefix cache is flushed (``reset``) or kept. A flush that is refused is an error.
+    - ``extras``, ``optional``, ``cast``: see :class:`~windlass.sglang.served.Rules`.
+    - ``checkpoint``: what the engine was started from, where this host knows it by another path than the engine.
+    - ``links``: where the directory for the way ``disk`` is made; beside the image if not given.
+    - ``timeout``: of a whole load. Every request has a deadline.
+
+    Methods are coroutines whose work goes on in a thread; one load runs at a time.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        checkpoint: str | Path | None = None,
+        way: Literal["auto", "custom", "disk", "tensors"] = "auto",
+        pause: Pause = "retract",
+        cache: Literal["reset", "keep"] = "reset",
+        extras: Literal["ignore", "error"] = "ignore",
+        optional: Sequence[str] = (),
+        cast: bool = False,
+        links: str | Path | None = None,
+        load_format: str = "safetensors",
+        bucket_bytes: int = 256 << 20,
+        timeout: float = 300.0,
+    ) -> None:
+        _choice("way", way, "auto", "custom", "disk", "tensors")
+        _choice("pause", pause, "retract", "abort", "in_place", "wait")
+        _choice("cache", cache, "reset", "keep")
+        if pause == "in_place" and cache == "reset":
+            raise WindlassInvalid(
+                "pause='in_place' keeps requests in flight with the cache they have, so it cannot be flushed",
+                "use pause='retract', or cache='keep' if stale prefixes are acceptable",
+            )
+        if pause == "wait" and way not in ("auto", "disk"):
+            raise WindlassInvalid(
+                f"pause='wait' goes with way='disk' only, not {way!r}: in between the calls of the other ways the "
+                "engine would serve",
+                "use pause='retract' or 'abort'",
+            )
+        if not timeout > 0 or bucket_bytes < 1:
+            raise WindlassInvalid(f"timeout {timeout!r} and bucket_bytes {bucket_bytes!r} must be above zero")
+        self._engine: Engine = connect(engine, name=name, api_key=api_key)
+        self._checkpoint = None if checkpoint is None else str(checkpoint)
+        self._way, self._pause, self._cache = way, pause, cache
+        self._rules = Rules(extras, list(optional), cast)
+        self._links = None if links is None else Path(links)
+        self._load_format = load_format
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
+        self._known: dict[str, Served] = {}
+        self._listed: set[str] = set()
+        self._sessions: bool | None = None
+        self._dirty = False
+        self._released: list[str] = []
+        self._session: _Session | None = None
+        self._busy = threading.Lock()
+
+    # What is known.
+
+    @property
+    def name(self) -> str:
+        """What messages call the engine."""
+        return self._engine.name
+
+    @property
+    def dirty(self) -> bool:
+        """A load began and did not finish: the engine is paused until one does."""
+        return self._dirty
+
+    async def weight_version(self) -> str | None:
+        """The label of the weights that the engine serves."""
+        return await asyncio.to_thread(self._engine.weight_version, timeout=SHORT)
+
+    # Whole versions.
+
+    async def load_image(self, order: Mapping[str, Any] | LoadOrder, *, way: str | None = None) -> Loaded:
+        """Loads the version that an order names from the image that it names, in place."""
+        read = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
+        return await asyncio.to_thread(self._load_image, read, way or self._way)
+
+    async def load_weights(self, named_tensors: NamedTensors) -> None:
+        """Loads tensors by value. By itself this is a whole version: it is checked, the engine is paused, everything is
+        loaded and the engine goes on. Inside :meth:`update` it is a part of one."""
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True) async for name, tensor in each_tensor(named_tensors)
+        }
+        if self._session is not None:
+            await asyncio.to_thread(self._load_part, self._session, tensors)
+            return
+        await asyncio.to_thread(self._load_tensors, tensors, None)
+
+    @contextlib.asynccontextmanager
+    async def update(
+        self, *, weight_version: str | None = None, whole: bool = True
+    ) -> AsyncIterator[SGLangWeightLoader]:
+        """A version in parts: paused and open for :meth:`load_weights` and :meth:`receive_broadcast` inside the block.
+
+        At its end every tensor of the checkpoint must have been loaded, unless ``whole`` is false. An error inside
+        before the first part lets the engine go on with what it had; after it, the engine stays paused and ``dirty``.
+        """
+        if self._pause == "wait":
+            raise WindlassInvalid("pause='wait' cannot hold an engine for several parts; use another mode")
+        await asyncio.to_thread(self._busy.acquire)
+        try:
+            session = await asyncio.to_thread(self._open, time.monotonic() + self._timeout)
+            self._session = session
+            try:
+                yield self
+                missing = self._missing(session) if whole else []
+                if missing:
+                    raise WindlassInvalid(
+                        f"{self.name} was not given {missing[0]} and {len(missing) - 1} others of its checkpoint",
+                        "load a whole version again, or say whole=False if only a part changes",
+                        "missing_tensor",
+                    )
+            except BaseException:
+                self._session = None
+                await asyncio.shield(asyncio.to_thread(self._abandon, session))
+                raise
+            self._session = None
+            await asyncio.shield(asyncio.to_thread(self._close, session, weight_version))
+        finally:
+            self._busy.release()
+
+    # The way of a process group.
+
+    async def join_group(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> None:
+        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``."""
+        body = {
+            "master_address": info.master_addr,
+            "master_port": info.master_port,
+            "rank_offset": rank_offset,
+            "world_size": info.world_size,
+            "group_name": info.group_name,
+            "backend": info.backend,
+        }
+        await asyncio.to_thread(self._must, "init_weights_update_group", body, "join the update group")
+
+    async def leave_group(self, group_name: str) -> None:
+        """Has the engine leave an update group."""
+        body = {"group_name": group_name}
+        await asyncio.to_thread(self._must, "destroy_weights_update_group", body, "leave the update group")
+
+    async def receive_broadcast(
+        self,
+        request: BroadcastWeightUpdateRequest,
+        *,
+        group_name: str = "weight_update_group",
+        packed: bool = False,
+    ) -> None:
+        """Has the engine receive what a request announces, and returns when it is loaded; inside :meth:`update`.
+
+        The sender broadcasts meanwhile from rank 0: tensor by tensor, or all of them as one tensor of bytes if
+        ``packed``. What does not fit the engine is refused before it listens.
+        """
+        session = self._session
+        if session is None:
+            raise WindlassInvalid(
+                "a broadcast is received inside update(): the engine must be paused and open"
+            )
+        await asyncio.to_thread(self._receive, session, request, group_name, packed)
+
+    # The work, in a thread.
+
+    def _load_image(self, order: LoadOrder, way: str) -> Loaded:
+        _choice("way", way, "auto", "custom", "disk", "tensors")
+        until = time.monotonic() + order.timeout
+        with self._alone(until):
+            facts = self._facts(until)
+            held = _windlass.open_image(order.image, order.timeout + SHORT, _left(until))
+            try:
+                _check_identity(order, held)
+                chosen, fit, why = self._choose(facts, order, held, way)
+                log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
+                begun = time.monotonic()
+                loaded = self._by(chosen, facts, order, held, fit, until)
+            except BaseException:
+                held.finish()
+                raise
+            self._let_go(held, order)
+            paused = time.monotonic() - begun
+            return Loaded(chosen, order.label, paused * 1e3, loaded[0] * 1e3, fit.extras, loaded[1])
+
+    def _let_go(self, held: Held, order: LoadOrder) -> None:
+        try:
+            held.finish()
+        except WindlassError as e:
+            # The engine has gone on by now, possibly with parts of two versions: stop it again.
+            self._dirty = True
+            self._halt(time.monotonic() + SHORT)
+            raise WindlassStale(
+                f"{self.name}: the image was taken back while {order.label} was loaded from it: {e}",
+                "the engine is paused: load again, with more time (timeout in the order)",
+            ) from e
+
+    def _choose(self, facts: Facts, order: LoadOrder, held: Held, way: str) -> tuple[Way, Fit, str]:
+        """Which way, what is loaded by it, and why that way. Everything is checked here."""
+        served = self._served(facts)
+        fit = served.check(_shapes(held), self._rules, what=order.label)
+        self._list_extras(fit.extras)
+        stored = {row[0] for row in held.layout().tensors()}
+        # The file cannot leave anything out, and has tied tensors under one name only.
+        surplus = sorted(stored - set(fit.take)) + sorted(
+            name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
+        )
+        if way in ("custom", "auto") and PATH in facts.loaders and self._pause != "wait":
+            return "custom", fit, "the server has the loader"
+        if way == "custom":
+            raise WindlassUnsupported(
+                f"{self.name} was started without --custom-weight-loader {PATH}",
+                "start it with that flag, or use way='disk'",
+            )
+        if way == "tensors" or (way == "auto" and surplus and self._pause != "wait"):
+            if facts.dp > 1:
+                raise WindlassUnsupported(
+                    f"{self.name} has {facts.dp} data-parallel replicas: use way='disk'"
+                )
+            return "tensors", fit, f"the file cannot leave out {surplus[0]}" if surplus else "asked for"
+        if surplus:
+            raise WindlassUnsupported(
+                f"{self.name}: {order.label} has {surplus[0]}, which the engine does not; reading the file it would "
+                "meet it",
+                f"start the server with --custom-weight-loader {PATH}, or leave the tensor out when publishing",
+                "extra_tensor",
+            )
+        return "disk", fit, "asked for" if way == "disk" else "the server was started without the loader"
+
+    def _by(
+        self, way: Way, facts: Facts, order: LoadOrder, held: Held, fit: Fit, until: float
+    ) -> tuple[float, list[Report]]:
+        begin = time.monotonic()
+        if way == "disk":
+            self._by_disk(facts, order, held, until)
+            return time.monotonic() - begin, []
+        if way == "tensors":
+            from windlass.receiver import _Tensors
+
+            tensors = _Tensors(held)
+            self._by_value(facts, ((name, tensors[name]) for name in fit.take), fit.take, order.label, until)
+            return time.monotonic() - begin, []
+        return self._by_order(facts, order, until)
+
+    def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> None:
+        directory = self._links or Path(order.image).with_name(Path(order.image).name + ".sglang")
+        checkpoint = Path(self._checkpoint or facts.checkpoint)
+        link_model(directory, Path(held.path), checkpoint)
+        body = {
+            "model_path": str(directory.resolve()),
+            "load_format": self._load_format,
+            "flush_cache": self._cache == "reset" and not self._released,
+            "weight_version": order.label,
+        }
+        with self._stopped(until) as session:
+            session.touched = True
+            reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=_left(until))
+            if reply.ok:
+                return
+            if reply.message.startswith(_UNTOUCHED):
+                session.touched = False
+            if "the cache was not flushed" in reply.message:
+                self._flush(until)
+                return
+            raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+
+    def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
+        served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
+        with (
+            tempfile.TemporaryDirectory(prefix="windlass-reports-") as own,
+            self._stopped(until) as session,
+        ):
+            # A directory of this order only: what is not there afterwards was not written.
+            plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, _left(until) - 1.0)}
+            body = {
+                "serialized_named_tensors": self._engine.payloads(
+                    payload.order({"order": plain, "served": served}), facts.tp
+                ),
+                "load_format": PATH,
+                "flush_cache": False,
+                "selector": "target",
+            }
+            begin = time.monotonic()
+            with self._weights_open(until):
+                session.touched = True
+                reply = self._engine.ask(
+                    "update_weights_from_tensor", body, stage="load", timeout=_left(until)
+                )
+                took = time.monotonic() - begin
+                if not reply.ok:
+                    raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+                reports = self._read_reports(own, facts.tp * facts.pp, order, session)
+            self._finish(order.label, until)
+        if order.reports is not None:
+            for report in reports:
+                report.write(order.reports)
+        return took, reports
+
+    def _read_reports(self, own: str, ranks: int, order: LoadOrder, session: _Session) -> list[Report]:
+        reports = [(rank, Report.read(own, rank)) for rank in range(ranks)]
+        found = [report for _, report in reports if report is not None]
+        silent = [rank for rank, report in reports if report is None]
+        # Workers agree before they write: if none of them is dirty or at the new version, nothing was written.
+        session.touched = bool(silent) or any(
+            report.state == "dirty" or report.error is None for report in found
+        )
+        if silent:
+            raise WindlassPeerLost(
+                f"{self.name}: rank {silent[0]} did not report on {order.label}",
+                "see the log of the engine; the reports directory must be visible to it",
+            )
+        # Of several refusals, the one that others only followed says the least.
+        failed = sorted((r for r in found if r.error is not None), key=lambda r: r.error.kind == "cancelled")  # type: ignore[union-attr]
+        if failed and failed[0].error is not None:
+            error = failed[0].error.error()
+            raise type(error)(f"{self.name}, rank {failed[0].rank}: {error}", error.advice, error.name)
+        return found
+
+    def _load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str | None) -> None:
+        until = time.monotonic() + self._timeout
+        with self._alone(until):
+            facts = self._facts(until)
+            offered = _offered(tensors)
+            fit = self._served(facts).check(offered, self._rules, what=f"what {self.name} is given")
+            self._list_extras(fit.extras)
+            self._by_value(facts, ((name, tensors[name]) for name in fit.take), fit.take, label, until)
+
+    def _by_value(
+        self,
+        facts: Facts,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        names: Iterable[str],
+        label: str | None,
+        until: float,
+    ) -> None:
+        if self._pause == "wait":
+            raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
+        with self._stopped(until) as session, self._weights_open(until):
+            self._send(session, facts, tensors)
+            session.loaded.update(names)
+            self._finish(label, until)
+
+    def _send(self, session: _Session, facts: Facts, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for group in payload.buckets(tensors, self._bucket_bytes):
+            body = {
+                "serialized_named_tensors": self._engine.payloads(payload.bucket(group), facts.tp),
+                "load_format": payload.BUCKET,
+                "flush_cache": False,
+                "selector": "target",
+            }
+            session.touched = True
+            reply = self._engine.ask(
+                "update_weights_from_tensor", body, stage="load", timeout=_left(session.until)
+            )
+            if not reply.ok:
+                raise WindlassCorrupt(f"{self.name}: weights were not loaded: {reply.message}")
+
+    def _load_part(self, session: _Session, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not tensors:
+            return
+        fit = session.served.check(
+            _offered(tensors), self._rules, what=f"what {self.name} is given", whole=False
+        )
+        self._list_extras(fit.extras)
+        self._send(session, session.facts, ((name, tensors[name]) for name in fit.take))
+        session.loaded.update(fit.take)
+
+    def _receive(
+        self, session: _Session, request: BroadcastWeightUpdateRequest, group_name: str, packed: bool
+    ) -> None:
+        offered = {
+            name: (dtype, tuple(shape))
+            for name, dtype, shape in zip(request.names, request.dtypes, request.shapes)
+        }
+        fit = session.served.check(
+            offered, Rules("error", [], self._rules.cast), what=f"what {self.name} is sent", whole=False
+        )
+        body = {
+            "names": request.names,
+            "dtypes": request.dtypes,
+            "shapes": request.shapes,
+            "group_name": group_name,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        if packed:
+            body["load_format"] = payload.BUCKET
+        session.touched = True
+        reply = self._engine.ask(
+            "update_weights_from_distributed", body, stage="receive", timeout=_left(session.until)
+        )
+        if not reply.ok:
+            raise WindlassCorrupt(f"{self.name}: the broadcast was not received: {reply.message}")
+        session.loaded.update(fit.take)
+
+    # Pause and session.
+
+    @contextlib.contextmanager
+    def _stopped(self, until: float) -> Iterator[_Session]:
+        """The engine paused. Afterwards it goes on, unless something was written and not finished."""
+        facts = self._facts(until)
+        session = _Session(facts, self._served(facts), until, time.monotonic())
+        self._halt(until)
+        try:
+            yield session
+        except BaseException as e:
+            self._after_failure(session, e)
+            raise
+        self._resume(until)
+        self._dirty = False
+
+    def _after_failure(self, session: _Session, error: BaseException) -> None:
+        self._dirty = self._dirty or session.touched
+        if self._dirty:
+            log.error(
+                "%s stays paused: a load began and did not finish (%s); load a whole version again, or restart it",
+                self.name,
+                error,
+            )
+            return
+        try:
+            self._resume(time.monotonic() + SHORT)
+        except WindlassError as e:
+            log.error("%s: nothing was written, but it does not go on: %s", self.name, e)
+
+    @contextlib.contextmanager
+    def _weights_open(self, until: float) -> Iterator[None]:
+        """SGLang's own session, from 0.5.21 on; older ones need none."""
+        self._begin(until)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(WindlassError):
+                self._end(time.monotonic() + SHORT)
+            raise
+
+    def _begin(self, until: float) -> None:
+        if self._sessions is False:
+            return
+        reply = self._engine.ask(
+            "begin_weight_update", {"selector": "target"}, stage="begin", timeout=_left(until)
+        )
+        self._sessions = reply.known
+        if reply.known and not reply.ok:
+            if "already open" not in reply.message:
+                raise WindlassInvalid(f"{self.name}: {reply.message}")
+            # Of a driver that is gone. What was begun there is finished by what is loaded now.
+            log.warning("%s has an open weight update of somebody else: it is taken over", self.name)
+
+    def _end(self, until: float) -> None:
+        if self._sessions:
+            self._must("end_weight_update", {}, "end", until)
+
+    def _finish(self, label: str | None, until: float) -> None:
+        """The end of a load that went well."""
+        self._end(until)
+        if self._cache == "reset" and not self._released:
+            self._flush(until)
+        if label is not None:
+            body = {"new_version": label, "abort_all_requests": False}
+            reply = self._engine.ask(
+                "update_weight_version", body, stage="label", timeout=_short(until), idempotent=True
+            )
+            if reply.known and not reply.ok:
+                raise WindlassInvalid(f"{self.name}: the label {label} was refused: {reply.message}")
+
+    def _flush(self, until: float) -> None:
+        reply = self._engine.flush(timeout=_short(until))
+        if not reply.ok:
+            raise WindlassStale(
+                f"{self.name}: the prefix cache was not flushed: {reply.message}",
+                "requests are still running: pause with 'retract' or 'abort'",
+            )
+
+    def _halt(self, until: float) -> None:
+        if self._pause == "wait" or self._released:
+            # Loading takes the engine's own lock; or it sleeps already.
+            return
+        self._must("pause_generation", {"mode": self._pause}, "pause", until, idempotent=True)
+
+    def _resume(self, until: float) -> None:
+        if self._pause == "wait" or self._released:
+            return
+        self._must("continue_generation", {}, "continue", until, idempotent=True)
+
+    def _open(self, until: float) -> _Session:
+        facts = self._facts(until)
+        session = _Session(facts, self._served(facts), until, time.monotonic())
+        self._halt(until)
+        try:
+            self._begin(until)
+        except BaseException as e:
+            self._after_failure(session, e)
+            raise
+        return session
+
+    def _close(self, session: _Session, label: str | None) -> None:
+        try:
+            self._finish(label, session.until)
+        except BaseException as e:
+            self._after_failure(session, e)
+            raise
+        self._resume(session.until)
+        self._dirty = False
+
+    def _abandon(self, session: _Session) -> None:
+        with contextlib.suppress(WindlassError):
+            self._end(time.monotonic() + SHORT)
+        self._after_failure(session, WindlassCorrupt("the update was broken off"))
+
+    # Small things.
+
+    @contextlib.contextmanager
+    def _alone(self, until: float) -> Iterator[None]:
+        if not self._busy.acquire(timeout=_left(until)):
+            raise WindlassTimeout(f"{self.name}: another load is still going on")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _facts(self, until: float) -> Facts:
+        return self._engine.facts(timeout=_short(until))
+
+    def _served(self, facts: Facts) -> Served:
+        path = self._checkpoint or facts.checkpoint
+        if path not in self._known:
+            self._known[path] = Served.from_checkpoint(path)
+        return self._known[path]
+
+    def _missing(self, session: _Session) -> list[str]:
+        excused = session.served._excused
+        return [
+            name
+            for name in session.served.tensors
+            if name not in session.loaded and not excused(name, self._rules)
+        ]
+
+    def _list_extras(self, extras: Iterable[str]) -> None:
+        new = sorted(set(extras) - self._listed)
+        if new:
+            self._listed.update(new)
+            log.warning(
+                "%s has no place for %d tensors, which are left out: %s",
+                self.name,
+                len(new),
+                ", ".join(new[:20]),
+            )
+
+    def _must(
+        self,
+        route: str,
+        body: Mapping[str, Any],
+        stage: str,
+        until: float | None = None,
+        *,
+        idempotent: bool = False,
+    ) -> None:
+        timeout = self._timeout if until is None else _left(until)
+        reply = self._engine.ask(route, body, stage=stage, timeout=timeout, idempotent=idempotent)
+        if not reply.known:
+            raise WindlassUnsupported(reply.message, "see docs/sglang.md for the versions that have it")
+        if not reply.ok:
+            raise WindlassInvalid(f"{self.name}: {stage}: {reply.message}")
+
+
+def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {
+        name: (_windlass.dtype_name(str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+
+
+def _choice(name: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        raise WindlassInvalid(f"{name} is {value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise WindlassTimeout("the deadline of the load passed", "raise the timeout")
+    return left
+
+
+def _short(until: float) -> float:
+    return min(SHORT, _left(until))

@@ -1,0 +1,336 @@
+"""vLLM's own full reload, and what is known of its modules.
+
+Owns: :class:`VllmSession`, which begins, feeds and finishes vLLM's layerwise reload of one worker's model, rehearses
+its loader without touching a weight, and says which modules may be written to directly. Called by
+:class:`windlass.load.live.Live`. Must not: decide what is loaded, or import vLLM before it is used.
+
+vLLM loads into tensors of the checkpoint's form, post-processes each layer, and copies the result into the memory that
+its kernels know. On a CPU it forgets two things, both repaired here: experts that were loaded again are not packed
+again, and an output layer that is tied to the embedding keeps the packed weights of before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.load.trace import Target
+
+__all__ = ["VllmSession"]
+
+log = logging.getLogger("windlass")
+
+_LINEAR = {
+    f"vllm.model_executor.layers.linear.{name}"
+    for name in (
+        "ColumnParallelLinear",
+        "MergedColumnParallelLinear",
+        "QKVParallelLinear",
+        "ReplicatedLinear",
+        "RowParallelLinear",
+    )
+} | {"vllm.model_executor.layers.fused_moe.router.gate_linear.GateLinear"}
+_EMBEDDING = {
+    f"vllm.model_executor.layers.vocab_parallel_embedding.{name}"
+    for name in ("ParallelLMHead", "VocabParallelEmbedding")
+}
+_EXPERTS = {"vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"}
+_NORM = {
+    "vllm.model_executor.layers.layernorm.RMSNorm",
+    "vllm.model_executor.layers.layernorm.GemmaRMSNorm",
+    "torch.nn.modules.normalization.LayerNorm",
+}
+
+#: Classes whose parameters are used as they were loaded, with the method that treats their weights where they have one.
+#: Whether post-processing leaves them alone is seen for each module when it is qualified; this list says for which
+#: classes seeing that is enough.
+_ALLOWED: dict[str, set[str]] = {
+    **{name: {"vllm.model_executor.layers.linear.UnquantizedLinearMethod"} for name in _LINEAR},
+    **{
+        name: {"vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod"}
+        for name in _EMBEDDING
+    },
+    **{
+        name: {
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+        }
+        for name in _EXPERTS
+    },
+    **{name: set() for name in _NORM},
+}
+
+#: Tensors that do not come from weights, by the module that defines their class.
+_INDEPENDENT: dict[str, set[str]] = {
+    "vllm.model_executor.layers.rotary_embedding.": {"cos_sin_cache", "cos_sin_cache_cpu", "inv_freq"},
+    # The scales of an unquantised cache: ones.
+    "vllm.model_executor.layers.attention.attention.": {
+        "_k_scale",
+        "_v_scale",
+        "_q_scale",
+        "_prob_scale",
+        "_k_scale_cpu",
+        "_v_scale_cpu",
+    },
+    "vllm.model_executor.layers.fused_moe.": {"_expert_map", "expert_mask"},
+}
+#: The cache, which the scheduler gave to the attention.
+_SERVING = ("kv_cache",)
+
+
+class VllmSession:
+    """vLLM's way to load into ``model``, one worker's share of it.
+
+    ``vllm_config`` is the worker's; ``model_config`` another one where the model is not the worker's main one, such as
+    a draft model.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any | None = None) -> None:
+        self.model = model
+        self._vllm_config = vllm_config
+        self._model_config = model_config or vllm_config.model_config
+        self._kernels: list[tuple[Any, Any]] = []
+
+    # What it is.
+
+    @property
+    def parallelism(self) -> str:
+        """The shares of the model, as part of a plan's key."""
+        parallel = self._vllm_config.parallel_config
+        return (
+            f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}"
+            f".ep{int(bool(getattr(parallel, 'enable_expert_parallel', False)))}"
+        )
+
+    @property
+    def shares(self) -> int:
+        """How many workers may hold parts of one tensor."""
+        return int(self._vllm_config.parallel_config.tensor_parallel_size)
+
+    @property
+    def partial(self) -> str | None:
+        """Why this worker need not take every tensor of the image; ``None`` if it must."""
+        parallel = self._vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            return "other stages of the pipeline"
+        if getattr(parallel, "enable_expert_parallel", False):
+            return "experts of other ranks"
+        return None
+
+    def refuses_plan(self) -> str | None:
+        """Why nothing may be replayed now; ``None`` if it may."""
+        parallel = self._vllm_config.parallel_config
+        if getattr(parallel, "enable_eplb", False):
+            return "expert rebalancing is on: experts move between ranks"
+        if getattr(self._vllm_config, "lora_config", None) is not None:
+            return "LoRA is on: layers are wrapped"
+        return None
+
+    # Judge.
+
+    def refuses(self, name: str, module: torch.nn.Module) -> str | None:
+        """Why a module is not on the list."""
+        methods = _ALLOWED.get(_class(module))
+        if methods is None:
+            return f"{_class(module)} is not on the list"
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            return None if not methods else f"{type(module).__name__} has no method for its weights"
+        return None if _class(method) in methods else f"{_class(method)} is not on the list"
+
+    def independent(self, name: str, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether a tensor is known not to come from weights."""
+        home = _class(module)
+        return any(home.startswith(prefix) and attribute in names for prefix, names in _INDEPENDENT.items())
+
+    def serving(self, attribute: str) -> bool:
+        """The cache is not a weight."""
+        return attribute.startswith(_SERVING)
+
+    def looks_into(self, value: object) -> bool:
+        """Objects of vLLM hold tensors, but not its configuration."""
+        home = type(value).__module__
+        return home.startswith("vllm.") and not home.startswith(
+            ("vllm.config", "vllm.logger", "vllm.platforms")
+        )
+
+    def vocabulary(self, module: torch.nn.Module) -> int | None:
+        """Rows of the checkpoint's tensor where the engine pads them."""
+        rows = getattr(module, "org_vocab_size", None)
+        return int(rows) if isinstance(rows, int) else None
+
+    # Rehearsal.
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[list[Target]]:
+        """Puts tensors without data, in the form of the checkpoint, in place of the model's own, which come back at the
+        end, the same objects in the same order."""
+        layers = [(prefix, layer) for prefix, layer in self.model.named_modules()]
+        kept = [
+            (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
+            for _, layer in layers
+        ]
+        try:
+            with self._current():
+                self._to_meta(layers)
+                yield [
+                    Target(prefix, name, parameter)
+                    for prefix, layer in layers
+                    for name, parameter in layer._parameters.items()
+                    if parameter is not None
+                ]
+        finally:
+            for layer, parameters, buffers, fleeting in kept:
+                _replace(layer._parameters, parameters)
+                _replace(layer._buffers, buffers)
+                layer._non_persistent_buffers_set.clear()
+                layer._non_persistent_buffers_set.update(fleeting)
+
+    def _to_meta(self, layers: list[tuple[str, torch.nn.Module]]) -> None:
+        reload = _reload()
+        if reload is None:
+            return
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+        for _, layer in layers:
+            info = reload.get_layerwise_info(layer)
+            if any(info.restore_metadata):
+                restore_layer_on_meta(layer, info)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """The model's own loader."""
+        return self.model.load_weights(weights)  # type: ignore[operator]
+
+    # The session itself.
+
+    def begin(self) -> None:
+        """Prepares every layer to be loaded. From here on the model cannot serve until :meth:`finish`."""
+        reload = _reload()
+        if reload is None and any(p.numel() == 0 for p in self.model.parameters()):
+            raise WindlassUnsupported(
+                "this vLLM cannot load weights again that it has packed: it has no layerwise reload",
+                "use vLLM 0.21 or later, or a device on which weights are not packed",
+            )
+        self._forget_kernels()
+        if reload is not None:
+            with self._current(), self._device():
+                reload.initialize_layerwise_reload(self.model)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Feeds tensors, all of those of each layer."""
+        with torch.no_grad(), self._current(), self._device():
+            self.load_weights(weights)
+
+    def finish(self) -> None:
+        """Post-processes what was loaded, and puts everything back in place."""
+        reload = _reload()
+        with torch.no_grad(), self._current(), self._device():
+            if reload is not None:
+                reload.finalize_layerwise_reload(self.model, self._model_config)
+            else:
+                self._process_all()
+        self._restore_kernels()
+        self._repack_tied()
+
+    def abandon(self) -> None:
+        """Puts the model's tensors back after a failure, so that another session can begin. Weights may be mixed."""
+        reload = _reload()
+        try:
+            if reload is not None:
+                for layer in self.model.modules():
+                    info = reload.get_layerwise_info(layer)
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
+                with torch.no_grad(), self._current(), self._device():
+                    reload.finalize_layerwise_reload(self.model, self._model_config)
+        finally:
+            self._restore_kernels()
+
+    def _process_all(self) -> None:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        process_weights_after_loading(self.model, self._model_config, self._where())
+
+    def _current(self) -> AbstractContextManager[Any]:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._vllm_config)  # type: ignore[no-any-return]
+
+    def _where(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _device(self) -> AbstractContextManager[Any]:
+        where = self._where()
+        return nullcontext() if where.type in ("cpu", "meta") else where
+
+    # What vLLM forgets on a CPU.
+
+    def _forget_kernels(self) -> None:
+        """Experts are packed when their kernel is made: have it made again."""
+        self._kernels = []
+        if not _on_cpu():
+            return
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                assert method is not None
+                self._kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
+
+    def _restore_kernels(self) -> None:
+        """Those of layers that were not loaded."""
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._kernels = []
+
+    def _repack_tied(self) -> None:
+        """An output layer that has the embedding's weight is not loaded by itself, and packs it nevertheless."""
+        if not _on_cpu():
+            return
+        owners: dict[int, list[torch.nn.Module]] = {}
+        for module in self.model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.numel() and hasattr(module, "quant_method"):
+                owners.setdefault(weight.data_ptr(), []).append(module)
+        with torch.no_grad(), self._current():
+            for modules in owners.values():
+                for module in modules if len(modules) > 1 else ():
+                    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+
+
+def _reload() -> Any | None:
+    """vLLM's layerwise reload, where this vLLM has one."""
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:
+        return None
+    return layerwise
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _class(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _replace(into: dict[str, Any], values: dict[str, Any]) -> None:
+    into.clear()
+    into.update(values)
+
+
+def model_of(engine: Any) -> torch.nn.Module:
+    """The model of a worker, whatever wraps it."""
+    model = engine.get_model() if hasattr(engine, "get_model") else engine
+    if not isinstance(model, torch.nn.Module):
+        raise WindlassInvalid(f"{engine!r} has no model that weights can be loaded into")
+    return model

@@ -1,0 +1,63 @@
+"""A policy under training, its publisher and its image on this host: what a driver of an engine has at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny
+from windlass import Receiver, WeightManager
+
+
+class Policy:
+    """Publishes versions of a tiny model and keeps an image at the newest."""
+
+    def __init__(self, kind: tiny.Kind, home: Path, extra: dict[str, torch.Tensor] | None = None) -> None:
+        self.model = tiny.model(kind)
+        self.version = 0
+        self._extra = extra
+        self._manager = WeightManager(model_id="policy", region_dir=str(home / "region"))
+        self._home = home
+        self._receiver: Receiver | None = None
+
+    def step(self, seed: int | None = None, scale: float = 0.05) -> dict[str, Any]:
+        """Trains a little, publishes, receives, and returns the order for it."""
+        self.version += 1
+        tiny.stir(self.model, self.version if seed is None else seed, scale)
+        return self.publish()
+
+    def publish(self) -> dict[str, Any]:
+        """Publishes the model as it is, as the current version."""
+        source: Any = self.model
+        if self._extra is not None:
+            source = [*self.model.named_parameters(), *self._extra.items()]
+        self._manager.offload(source, version=self.version, rank=0, world_size=1)
+        if self._receiver is None:
+            self._receiver = Receiver(self._home / "image", region=self._manager.region)
+        self._receiver.wait(self.version, timeout=60)
+        return self.order()
+
+    def order(self) -> dict[str, Any]:
+        """The order to load what the image has."""
+        assert self._receiver is not None
+        with self._receiver.hold() as image:
+            return {
+                "image": str(image.path.parent),
+                "model_id": "policy",
+                "incarnation": int(image.incarnation, 16),
+                "version": image.version,
+                "digest": image.digest,
+                "timeout": 120.0,
+            }
+
+    def answers(self) -> list[list[int]]:
+        """What the model answers, by transformers."""
+        return tiny.answers(self.model)
+
+    def close(self) -> None:
+        """Ends publisher and receiver."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._manager.close()
