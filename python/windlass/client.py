@@ -13,7 +13,8 @@ One sync, in calls (``begin_sync`` and ``finish_sync`` are the facade's; without
 | ``finish_sync`` | ``finish_update``; the reset is awaited; ``resume`` | fenced |
 
 Without a pause requests run while weights change, and fill the cache again from the old ones; so there the reset is
-repeated at the end. A reset that the engine refuses is an error: stale entries are wrong answers.
+repeated at the end, and so it is where the first one was refused because requests were running. If the engine refuses
+the last one, that is an error: stale entries are wrong answers.
 """
 
 from __future__ import annotations
@@ -180,8 +181,14 @@ class InferenceEngineClient:
         self.dirty = False
         resetting, self._resetting = self._resetting, None
         if resetting is not None:
-            await resetting
-            if not self._pause:
+            try:
+                await resetting
+                clean = self._pause
+            except EnginesFailed as e:
+                # Requests were still running then; now they are held, or the failure is told.
+                log.info("the prefix cache is reset once more: %s", e)
+                clean = False
+            if not clean:
                 await self.reset_prefix_cache()
         if self._empty:
             await self._all("empty_cache", lambda engine: engine.empty_cache())

@@ -29,6 +29,7 @@ from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.lora import CONFIG, WEIGHTS, LoraState, collect_lora, is_lora, save_lora
 from windlass.request import LoraDiskWeightUpdateRequest, PullWeightUpdateRequest
 from windlass.strategies.tcp import (
+    AsTheyAre,
     TcpSettings,
     TcpTransferReceiver,
     TcpTransferSender,
@@ -189,7 +190,8 @@ class LoraTransferSender(WeightTransferSender):
                     "set adapter_config to collect_lora(model).config on both sides",
                 )
             tensors = {name: t.contiguous() for name, t in state.tensors.items()}
-            await self._inner.send_model(tensors, None, version, client)
+            names = AsTheyAre({name: tuple(t.shape) for name, t in tensors.items()})
+            await self._inner.send_named(tensors, None, version, client, names)
             return
         if self._ranks.rank != 0:
             return

@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from windlass.chunk import WeightChunk
     from windlass.dtypes import Dtype
     from windlass.manager import WeightManager
+    from windlass.names import View
     from windlass.receiver import Image, Receiver
     from windlass.request import WeightUpdateRequest
     from windlass.strategy import InferenceClient, WeightLoader
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
+    "AsTheyAre",
     "ImageLoader",
     "TcpSettings",
     "TcpTransferReceiver",
@@ -235,7 +237,18 @@ class TcpTransferSender(WeightTransferSender):
 
         ``model`` is whatever :meth:`windlass.WeightManager.offload` takes.
         """
-        await asyncio.to_thread(self._offload, model, version, generator_dtype)
+        await self.send_named(model, generator_dtype, version, inference_client)
+
+    async def send_named(
+        self,
+        weights: Any,
+        generator_dtype: Dtype | None,
+        version: int,
+        inference_client: InferenceClient,
+        names: AsTheyAre | None = None,
+    ) -> None:
+        """Publishes and announces ``weights``; ``names`` are as for :class:`windlass.WeightManager`."""
+        await asyncio.to_thread(self._offload, weights, version, generator_dtype, names)
         await self._announce(version, inference_client)
 
     async def send_chunks(
@@ -261,17 +274,18 @@ class TcpTransferSender(WeightTransferSender):
         else:
             loop = asyncio.get_running_loop()
             source = _Stream(self._metadata, lambda: _pairs(chunks, loop, holds), holds)
-        await asyncio.to_thread(self._offload, source, version, None)
-        await self._announce(version, inference_client)
+        # An extractor has given them their names.
+        names = AsTheyAre({name: tuple(shape) for name, _, shape in self._metadata})
+        await self.send_named(source, None, version, inference_client, names)
 
-    def _offload(self, weights: Any, version: int, dtype: Dtype | None) -> None:
+    def _offload(self, weights: Any, version: int, dtype: Dtype | None, names: AsTheyAre | None) -> None:
         if self._manager is None:
             from windlass.manager import WeightManager
 
             config = self._config
             if dtype is not None and config.generator_dtype is None:
                 config = dataclasses.replace(config, generator_dtype=str(dtype))
-            self._manager = WeightManager(config)
+            self._manager = WeightManager(config, names=names)  # type: ignore[arg-type]
         manager = self._manager
         manager.offload(weights, version, self._ranks.rank, self._ranks.count, timeout=self._settings.timeout)
         if self._ranks.rank == 0:
@@ -300,6 +314,23 @@ class TcpTransferSender(WeightTransferSender):
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             reserved.release()
+
+
+class AsTheyAre:
+    """Names that are those of the image already, in place of a :class:`windlass.SourceMap`."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+
+    def views(self, name: str, shape: Iterable[int]) -> tuple[View, ...]:
+        """The tensor itself."""
+        from windlass.names.view import whole
+
+        return (whole(name, tuple(shape)),)
+
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """All of them belong to the image."""
+        return self._shapes
 
 
 class _Stream:
