@@ -224,13 +224,23 @@ def register_strategy(
 
 def strategy_names() -> list[str]:
     """The names of all strategies that are known here."""
-    return sorted({*_registered, *(point.name for point in _points())})
+    from windlass.strategies import OWN
+
+    return sorted({*_registered, *OWN, *(point.name for point in _points())})
 
 
 def strategy_class(name: str) -> type[WeightTransferStrategy]:
-    """A strategy by its name. One that was registered comes before one of an installed package."""
+    """A strategy by its name. One that was registered comes before ours, and ours before those of other packages."""
+    from windlass.strategies import OWN
+
     if name in _registered:
         return _registered[name]
+    if name in OWN:
+        from importlib import import_module
+
+        module, kind = OWN[name]
+        own: type[WeightTransferStrategy] = getattr(import_module(module), kind)
+        return own
     for point in _points():
         if point.name == name:
             return register_strategy(name, point.load())
@@ -272,7 +282,18 @@ def strategy_from_config(
 
     Every worker calls this with the same configuration. Where ``strategy`` is "auto" or absent, ``facts`` decide
     (:func:`choose`), with ``overrides`` among the keys; the decision and its reason are logged.
+
+    A configuration may also be a trainer's own document, nested or dotted, with the keys that weight sync has there
+    (``generator.weight_sync_backend``, ``trainer.placement.colocate_all``, ...; all of them in
+    :data:`windlass.strategies.document.KEYS`). What it says is then among the facts.
+
+    >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
+    (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
+    from windlass.strategies.document import is_document
+
+    if is_document(config):
+        return _from_document(config, facts)
     own = dict(config)
     name = own.pop("strategy", None) or "auto"
     if name == "auto":
@@ -286,3 +307,14 @@ def strategy_from_config(
         log.info("strategy %s over %s, %s: %s", name, choice["link"], choice["codec"], choice["why"])
         own = {**own, "link": choice["link"], "codec": choice["codec"]}
     return strategy_class(name)(own)
+
+
+def _from_document(config: Mapping[str, Any], known: Mapping[str, Any] | None) -> WeightTransferStrategy:
+    from windlass.strategies.document import Document, settings_for
+
+    document = Document.read(config)
+    choice = choose(document.facts(known), document.overrides())
+    name = choice["strategy"]
+    assumed = f" (assumed: {'; '.join(document.assumed)})" if document.assumed else ""
+    log.info("strategy %s over %s, %s: %s%s", name, choice["link"], choice["codec"], choice["why"], assumed)
+    return strategy_class(name)(settings_for(name, document, choice))

@@ -262,7 +262,7 @@ class Sglang(Server):
             "--disable-overlap-schedule",
         ]
         command += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.1"]
-        command += ["--max-total-tokens", "4096", *options]
+        command += ["--max-total-tokens", "4096", "--sleep-on-idle", *options]
         if tp > 1:
             command += ["--tp", str(tp)]
         own = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,40 @@ def test_following_ends_at_the_version_asked_for(pair: tuple[WeightManager, Rece
     engine = Engine()
     versions: list[Any] = [v.version for v in Follower(receiver, engine.load, engine.pause).run(until=1)]
     assert versions == [1]
+
+
+class Scheduler(Engine):
+    """The engine of the guide's snippet."""
+
+    def stop_scheduling(self) -> None:
+        self.paused = True
+
+    def reset_prefix_cache(self) -> None:
+        self.seen.append("reset")
+
+    def resume_scheduling(self) -> None:
+        self.paused = False
+
+
+def test_the_snippet_of_the_guide_for_engines_of_ones_own_runs(
+    pair: tuple[WeightManager, Receiver], tmp_path: Path
+) -> None:
+    wm, receiver = pair
+    text = (Path(__file__).parent.parent.parent / "docs" / "own-engine.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    engine = Scheduler()
+    assert wm.token_file is not None
+    scope = {
+        "engine": engine,
+        "endpoint": wm.endpoint,
+        "token": Path(wm.token_file).read_text().strip(),
+        "last": 1,
+    }
+    exec(
+        compile(snippet.replace("/dev/shm/images", str(tmp_path / "mine")), "docs/own-engine.md", "exec"),
+        scope,
+    )
+    assert engine.seen == ["reset"] and not engine.paused
+    receiver.sync()
+    with receiver.hold() as image:
+        assert torch.equal(engine.model.weight, image.tensors["weight"])

@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::SynthConfig;
-use crate::{agent, demo, diff, doctor, gc, inspect, receive, verify};
+use crate::{agent, demo, diff, doctor, engines, gc, inspect, receive, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
@@ -105,6 +105,9 @@ enum ParsedCommand {
     Demo(ParsedDemo),
     #[command(hide = true)]
     DemoRank(ParsedRank),
+    /// Loads one engine for a receiver
+    #[command(hide = true)]
+    Guard,
 }
 
 #[derive(Debug, Subcommand)]
@@ -353,12 +356,14 @@ pub enum Command {
     Demo(demo::Demo),
     /// A rank of the demo.
     DemoRank(demo::rank::Rank),
+    /// A receiver's guard of an engine.
+    Guard,
 }
 
 impl Command {
     /// Whether it has anything to log. Others say what they have to say at their end.
     fn runs_for_long(&self) -> bool {
-        matches!(self, Command::Agent(_) | Command::Receive(_) | Command::DemoRank(_))
+        matches!(self, Command::Agent(_) | Command::Receive(_) | Command::DemoRank(_) | Command::Guard)
     }
 }
 
@@ -408,6 +413,7 @@ impl ParsedCommand {
             ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
             ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),
             ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
+            ParsedCommand::Guard => Command::Guard,
             ParsedCommand::Demo(d) => {
                 let ParsedDemo { model, ranks, receivers, steps, streams, dir } = d;
                 Command::Demo(demo::Demo { model: model.check()?, ranks, receivers, steps, streams, dir })
@@ -533,6 +539,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),
         Command::DemoRank(rank) => rank.run(session)?,
+        Command::Guard => engines::guard::child(session)?,
     }
     Ok(0)
 }

@@ -5,22 +5,15 @@
 //! what it was configured for and to nothing else. Where it was configured for a region on this host, it reads
 //! again where the agent is whenever it is lost: a restarted one listens elsewhere.
 //!
-//! Blocking; every call ends with its [`Stop`] or after [`PATIENCE`]. The client knows deadlines but no flags, so
-//! waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is not.
+//! Blocking; every call ends with its [`Stop`] or after [`PATIENCE`] (see [`crate::client`]).
 
-use std::cell::RefCell;
 use std::fmt::Write as _;
-use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use ureq::unversioned::resolver::DefaultResolver;
-use ureq::unversioned::transport::{
-    Buffers, ConnectionDetails, Connector, NextTimeout, TcpConnector, Transport,
-};
 use windlass_core::address::{Endpoint, Token};
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
@@ -35,15 +28,12 @@ use windlass_data::serve::Peer;
 use windlass_data::stop::Stop;
 
 use crate::agent::whereabouts;
+use crate::client::{Client, Request, kind_of};
 use crate::error::{self, Error};
 use crate::token;
 
 /// How long a request may take, long-polls aside.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// How long it may take to connect.
-pub const CONNECT: Duration = Duration::from_secs(5);
-/// How long a connection is kept for the next request: less than agents keep idle ones.
-const IDLE: Duration = Duration::from_secs(3);
 /// How long one long-poll waits at the other end.
 const POLL: Duration = Duration::from_secs(20);
 /// The longest answer: the manifest of a very large model.
@@ -53,7 +43,7 @@ const MAX_ANSWER: u64 = 1 << 30;
 #[derive(Debug)]
 pub struct HttpControl {
     source: Source,
-    client: ureq::Agent,
+    client: Client,
     patience: Duration,
 }
 
@@ -82,14 +72,18 @@ impl HttpControl {
         }
         let scheme = if endpoint.starts_with("http://") { "" } else { "http://" };
         let endpoint = format!("{scheme}{endpoint}").parse().map_err(|e| Error::Usage(format!("{e}")))?;
-        Ok(HttpControl { source: Source::Endpoint((endpoint, token)), client: client(), patience: PATIENCE })
+        Ok(HttpControl {
+            source: Source::Endpoint((endpoint, token)),
+            client: Client::default(),
+            patience: PATIENCE,
+        })
     }
 
     /// Talks to whatever agent serves the region in `dir` on this host; one that is not there yet is a lost one.
     /// `token` is for an agent that keeps its token in no file.
     pub fn of_region(dir: &Path, token: Option<Token>) -> HttpControl {
         let source = Source::Region { dir: dir.to_owned(), token, place: Mutex::new(None) };
-        HttpControl { source, client: client(), patience: PATIENCE }
+        HttpControl { source, client: Client::default(), patience: PATIENCE }
     }
 
     /// Gives every request so long, and at most [`PATIENCE`].
@@ -155,21 +149,16 @@ impl HttpControl {
         body: Option<&impl Serialize>,
         stop: &Stop,
     ) -> Result<Vec<u8>, ControlError> {
-        let stopped = |peer: String| match stop.check() {
-            Ok(()) => Ok(()),
-            Err(s) => Err(ControlError::Lost { peer, what, why: s.to_string(), kind: s.kind() }),
-        };
-        stopped(self.name())?;
+        let lost = |peer: String, kind: Kind, why: String| ControlError::Lost { peer, what, why, kind };
+        stop.check().map_err(|s| lost(self.name(), s.kind(), s.to_string()))?;
         let (endpoint, token) = self.place(what)?;
         let peer = || endpoint.to_string();
-        STOP.set(Some(stop.clone()));
-        let exchanged = self.exchange((&endpoint, &token), path, body, stop);
-        STOP.set(None);
-        let (status, bytes) = exchanged.or_else(|(kind, why)| {
+        let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
+        let bearer = Some(token.expose());
+        let request = Request { url: &url, bearer, body, timeout: self.patience, most: MAX_ANSWER };
+        let (status, bytes) = self.client.send(request, stop).map_err(|(kind, why)| {
             self.forget();
-            // Whatever a call that was called off says, that is what happened to it.
-            stopped(peer())?;
-            Err(ControlError::Lost { peer: peer(), what, why, kind })
+            lost(peer(), kind, why)
         })?;
         if bytes.len() as u64 > MAX_ANSWER {
             return Err(self.answer(what, "it is longer than a gibibyte"));
@@ -179,41 +168,6 @@ impl HttpControl {
         }
         let (kind, message) = refusal(status, &bytes);
         Err(ControlError::Refused { peer: peer(), what, kind, message })
-    }
-
-    /// Sends a request; answers the status and the body, or what went wrong.
-    fn exchange(
-        &self,
-        (endpoint, token): (&Endpoint, &Token),
-        path: &str,
-        body: Option<&impl Serialize>,
-        stop: &Stop,
-    ) -> Result<(u16, Vec<u8>), (Kind, String)> {
-        let patience =
-            stop.left().map_or(self.patience, |left| left.min(self.patience)).max(Duration::from_millis(1));
-        let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
-        let bearer = format!("Bearer {}", token.expose());
-        let sent = match body {
-            None => {
-                let request = self.client.get(&url).header("authorization", &bearer);
-                request.config().timeout_global(Some(patience)).build().call()
-            }
-            Some(body) => {
-                let request = self.client.post(&url).header("authorization", &bearer);
-                request.config().timeout_global(Some(patience)).build().send_json(body)
-            }
-        };
-        let mut response = sent.map_err(|e| match &e {
-            ureq::Error::Timeout(_) => (Kind::Timeout, e.to_string()),
-            _ => (Kind::PeerLost, e.to_string()),
-        })?;
-        let mut bytes = Vec::new();
-        let read = response.body_mut().as_reader().take(MAX_ANSWER + 1).read_to_end(&mut bytes);
-        match read {
-            Ok(_) => Ok((response.status().as_u16(), bytes)),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err((Kind::Timeout, e.to_string())),
-            Err(e) => Err((Kind::PeerLost, e.to_string())),
-        }
     }
 
     fn get<T: DeserializeOwned>(
@@ -238,18 +192,6 @@ impl HttpControl {
     }
 }
 
-fn client() -> ureq::Agent {
-    let config = ureq::Agent::config_builder()
-        .http_status_as_error(false)
-        .max_redirects(0)
-        .proxy(None)
-        .timeout_connect(Some(CONNECT))
-        .max_idle_age(IDLE)
-        .user_agent(concat!("windlass/", env!("CARGO_PKG_VERSION")))
-        .build();
-    ureq::Agent::with_parts(config, TcpConnector::default().chain(Glancing), DefaultResolver::default())
-}
-
 /// Where the agent of a region is and what it wants to hear.
 fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
     let here = whereabouts(dir)?;
@@ -260,61 +202,6 @@ fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
     })?;
     let endpoint = here.endpoint.parse().map_err(|e| Error::Usage(format!("{e}")))?;
     Ok((endpoint, token))
-}
-
-thread_local! {
-    /// What may end the request that this thread is waiting for. A connection outlives a request, so it cannot be
-    /// given to it when it is made.
-    static STOP: RefCell<Option<Stop>> = const { RefCell::new(None) };
-}
-
-/// Makes connections that look at [`STOP`] while they wait.
-#[derive(Debug)]
-struct Glancing;
-
-#[derive(Debug)]
-struct Glance<T>(T);
-
-impl<In: Transport> Connector<In> for Glancing {
-    type Out = Glance<In>;
-
-    fn connect(
-        &self,
-        _: &ConnectionDetails<'_>,
-        chained: Option<In>,
-    ) -> Result<Option<Glance<In>>, ureq::Error> {
-        Ok(chained.map(Glance))
-    }
-}
-
-impl<T: Transport> Transport for Glance<T> {
-    fn buffers(&mut self) -> &mut dyn Buffers {
-        self.0.buffers()
-    }
-
-    fn transmit_output(&mut self, amount: usize, timeout: NextTimeout) -> Result<(), ureq::Error> {
-        self.0.transmit_output(amount, timeout)
-    }
-
-    fn await_input(&mut self, timeout: NextTimeout) -> Result<bool, ureq::Error> {
-        let start = Instant::now();
-        loop {
-            if STOP.with_borrow(|stop| stop.as_ref().is_some_and(Stop::is_set)) {
-                // Not `Interrupted`, which readers take as a wish to go on.
-                return Err(io::Error::from(io::ErrorKind::ConnectionAborted).into());
-            }
-            let left = timeout.after.saturating_sub(start.elapsed());
-            let glance = NextTimeout { after: left.min(Stop::GLANCE).into(), ..timeout };
-            match self.0.await_input(glance) {
-                Err(ureq::Error::Timeout(_)) if left > Stop::GLANCE => {}
-                other => return other,
-            }
-        }
-    }
-
-    fn is_open(&mut self) -> bool {
-        self.0.is_open()
-    }
 }
 
 /// What an error response says; its status where it says nothing.
@@ -330,18 +217,7 @@ fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
     }
     match serde_json::from_slice::<Outer>(body) {
         Ok(Outer { error: Inner { kind, message } }) => (kind, message),
-        Err(_) => {
-            // Something in between answers for the agent; most of that passes.
-            let kind = match status {
-                401 => Kind::Denied,
-                429 | 503 => Kind::Exhausted,
-                _ => {
-                    let named = Kind::ALL.into_iter().find(|k| k.row().http == status);
-                    named.unwrap_or(if status >= 500 { Kind::PeerLost } else { Kind::Invalid })
-                }
-            };
-            (kind, format!("status {status}"))
-        }
+        Err(_) => (kind_of(status), format!("status {status}")),
     }
 }
 

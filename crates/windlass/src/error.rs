@@ -18,6 +18,7 @@ use windlass_data::seal::SealError;
 use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
 
+use crate::engines::EngineError;
 use crate::synth::SynthError;
 
 /// A command that failed.
@@ -167,6 +168,25 @@ pub enum Error {
         /// What sort of failure.
         kind: Kind,
     },
+    /// An engine that cannot be loaded.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Engines that were not loaded.
+    #[error(
+        "{} of {total} engines did not load version {version}: {}",
+        failed.len(),
+        failed.iter().map(|(engine, why)| format!("{engine} ({why})")).collect::<Vec<_>>().join("; ")
+    )]
+    Engines {
+        /// Which version.
+        version: u64,
+        /// Which engines, and why not.
+        failed: Vec<(String, String)>,
+        /// Of how many.
+        total: usize,
+        /// What sort of failure the first of them is.
+        kind: Kind,
+    },
     /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
@@ -239,7 +259,8 @@ impl Error {
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
-            Error::Child { kind, .. } | Error::Plane { kind, .. } => *kind,
+            Error::Child { kind, .. } | Error::Plane { kind, .. } | Error::Engines { kind, .. } => *kind,
+            Error::Engine(e) => e.kind(),
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -265,6 +286,7 @@ impl Error {
             }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
+            Error::Engine(e) => e.advice().into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()
             }
@@ -301,6 +323,7 @@ impl Error {
             | Error::Receiver(_)
             | Error::Local(_)
             | Error::Child { .. }
+            | Error::Engines { .. }
             | Error::Deadline
             | Error::Bug(_) => self.kind().row().advice.into(),
         }

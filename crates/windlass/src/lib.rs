@@ -20,19 +20,23 @@
 //! | [`token`] | the secret of the control connection |
 //! | [`agent`] | `windlass agent` |
 //! | [`supervise`] | an agent that is kept running |
+//! | [`client`] | HTTP as all clients speak it: with deadlines and a flag |
 //! | [`control`] | the receiver's end of the control connection |
 //! | [`plane`] | both ends of the control connection, for trainers and engines in Rust |
 //! | [`receive`] | `windlass receive` |
+//! | [`engines`] | engines that load what was received |
 //! | [`gc`] | `windlass gc` |
 
 pub mod agent;
 pub mod bench;
 pub mod cli;
+pub mod client;
 pub mod control;
 pub mod delta;
 pub mod demo;
 pub mod diff;
 pub mod doctor;
+pub mod engines;
 pub mod error;
 pub mod gc;
 pub mod http;

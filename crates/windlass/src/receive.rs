@@ -8,6 +8,9 @@
 //! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
 //!
+//! With engines, every whole version is loaded by each of them when it is free ([`crate::engines`]), while the next one
+//! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
+//!
 //! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
 //! versions and did not is interrupted.
 
@@ -20,16 +23,17 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
-use windlass_data::image::{ImageSpec, Known};
+use windlass_data::image::{ImageError, ImageSpec, Known};
 use windlass_data::local::{self, LocalError};
 use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
 };
-use windlass_data::region::{LeaseKind, Memfd};
+use windlass_data::region::{LeaseKind, Memfd, RegionError};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 
 use crate::control::HttpControl;
+use crate::engines::{EngineOptions, EngineSpec, Engines, Place, Teller};
 use crate::error::Error;
 use crate::image;
 use crate::session::{Session, bytes};
@@ -80,6 +84,8 @@ pub struct Receive {
     pub group: bool,
     /// End when standard input ends: the parent is gone.
     pub with_parent: bool,
+    /// The engines that load what is received, and how.
+    pub engines: Option<(Vec<EngineSpec>, EngineOptions)>,
 }
 
 /// How long to wait for a publisher that is away: at first, and at most.
@@ -161,6 +167,10 @@ impl Receive {
                 format!("{}: found version {} in {}", model_id, image.identity.version, self.dir.display())
             });
         }
+        let engines = self.engines(&model_id, session)?;
+        if let (Some(engines), Some(image)) = (&engines, receiver.current()) {
+            engines.want(image);
+        }
         let mut got = 0;
         while !self.enough(got, receiver.current()) {
             let synced = patiently(session, stop, || {
@@ -174,9 +184,24 @@ impl Receive {
             if let Some(image) = &synced.image {
                 got += 1;
                 session.event(&report(&synced), || line(image, &synced));
+                if let Some(engines) = &engines {
+                    engines.want(image);
+                }
             }
         }
-        Ok(())
+        match (&engines, receiver.current()) {
+            (Some(engines), Some(image)) => engines.settle(image, stop),
+            (Some(_) | None, _) => Ok(()),
+        }
+    }
+
+    /// Starts to look after the engines; they load what they are told to want.
+    fn engines(&self, model_id: &ModelId, session: &Session) -> Result<Option<Engines>, Error> {
+        let Some((specs, options)) = &self.engines else { return Ok(None) };
+        let session = session.clone();
+        let teller: Teller = Arc::new(move |event| session.event(&event.json(), || event.line()));
+        let place = Place::of(self.dir.join(model_id.as_str()));
+        Engines::start(specs, options, place, &teller).map(Some)
     }
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
@@ -252,6 +277,10 @@ trait Passing: std::error::Error + Into<Error> {
 
 impl Passing for ReceiverError {
     fn passes(&self) -> bool {
+        if let ReceiverError::Image(ImageError::Region(RegionError::Live { .. })) = self {
+            // An engine is reading the image that another layout takes the place of.
+            return true;
+        }
         match self.kind() {
             Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::Corrupt => true,
             // What this host has not got, waiting for the publisher does not bring.

@@ -102,6 +102,9 @@ class Session(Judge, Protocol):
     def abandon(self) -> None:
         """Makes another session possible after a failure."""
 
+    def incomplete(self) -> list[str]:
+        """Layers of which a part was fed and a part was not, while a session is open."""
+
 
 @dataclass
 class _Plan:
@@ -181,6 +184,62 @@ class Live:
             raise WindlassInvalid(f"version {order.version} cannot be loaded: {type(e).__name__}: {e}") from e
         self._write_report(order)
         return report
+
+    def check(self, order: LoadOrder) -> Report:
+        """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write."""
+        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        try:
+            self._check_identity(order, held)
+            self._fit(held)
+        finally:
+            _let_go(held)
+        return self.report()
+
+    # Tensors that come another way than by an image.
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Report:
+        """Loads tensors by the engine's own reload: all of those of each layer that they touch."""
+        with self._session.rehearsal() as targets:
+            found = trace(self._session.load_weights, tensors, targets)
+        self._tell_extras(sorted(found.unexpected))
+        self.begin_tensors()
+        try:
+            self.feed_tensors(
+                (name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected
+            )
+            self.finish_tensors()
+        except Exception as e:
+            self.abandon_tensors(e)
+            raise
+        return self.report()
+
+    def begin_tensors(self) -> None:
+        """Begins a load whose tensors come one by one. The worker is dirty until :meth:`finish_tensors`."""
+        self.forget("weights come from elsewhere")
+        self._dirty = True
+        self._error = None
+        self._session.begin()
+
+    def feed_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Some of the tensors; they must stay as they are until the load is finished."""
+        self._session.load(tensors)
+
+    def finish_tensors(self) -> None:
+        """Ends the load. An error if a layer came in part: what did not come is not what it was."""
+        partly = self._session.incomplete()
+        if partly:
+            raise WindlassInvalid(
+                f"only a part of the tensors came of {_list(partly)}",
+                "send all tensors of a layer in one update",
+                name="missing_tensor",
+            )
+        self._session.finish()
+        self._dirty = False
+
+    def abandon_tensors(self, why: BaseException) -> None:
+        """Ends a load that failed: the worker stays dirty."""
+        self._error = Failure.of(why)
+        self._session.abandon()
 
     def report(self) -> Report:
         """What there is to say."""
@@ -290,7 +349,9 @@ class Live:
         extras = sorted(found.unexpected)
         if self._session.partial is None:
             aliases = set(layout.aliases())
-            extras = sorted({*extras, *(name for name in tensors if name not in taken and name not in aliases)})
+            extras = sorted(
+                {*extras, *(name for name in tensors if name not in taken and name not in aliases)}
+            )
         self._tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
@@ -316,9 +377,11 @@ class Live:
 
     def _check_missing(self, found: Trace) -> None:
         """Parameters that the loader would leave as they are."""
-        written = {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
+        written = (
+            {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
+        )
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
-        tied = {}
+        tied: dict[int, set[int]] = {}
         for i, target in enumerate(found.targets):
             tensor = live.get(target.name)
             if tensor is not None and tensor.numel():
@@ -330,14 +393,18 @@ class Live:
             if target.tensor.numel() and not loaded and not (together.get(i, {i}) & written):
                 unwritten.append(target.name)
         if unwritten:
-            raise _missing(unwritten, "so that these parameters of the engine would stay as they are", what="weights for")
+            raise _missing(
+                unwritten, "so that these parameters of the engine would stay as they are", what="weights for"
+            )
         short = []
         for i, target in enumerate(found.targets):
             count = found.elements_of(i)
             if i in written and i not in found.reasons and count < target.tensor.numel():
                 short.append(f"{target.name} ({count} of {target.tensor.numel()} elements)")
         if short:
-            raise _missing(short, "so that parts of these parameters would stay as they are", what="weights for")
+            raise _missing(
+                short, "so that parts of these parameters would stay as they are", what="weights for"
+            )
 
     def _check_reads(
         self, found: Trace, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
@@ -385,7 +452,12 @@ class Live:
             )
         if extras != self._told_extras:
             self._told_extras = extras
-            log.warning("rank %d: the engine does not take %d tensors of the image: %s", self._rank, len(extras), named)
+            log.warning(
+                "rank %d: the engine does not take %d tensors of the image: %s",
+                self._rank,
+                len(extras),
+                named,
+            )
 
     def _decide(
         self, order: LoadOrder, plan: _Plan, held: Any
@@ -484,7 +556,9 @@ class Live:
         covered = {plan.trace.targets[copy.target].name for copy in plan.trace.copies}
         return snapshot(self._session.model, self._session, covered)
 
-    def _judge(self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
+    def _judge(
+        self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
+    ) -> None:
         """After the engine's own reload: which modules can be written to directly from now on."""
         if before is None:
             return

@@ -15,13 +15,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from windlass.config import Config
 from windlass.errors import WindlassError, WindlassInvalid
 from windlass.plain import Plain
 
-__all__ = ["Failure", "Last", "LiveVersion", "LoadOrder", "PlanSummary", "Report", "kind_of", "label", "version_of"]
+__all__ = [
+    "Failure",
+    "Last",
+    "LiveVersion",
+    "LoadOrder",
+    "PlanSummary",
+    "Report",
+    "kind_of",
+    "label",
+    "version_of",
+]
 
 #: How many module reasons and names of extra tensors a report carries.
 REASONS, EXTRAS = 20, 100

@@ -114,7 +114,9 @@ def own_tensors(module: torch.nn.Module, judge: Judge) -> Iterator[tuple[str, to
             yield from _inside(name, value, judge, seen, _DEPTH)
 
 
-def _inside(path: str, value: Any, judge: Judge, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _inside(
+    path: str, value: Any, judge: Judge, seen: set[int], depth: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
         return
@@ -173,9 +175,9 @@ def qualify(
     sources: Callable[[str], torch.Tensor],
 ) -> Verdict:
     """The verdict after a full reload of ``sources``."""
-    live = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    live = dict(model.named_parameters(remove_duplicate=False))
     bad: dict[str, str] = {}
-    targets = {i: target for i, target in enumerate(trace.targets)}
+    targets = dict(enumerate(trace.targets))
     copied = _by_target(trace.copies)
     whole = {
         targets[i].name: tensor
@@ -202,7 +204,9 @@ def qualify(
     for i, target in targets.items():
         if target.module in bad:
             continue
-        reason_here = _of_target(i, trace, live.get(target.name), before.parameters.get(target.name), copied, sources)
+        reason_here = _of_target(
+            i, trace, live.get(target.name), before.parameters.get(target.name), copied, sources
+        )
         if reason_here is not None:
             bad[target.module] = f"{target.attribute} {reason_here}"
     if trace.refusal is not None:
@@ -226,7 +230,11 @@ def _of_module(
         name = f"{prefix}.{attribute}" if prefix else attribute
         if name in whole or judge.serving(attribute):
             continue
-        if tensor.numel() and tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in storages:
+        if (
+            tensor.numel()
+            and tensor.device.type != "meta"
+            and tensor.untyped_storage().data_ptr() in storages
+        ):
             continue
         if attribute in module._parameters:
             if name in refused:
@@ -274,7 +282,9 @@ def _of_target(
         return "moved during the reload"
     written = torch.zeros(tensor.numel(), dtype=torch.bool)
     for constant in (c for c in trace.constants if c.target == i):
-        box = torch.as_strided(tensor, constant.sizes, constant.strides, tensor.storage_offset() + constant.offset)
+        box = torch.as_strided(
+            tensor, constant.sizes, constant.strides, tensor.storage_offset() + constant.offset
+        )
         if not bool((box == constant.value).all()):
             return f"was not filled with {constant.value}"
         torch.as_strided(written, constant.sizes, constant.strides, constant.offset).fill_(True)
@@ -283,7 +293,9 @@ def _of_target(
         if bool(mark.any()):
             return "is written twice in some places"
         mark.fill_(True)
-        there = torch.as_strided(tensor, copy.sizes, copy.target_strides, tensor.storage_offset() + copy.target_offset)
+        there = torch.as_strided(
+            tensor, copy.sizes, copy.target_strides, tensor.storage_offset() + copy.target_offset
+        )
         source = sources(copy.source)
         wanted = torch.as_strided(
             source, copy.sizes, copy.source_strides, source.storage_offset() + copy.source_offset

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.errors import WindlassUnsupported
 from windlass.load.trace import Target
 
 __all__ = ["VllmSession"]
@@ -154,7 +154,9 @@ class VllmSession:
     def looks_into(self, value: object) -> bool:
         """Objects of vLLM hold tensors, but not its configuration."""
         home = type(value).__module__
-        return home.startswith("vllm.") and not home.startswith(("vllm.config", "vllm.logger", "vllm.platforms"))
+        return home.startswith("vllm.") and not home.startswith(
+            ("vllm.config", "vllm.logger", "vllm.platforms")
+        )
 
     def vocabulary(self, module: torch.nn.Module) -> int | None:
         """Rows of the checkpoint's tensor where the engine pads them."""
@@ -190,14 +192,17 @@ class VllmSession:
 
     def _to_meta(self, layers: list[tuple[str, torch.nn.Module]]) -> None:
         reload = _reload()
-        if reload is None:
-            return
-        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-
         for _, layer in layers:
-            info = reload.get_layerwise_info(layer)
-            if any(info.restore_metadata):
-                restore_layer_on_meta(layer, info)
+            parameters, buffers = dict(layer._parameters), dict(layer._buffers)
+            if reload is not None:
+                info = reload.get_layerwise_info(layer)
+                if any(info.restore_metadata):
+                    # The checkpoint's form, and what vLLM never takes out of a layer.
+                    first, second = info.restore_metadata
+                    parameters = {**_never_taken(parameters), **first}
+                    buffers = {**_never_taken(buffers), **second}
+            _replace(layer._parameters, {k: _stand_in(v, layer) for k, v in parameters.items()})
+            _replace(layer._buffers, {k: _stand_in(v, layer) for k, v in buffers.items()})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loader."""
@@ -248,6 +253,19 @@ class VllmSession:
         finally:
             self._restore_kernels()
 
+    def incomplete(self) -> list[str]:
+        """Layers that were fed in part. Those that pad their rows never come whole."""
+        reload = _reload()
+        if reload is None:
+            return []
+        out = []
+        for prefix, layer in self.model.named_modules():
+            info = reload.get_layerwise_info(layer)
+            whole = info.load_numel_total
+            if whole is not None and 0 < info.load_numel < whole and self.vocabulary(layer) is None:
+                out.append(prefix)
+        return out
+
     def _process_all(self) -> None:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -256,7 +274,7 @@ class VllmSession:
     def _current(self) -> AbstractContextManager[Any]:
         from vllm.config import set_current_vllm_config
 
-        return set_current_vllm_config(self._vllm_config)
+        return set_current_vllm_config(self._vllm_config)  # type: ignore[no-any-return]
 
     def _where(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -326,9 +344,26 @@ def _replace(into: dict[str, Any], values: dict[str, Any]) -> None:
     into.update(values)
 
 
-def model_of(engine: Any) -> torch.nn.Module:
-    """The model of a worker, whatever wraps it."""
-    model = engine.get_model() if hasattr(engine, "get_model") else engine
-    if not isinstance(model, torch.nn.Module):
-        raise WindlassInvalid(f"{engine!r} has no model that weights can be loaded into")
-    return model
+def _never_taken(tensors: dict[str, Any]) -> dict[str, Any]:
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    return {name: tensor for name, tensor in tensors.items() if name in SKIP_TENSORS}
+
+
+def _stand_in(tensor: torch.Tensor | None, layer: torch.nn.Module) -> torch.Tensor | None:
+    """A tensor without data, of the same class and with the same attributes. Its loader is the first one: vLLM leaves
+    those of earlier reloads on the tensors that it remembers."""
+    if tensor is None:
+        return None
+    stand_in = tensor.data.to("meta")
+    stand_in.__class__ = tensor.__class__
+    stand_in.__dict__ = dict(tensor.__dict__)
+    if _reload() is not None:
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        restore_layer_refs(stand_in, layer)
+    loader = stand_in.__dict__.get("weight_loader")
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__
+        stand_in.__dict__["weight_loader"] = loader
+    return stand_in

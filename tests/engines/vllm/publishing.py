@@ -48,6 +48,12 @@ class Publishing:
             }
         return {**order, **changes}
 
+    def tensors(self) -> dict[str, Any]:
+        """Copies of the image's tensors, by the names of a checkpoint."""
+        assert self._receiver is not None
+        with self._receiver.hold() as image:
+            return {name: tensor.clone() for name, tensor in image.tensors.items()}
+
     def close(self) -> None:
         if self._receiver is not None:
             self._receiver.close()

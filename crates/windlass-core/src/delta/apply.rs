@@ -1,11 +1,10 @@
 //! From a block and a record to the block's next state.
 
-use super::bits::{section, take_ones, take_section};
 use super::context::{self, ContextScratch};
 use super::encode::{Codes, Pick, by_unit};
 use super::line::Unit;
 use super::values::{self, Group};
-use super::{DeltaError, Mode, Record, Tile, gaps};
+use super::{DeltaError, Mode, Record, Tile, positions};
 use crate::digest::{BlockSum, sum_block};
 use crate::kernel::Kernels;
 
@@ -126,49 +125,17 @@ fn step_values<T: Unit>(tile: &Tile, bytes: &[u8], positions: &[u16], codes: &mu
 fn take_plain<T: Unit>(
     tile: &Tile,
     mode: Mode,
-    mut payload: &[u8],
+    payload: &[u8],
     ones: &mut Vec<u32>,
     positions: &mut Vec<u16>,
     codes: &mut Vec<T>,
     found: impl Fn(&[u16]),
 ) -> Result<(), &'static str> {
-    let units = tile.units();
-    let Some((&[a, b, k], rest)) = payload.split_first_chunk::<3>() else {
-        return Err("it ends within its head");
-    };
-    payload = rest;
-    let n = usize::from(u16::from_le_bytes([a, b])) + 1;
-    if n > units {
-        return Err("it has more changes than its block has units");
-    }
-    positions.clear();
-    let values_k = if mode == Mode::Sparse {
-        let (&values_k, rest) = payload.split_first().ok_or("it ends within its head")?;
-        payload = rest;
-        let k = u32::from(k);
-        if k > gaps::MAX_K {
-            return Err("its gap parameter is out of range");
-        }
-        let low = take_section(&mut payload, n * k as usize)?;
-        take_ones(&mut payload, n, ones)?;
-        positions.resize(n, 0);
-        gaps::take(positions, k, (low, 0), ones, 0, units)?;
-        values_k
-    } else {
-        let (map, rest) = payload.split_at_checked(section(units)).ok_or("it ends within its bitmap")?;
-        payload = rest;
-        take_ones(&mut { map }, n, ones)?;
-        if map.iter().map(|b| b.count_ones() as usize).sum::<usize>() != n || ones[n - 1] as usize >= units {
-            return Err("its bitmap does not have as many changes as it says");
-        }
-        positions.extend(ones.iter().map(|&p| p as u16));
-        k
-    };
+    let (k, mut payload) = positions::take(tile, mode, payload, ones, positions)?;
     found(positions);
-    let k = u32::from(values_k);
     if k >= T::BITS {
         return Err("its value parameter is out of range");
     }
-    values::take(codes, ones, &mut payload, &[Group { count: n, k }])?;
+    values::take(codes, ones, &mut payload, &[Group { count: positions.len(), k }])?;
     if payload.is_empty() { Ok(()) } else { Err("it goes on after its end") }
 }

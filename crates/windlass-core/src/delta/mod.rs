@@ -116,6 +116,7 @@ pub mod context;
 pub mod encode;
 pub mod gaps;
 pub mod line;
+pub mod positions;
 pub mod values;
 
 use serde::{Deserialize, Serialize};
@@ -124,6 +125,7 @@ pub use apply::{Applier, Outcome};
 pub use compose::{Composer, compose};
 pub use container::{Delta, DeltaHeader, PartBuilder};
 pub use encode::{Encoded, Encoder};
+pub use positions::{Changed, Positions};
 pub use values::ESCAPE;
 
 use crate::digest::BlockSum;

@@ -199,6 +199,63 @@ proptest! {
     }
 
     #[test]
+    fn the_positions_of_a_record_are_the_units_that_changed(
+        dtype in dtype(), rows in 1u64..60, cols in 1u64..600, cut: bool, change in change(), seed: u64, context: bool,
+    ) {
+        let m = manifest(dtype, rows, cols, cut);
+        let (mut bits, unit) = (Bits(seed), dtype.unit());
+        let old = bits.bytes(m.data_bytes() as usize);
+        let new = changed(&mut bits, &old, unit, change);
+        let encoder = if context { Encoder::with_context() } else { Encoder::plain() };
+        let bytes = make(&m, (1, 2), &old, &new, encoder);
+        let delta = Delta::parse(&bytes).unwrap();
+        let units = old.len() / unit;
+        let differs = |u: usize| old[u * unit..][..unit] != new[u * unit..][..unit];
+        let (mut found, mut positions) = (vec![false; units], Positions::new());
+        for record in delta.records() {
+            let tile = Tile::of(&m, record.block).unwrap();
+            let unit_of = |p: u16| tile.block.tensor_unit(p.into()) as usize;
+            let told = positions::count(&tile, &record).unwrap();
+            match positions.of(&tile, &record) {
+                Err(DeltaError::ContextNeedsImage { .. }) => {
+                    prop_assert_eq!(record.mode, Mode::Context);
+                    (0..tile.units()).for_each(|p| found[unit_of(p as u16)] |= differs(unit_of(p as u16)));
+                }
+                Ok(Changed::All) => {
+                    prop_assert_eq!((record.mode, told), (Mode::Dense, tile.units()));
+                    (0..tile.units()).for_each(|p| found[unit_of(p as u16)] |= differs(unit_of(p as u16)));
+                }
+                Ok(Changed::At(these)) => {
+                    prop_assert!(these.is_sorted_by(|a, b| a < b) && these.len() == told);
+                    these.iter().for_each(|&p| found[unit_of(p)] = true);
+                }
+                Err(e) => prop_assert!(false, "{}", e),
+            }
+        }
+        prop_assert!((0..units).all(|u| found[u] == differs(u)));
+    }
+
+    #[test]
+    fn damaged_records_never_name_a_position_beyond_their_block(
+        dtype in dtype(), units in 1u64..600, mode in prop::sample::select(&Mode::ALL[..]),
+        mut payload in prop::collection::vec(any::<u8>(), 0..200), head in prop::option::of((0u16..40, 0u8..20, 0u8..20)),
+    ) {
+        let m = manifest(dtype, 1, units, false);
+        let tile = Tile::of(&m, 0).unwrap();
+        if let Some((n, k, v)) = head {
+            let [a, b] = n.to_le_bytes();
+            payload.splice(..0, [a, b, k, v]);
+        }
+        let record = Record { block: 0, mode, sum: BlockSum([1, 1]), payload: &payload };
+        let mut positions = Positions::new();
+        if let Ok(Changed::At(these)) = positions.of(&tile, &record) {
+            prop_assert!(these.iter().all(|&p| usize::from(p) < tile.units()));
+            prop_assert!(these.is_sorted_by(|a, b| a < b));
+            prop_assert_eq!(positions::count(&tile, &record).unwrap(), these.len());
+        }
+    }
+
+    #[test]
     fn a_wrong_base_is_refused_and_untouched(dtype in dtype(), seed: u64, context: bool, at: prop::sample::Index) {
         let m = manifest(dtype, 7, 100, false);
         let mut bits = Bits(seed);

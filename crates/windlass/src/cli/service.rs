@@ -11,6 +11,7 @@ use windlass_core::wire::control::RequestMode;
 
 use super::{Threads, parse_count};
 use crate::agent::Agent;
+use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, PauseMode};
 use crate::error::Error;
 use crate::gc::Gc;
 use crate::receive::{Publisher, Receive};
@@ -169,7 +170,80 @@ pub(super) struct ParsedReceive {
     #[arg(long)]
     with_parent: bool,
     #[command(flatten)]
+    engines: ParsedEngines,
+    #[command(flatten)]
     threads: Threads,
+}
+
+/// How long each step with an engine may take, at most.
+const DAY: f64 = 86_400.0;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Engines")]
+struct ParsedEngines {
+    /// An engine on this host that loads what is received: vllm=http://HOST:PORT or sglang=http://HOST:PORT; may be
+    /// given several times
+    #[arg(long = "engine", value_name = "KIND=URL")]
+    engines: Vec<EngineSpec>,
+    /// The file with the token of our plugin in the engines; WINDLASS_TOKEN if not given
+    #[arg(long, value_name = "FILE", requires = "engines")]
+    engine_token_file: Option<PathBuf>,
+    /// The file with the key that engines want in the Authorization header of their own routes
+    #[arg(long, value_name = "FILE", requires = "engines")]
+    api_key_file: Option<PathBuf>,
+    /// What becomes of requests in flight. SGLang: keep is retract, or in_place if the prefix cache is kept; wait leaves
+    /// the waiting to the update
+    #[arg(long, value_enum, default_value_t = PauseMode::Keep, requires = "engines")]
+    pause: PauseMode,
+    /// What becomes of cached prefixes, which old weights computed
+    #[arg(long, value_enum, default_value_t = CachePolicy::Reset, requires = "engines")]
+    prefix_cache: CachePolicy,
+    /// How long an engine may be paused before the first write, in seconds; then its old weights go on
+    #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
+    pause_lease: f64,
+    /// How long a load may take from the first write on, in seconds; then the engine stays paused, and that is told
+    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
+    load_timeout: f64,
+    /// The model's directory: its configuration and tokenizer are linked beside the image for engines that load from a
+    /// path, and if there are weights, every version must have their names, shapes and dtypes
+    #[arg(long, value_name = "DIR", requires = "engines")]
+    config: Option<PathBuf>,
+    /// What to do with tensors that an engine does not take, such as value heads
+    #[arg(long, value_enum, default_value_t = Extras::Ignore, requires = "engines")]
+    extras: Extras,
+}
+
+impl ParsedEngines {
+    fn check(
+        self,
+        token: Option<&Token>,
+        group: bool,
+    ) -> Result<Option<(Vec<EngineSpec>, EngineOptions)>, Error> {
+        if self.engines.is_empty() {
+            return Ok(None);
+        }
+        for (i, engine) in self.engines.iter().enumerate() {
+            if self.engines.get(..i).is_some_and(|before| before.contains(engine)) {
+                return Err(Error::Usage(format!("{} is given twice", engine.name())));
+            }
+        }
+        if let Some(config) = self.config.as_deref().filter(|c| !c.is_dir()) {
+            return Err(Error::Usage(format!("--config {} is not a directory", config.display())));
+        }
+        let read = |file: &Option<PathBuf>| file.as_deref().map(token::read).transpose();
+        let options = EngineOptions {
+            token: read(&self.engine_token_file)?.or_else(|| token.cloned()),
+            key: read(&self.api_key_file)?,
+            mode: self.pause,
+            cache: self.prefix_cache,
+            lease: Duration::from_secs_f64(self.pause_lease),
+            timeout: Duration::from_secs_f64(self.load_timeout),
+            config: self.config,
+            extras: self.extras,
+            group,
+        };
+        Ok(Some((self.engines, options)))
+    }
 }
 
 impl ParsedReceive {
@@ -187,6 +261,11 @@ impl ParsedReceive {
         });
         let mut publishers: Vec<Publisher> = remote.collect::<Result<_, _>>()?;
         publishers.extend(self.region.into_iter().map(|dir| Publisher::Region(dir, token.clone())));
+        let engines = self.engines.check(token.as_ref(), self.group)?;
+        if engines.is_some() && (publishers.len() != 1 || !self.in_place.is_empty()) {
+            let why = "engines load one model from an image of their own: give one --from or --region with --engine";
+            return Err(Error::Usage(format!("{why}, and run a receiver for each model")));
+        }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Ok(Receive {
             publishers,
@@ -205,6 +284,7 @@ impl ParsedReceive {
             until: self.until,
             group: self.group,
             with_parent: self.with_parent,
+            engines,
         })
     }
 }
@@ -233,6 +313,12 @@ fn parse_ports(text: &str) -> Result<(u16, u16), String> {
         return Err(format!("{text:?} is not a range of ports: expected FIRST-LAST"));
     }
     Ok((first, last))
+}
+
+/// A positive number of seconds.
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|s| *s > 0.0 && *s <= DAY);
+    seconds.ok_or_else(|| format!("{text:?} is not a number of seconds up to {DAY}"))
 }
 
 /// Two ports.

@@ -35,7 +35,9 @@ def join(rank: int = 0, world: int = 1, address: str | None = None) -> None:
     ensure_model_parallel_initialized(world, 1)
 
 
-def session(path: Path, *, rank: int = 0, world: int = 1, address: str | None = None, dtype: str = "float32") -> Any:
+def session(
+    path: Path, *, rank: int = 0, world: int = 1, address: str | None = None, dtype: str = "float32"
+) -> Any:
     """The session of a freshly loaded model."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

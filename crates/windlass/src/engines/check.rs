@@ -1,0 +1,215 @@
+//! What an engine can take, compared with an image before the engine is touched; and the directory that an engine loads
+//! from.
+//!
+//! Owns: [`Baseline`], the tensors that an engine is known to have, and [`link`]. Engines end, or answer wrongly, when a
+//! tensor is missing or does not fit, and have no way back, so nothing of this may be found out while one is paused.
+//!
+//! The tensors of an engine are, whichever is there first: those of the checkpoint in `--config`; those of the checkpoint
+//! that the engine itself was started from, if that is a directory on this host; those that it took before. Every one of
+//! them must be in the image with its shape and dtype; where the engine itself was asked, in any dtype, because an engine
+//! may be told to cast what it loads. Tensors of the image that the engine does not have (value heads)
+//! are listed, and an error if that is wanted.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use windlass_core::manifest::Manifest;
+use windlass_data::file::{FileError, Layout};
+use windlass_data::image::Known;
+
+use super::error::EngineError;
+
+/// The tensors that an engine is known to have.
+#[derive(Clone, Debug)]
+pub struct Baseline {
+    manifest: Manifest,
+    /// Where that is known from.
+    source: String,
+    /// Whether a tensor must have its dtype too.
+    strict: bool,
+}
+
+impl Baseline {
+    /// The tensors of a checkpoint; `None` if there are no weights in the directory.
+    pub fn of_checkpoint(path: &Path) -> Result<Option<Baseline>, EngineError> {
+        match Layout::read(path) {
+            Ok(layout) => Ok(Some(Baseline {
+                manifest: layout.manifest().clone(),
+                source: format!("compared with the checkpoint in {}", path.display()),
+                strict: true,
+            })),
+            Err(FileError::NoShards { .. }) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// The tensors that an engine took before, as noted in `path`; `None` if nothing was noted.
+    pub fn taken(path: &Path) -> Result<Option<Baseline>, EngineError> {
+        let text = match fs::read(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(EngineError::io("read", path)(e)),
+        };
+        // A damaged note is as good as none.
+        let manifest = Manifest::from_json(&text).ok();
+        let source = "compared with what it took before";
+        Ok(manifest.map(|manifest| Baseline { manifest, source: source.into(), strict: true }))
+    }
+
+    /// The same tensors in any dtype: an engine casts what it is given.
+    #[must_use]
+    pub fn of_any_dtype(self) -> Baseline {
+        Baseline { strict: false, ..self }
+    }
+
+    /// Notes what an engine took.
+    pub fn note(path: &Path, manifest: &Manifest) -> Result<(), EngineError> {
+        let temp = path.with_extension("new");
+        fs::write(&temp, manifest.to_json()).map_err(EngineError::io("write", &temp))?;
+        fs::rename(&temp, path).map_err(EngineError::io("write", path))
+    }
+
+    /// Compares an image; answers the names of tensors that the engine does not have. `by_name` engines look for every
+    /// name in the file, where a second name of a tensor is not.
+    pub fn compare(
+        &self,
+        engine: &str,
+        known: &Known,
+        image: &Manifest,
+        by_name: bool,
+    ) -> Result<Vec<String>, EngineError> {
+        let misfit = |tensor: &str, how: String| EngineError::Layout {
+            engine: engine.to_owned(),
+            image: known.identity.to_string(),
+            tensor: tensor.to_owned(),
+            how,
+            against: self.source.clone(),
+        };
+        if image.layout_hash() == self.manifest.layout_hash() {
+            return Ok(Vec::new());
+        }
+        for wanted in self.manifest.tensors() {
+            let name = &*wanted.name;
+            let Some(found) = image.find(name).and_then(|i| image.tensors().get(i)) else {
+                return Err(misfit(name, "is missing".into()));
+            };
+            if by_name && found.name != *name {
+                return Err(misfit(name, format!("is there only as another name of {:?}", found.name)));
+            }
+            if found.shape != wanted.shape {
+                let how = format!("has the shape {:?}, not {:?}", found.shape, wanted.shape);
+                return Err(misfit(name, how));
+            }
+            if self.strict && found.dtype != wanted.dtype {
+                let how = format!("is {}, not {}", found.dtype, wanted.dtype);
+                return Err(misfit(name, how));
+            }
+        }
+        let extra = |name: &str| self.manifest.find(name).is_none();
+        Ok(image.tensors().iter().map(|t| t.name.clone()).filter(|n| extra(n)).collect())
+    }
+}
+
+/// Names that hold weights, which an engine must not find beside the image.
+fn is_weights(name: &str) -> bool {
+    let weights = [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json"];
+    weights.iter().any(|end| name.ends_with(end))
+}
+
+/// Makes `dir` a directory that an engine can load from: a link to the image's file, and links to everything in `config`
+/// that is not weights.
+pub fn link(dir: &Path, slot: &Path, config: Option<&Path>) -> Result<(), EngineError> {
+    fs::create_dir_all(dir).map_err(EngineError::io("create", dir))?;
+    place(&dir.join("model.safetensors"), slot)?;
+    let Some(config) = config else { return Ok(()) };
+    let config = fs::canonicalize(config).map_err(EngineError::io("read", config))?;
+    for entry in fs::read_dir(&config).map_err(EngineError::io("read", &config))? {
+        let entry = entry.map_err(EngineError::io("read", &config))?;
+        let name = entry.file_name();
+        if !is_weights(&name.to_string_lossy()) && entry.path().is_file() {
+            place(&dir.join(&name), &entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes `link` lead to `target`, at no moment to nothing.
+fn place(link: &Path, target: &Path) -> Result<(), EngineError> {
+    if fs::read_link(link).is_ok_and(|to| to == target) {
+        return Ok(());
+    }
+    let mut name = link.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.new", std::process::id()));
+    let temp: PathBuf = link.with_file_name(name);
+    let _ = fs::remove_file(&temp);
+    symlink(target, &temp).map_err(EngineError::io("link", &temp))?;
+    fs::rename(&temp, link).map_err(EngineError::io("link", link))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use windlass_core::dtype::Dtype;
+    use windlass_core::identity::{Identity, Incarnation, ModelId, StateDigest};
+    use windlass_core::manifest::TensorSpec;
+
+    use super::*;
+
+    fn manifest(tensors: &[(&str, Dtype, &[u64])], aliases: &[(&str, &str)]) -> Manifest {
+        let tensors = tensors.iter().map(|(n, d, s)| TensorSpec::new(*n, *d, *s));
+        let aliases: BTreeMap<String, String> =
+            aliases.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+        Manifest::new(tensors, aliases).unwrap()
+    }
+
+    fn known() -> Known {
+        let model_id = ModelId::new("m").unwrap();
+        let identity = Identity { model_id, incarnation: Incarnation(1), version: 2 };
+        Known { identity, digest: StateDigest::default() }
+    }
+
+    #[test]
+    fn an_image_that_does_not_fit_an_engine_is_named_by_its_first_tensor() {
+        let had = manifest(&[("a", Dtype::BF16, &[2, 3]), ("head", Dtype::BF16, &[4])], &[]);
+        let baseline = Baseline { manifest: had, source: "compared with x".into(), strict: true };
+        let refused = |tensors: &[(&str, Dtype, &[u64])], aliases: &[(&str, &str)]| {
+            let image = manifest(tensors, aliases);
+            baseline.compare("sglang=u", &known(), &image, true).unwrap_err().to_string()
+        };
+        let error = refused(&[("a", Dtype::BF16, &[2, 3])], &[]);
+        assert!(error.contains("\"head\" of m@1.2 is missing (compared with x)"), "{error}");
+        let error = refused(&[("a", Dtype::BF16, &[3, 2]), ("head", Dtype::BF16, &[4])], &[]);
+        assert!(error.contains("\"a\"") && error.contains("[3, 2], not [2, 3]"), "{error}");
+        let error = refused(&[("a", Dtype::F32, &[2, 3]), ("head", Dtype::BF16, &[4])], &[]);
+        assert!(error.contains("is float32, not bfloat16"), "{error}");
+        let tied = [("a", Dtype::BF16, [4].as_slice())];
+        let error = refused(&tied, &[("head", "a")]);
+        assert!(error.contains("\"a\""), "{error}");
+        let tied = manifest(&[("a", Dtype::BF16, &[2, 3]), ("tail", Dtype::BF16, &[4])], &[("head", "tail")]);
+        let error = baseline.compare("e", &known(), &tied, true).unwrap_err().to_string();
+        assert!(error.contains("only as another name of \"tail\""), "{error}");
+        assert_eq!(baseline.compare("e", &known(), &tied, false).unwrap(), ["tail"]);
+    }
+
+    #[test]
+    fn a_directory_to_load_from_has_the_image_and_no_other_weights() {
+        let home = tempfile::tempdir().unwrap();
+        let (config, dir, slot) =
+            (home.path().join("config"), home.path().join("model"), home.path().join("a"));
+        fs::create_dir(&config).unwrap();
+        for name in ["config.json", "tokenizer.json", "model-1.safetensors", "model.safetensors.index.json"] {
+            fs::write(config.join(name), name).unwrap();
+        }
+        fs::write(&slot, "image").unwrap();
+        link(&dir, &slot, Some(&config)).unwrap();
+        link(&dir, &slot, Some(&config)).unwrap();
+        let mut names: Vec<String> =
+            fs::read_dir(&dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        assert_eq!(names, ["config.json", "model.safetensors", "tokenizer.json"]);
+        assert_eq!(fs::read_to_string(dir.join("model.safetensors")).unwrap(), "image");
+    }
+}

@@ -1,0 +1,336 @@
+//! What can go wrong between a receiver and an engine.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use windlass_core::error::Kind;
+use windlass_data::file::{FileError, io_kind};
+use windlass_data::image::ImageError;
+use windlass_data::region::RegionError;
+
+/// What was being done with the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Asking what it is and which weights it has.
+    Ask,
+    /// Comparing the image with what it can take.
+    Check,
+    /// Making it ready for its first load.
+    Prepare,
+    /// Pausing it.
+    Pause,
+    /// Between the pause and the first write.
+    Paused,
+    /// Writing weights.
+    Load,
+    /// Clearing its caches.
+    Cache,
+    /// Letting it go on.
+    Resume,
+    /// Comparing what it holds with the image.
+    Verify,
+}
+
+impl Stage {
+    /// As a verb.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Stage::Ask => "ask",
+            Stage::Check => "check",
+            Stage::Prepare => "prepare",
+            Stage::Pause | Stage::Paused => "pause",
+            Stage::Load => "load",
+            Stage::Cache => "clear the cache of",
+            Stage::Resume => "resume",
+            Stage::Verify => "verify",
+        }
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// An engine that could not be asked or loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// It does not answer, or not in time.
+    #[error("cannot {stage} {engine}: {why}")]
+    Lost {
+        /// Which.
+        engine: String,
+        /// What was being done.
+        stage: Stage,
+        /// What happened.
+        why: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
+    /// It answers with a failure.
+    #[error("cannot {stage} {engine}: POST or GET {path} gave status {status}: {body}")]
+    Refused {
+        /// Which.
+        engine: String,
+        /// What was being done.
+        stage: Stage,
+        /// The route.
+        path: String,
+        /// What it answered.
+        status: u16,
+        /// The beginning of what it said.
+        body: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
+    /// Its answer is not what the route should give.
+    #[error("cannot {stage} {engine}: the answer of {path} makes no sense: {why}")]
+    Answer {
+        /// Which.
+        engine: String,
+        /// What was being done.
+        stage: Stage,
+        /// The route.
+        path: String,
+        /// Why not.
+        why: String,
+    },
+    /// It has no route by which it could be loaded.
+    #[error("{engine} cannot be loaded: {why}")]
+    NoRoute {
+        /// Which.
+        engine: String,
+        /// What is missing, and what to start it with.
+        why: String,
+    },
+    /// A worker says that it did not do what it was told.
+    #[error("cannot {stage} {engine}: worker {rank} says: {text}")]
+    Worker {
+        /// Which.
+        engine: String,
+        /// What was being done.
+        stage: Stage,
+        /// Which worker.
+        rank: u64,
+        /// What it says.
+        text: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
+    /// Its workers refused the order before they wrote anything.
+    #[error("{engine} goes on with its old weights: worker {rank} refused the order: {text}")]
+    Declined {
+        /// Which.
+        engine: String,
+        /// Which worker.
+        rank: u64,
+        /// What it says.
+        text: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
+    /// The image does not hold what the engine needs.
+    #[error(
+        "{engine} was not touched and goes on with its old weights: tensor {tensor:?} of {image} {how} ({against})"
+    )]
+    Layout {
+        /// Which.
+        engine: String,
+        /// The version.
+        image: String,
+        /// The first tensor that does not fit.
+        tensor: String,
+        /// How it does not.
+        how: String,
+        /// What it was compared with.
+        against: String,
+    },
+    /// The image holds tensors that the engine does not have, and these were to be errors.
+    #[error("{engine} was not touched: {image} has tensors that it does not take: {names}")]
+    Extras {
+        /// Which.
+        engine: String,
+        /// The version.
+        image: String,
+        /// The first of them.
+        names: String,
+    },
+    /// A cache that could not be cleared would go on answering with the old weights.
+    #[error("the prefix cache of {engine} could not be cleared: {why}")]
+    Cache {
+        /// Which.
+        engine: String,
+        /// What it said.
+        why: String,
+    },
+    /// The pause ended before anything was written.
+    #[error("{engine} was paused and nothing was written to it: {why}")]
+    Lease {
+        /// Which.
+        engine: String,
+        /// Why it went no further.
+        why: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
+    /// It says that it has other weights than it was given.
+    #[error("{engine} was loaded with {expected}, and says that it has {found}")]
+    Version {
+        /// Which.
+        engine: String,
+        /// What it was given.
+        expected: String,
+        /// What it says.
+        found: String,
+    },
+    /// It cannot do this.
+    #[error("{engine}: {why}")]
+    Unsupported {
+        /// Which.
+        engine: String,
+        /// What, and why not.
+        why: String,
+    },
+    /// What the guard says.
+    #[error("{text}")]
+    Guard {
+        /// What was being done.
+        stage: Option<Stage>,
+        /// What sort of failure.
+        kind: Kind,
+        /// What it says, the engine's name included.
+        text: String,
+    },
+    /// The guard's process.
+    #[error("the guard of {engine} {what}")]
+    Process {
+        /// Which.
+        engine: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The image.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The region that the image is in.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The checkpoint in `--config`.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A file of ours.
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+impl EngineError {
+    /// For `map_err` on file operations.
+    pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
+        let path = path.to_owned();
+        move |source| EngineError::Io { action, path, source }
+    }
+
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub fn kind(&self) -> Kind {
+        match self {
+            EngineError::Lost { kind, .. }
+            | EngineError::Refused { kind, .. }
+            | EngineError::Worker { kind, .. }
+            | EngineError::Declined { kind, .. }
+            | EngineError::Lease { kind, .. }
+            | EngineError::Guard { kind, .. } => *kind,
+            EngineError::Answer { .. } => Kind::Corrupt,
+            EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Kind::Unsupported,
+            EngineError::Layout { .. } | EngineError::Extras { .. } => Kind::Invalid,
+            EngineError::Cache { .. } | EngineError::Version { .. } => Kind::Stale,
+            EngineError::Process { .. } => Kind::PeerLost,
+            EngineError::Image(e) => e.kind(),
+            EngineError::Region(e) => e.kind(),
+            EngineError::File(e) => e.kind(),
+            EngineError::Io { source, .. } => io_kind(source),
+        }
+    }
+
+    /// What was being done with the engine.
+    pub fn stage(&self) -> Stage {
+        match self {
+            EngineError::Lost { stage, .. }
+            | EngineError::Refused { stage, .. }
+            | EngineError::Answer { stage, .. }
+            | EngineError::Worker { stage, .. } => *stage,
+            EngineError::Guard { stage, .. } => stage.unwrap_or(Stage::Load),
+            EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Stage::Ask,
+            EngineError::Layout { .. } | EngineError::Extras { .. } | EngineError::File(_) => Stage::Check,
+            EngineError::Cache { .. } => Stage::Cache,
+            EngineError::Lease { .. } => Stage::Paused,
+            EngineError::Version { .. } => Stage::Resume,
+            EngineError::Process { .. } | EngineError::Declined { .. } => Stage::Load,
+            EngineError::Image(_) | EngineError::Region(_) | EngineError::Io { .. } => Stage::Check,
+        }
+    }
+
+    /// Whether nobody answers at all.
+    pub fn is_away(&self) -> bool {
+        match self {
+            EngineError::Lost { kind, .. } => matches!(kind, Kind::PeerLost | Kind::Timeout),
+            EngineError::Refused { .. }
+            | EngineError::Answer { .. }
+            | EngineError::NoRoute { .. }
+            | EngineError::Worker { .. }
+            | EngineError::Declined { .. }
+            | EngineError::Layout { .. }
+            | EngineError::Extras { .. }
+            | EngineError::Cache { .. }
+            | EngineError::Lease { .. }
+            | EngineError::Version { .. }
+            | EngineError::Unsupported { .. }
+            | EngineError::Guard { .. }
+            | EngineError::Process { .. }
+            | EngineError::Image(_)
+            | EngineError::Region(_)
+            | EngineError::File(_)
+            | EngineError::Io { .. } => false,
+        }
+    }
+
+    /// What to do next.
+    pub fn advice(&self) -> &'static str {
+        match self {
+            EngineError::Layout { .. } => {
+                "publish the tensors of the model that the engine serves; the next version that fits is loaded"
+            }
+            EngineError::Extras { .. } => {
+                "leave them out where they are published, or accept them with --extras ignore"
+            }
+            EngineError::Cache { .. } => {
+                "the engine stays paused, because it would answer from old weights; restart it if this repeats"
+            }
+            EngineError::Lost { .. }
+            | EngineError::Refused { .. }
+            | EngineError::Answer { .. }
+            | EngineError::NoRoute { .. }
+            | EngineError::Worker { .. }
+            | EngineError::Declined { .. }
+            | EngineError::Lease { .. }
+            | EngineError::Version { .. }
+            | EngineError::Unsupported { .. }
+            | EngineError::Guard { .. }
+            | EngineError::Process { .. }
+            | EngineError::Image(_)
+            | EngineError::Region(_)
+            | EngineError::File(_)
+            | EngineError::Io { .. } => self.kind().row().advice,
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! What is told about engines, to machines and to people.
+
+use serde_json::{Value, json};
+use windlass_core::error::Kind;
+
+use super::error::{EngineError, Stage};
+use super::order::Label;
+
+/// Something that happened to an engine.
+#[derive(Clone, Debug)]
+pub enum EngineEvent {
+    /// It serves a version.
+    Loaded {
+        /// Which engine.
+        engine: String,
+        /// Which version.
+        label: Label,
+        /// How it was written.
+        how: String,
+        /// How long it was paused, where that is known.
+        pause_ms: Option<f64>,
+        /// How long the writing took.
+        load_ms: f64,
+        /// Why it was written twice, if it was.
+        retried: Option<String>,
+    },
+    /// A load failed; it serves what it had.
+    Failed {
+        /// Which engine.
+        engine: String,
+        /// Which version, if it was about one.
+        label: Option<Label>,
+        /// What happened.
+        failure: Failure,
+        /// It is not tried again before there is another version or the engine is restarted.
+        given_up: bool,
+    },
+    /// It is paused, and stays so until a load succeeds.
+    Fenced {
+        /// Which engine.
+        engine: String,
+        /// Which version was to be written.
+        label: Option<Label>,
+        /// What happened.
+        failure: Failure,
+        /// It is not tried again before there is another version or the engine is restarted.
+        given_up: bool,
+    },
+    /// It does not answer and is waited for.
+    Waiting {
+        /// Which engine.
+        engine: String,
+        /// What happened.
+        failure: Failure,
+    },
+    /// The image has tensors that it does not take.
+    Extras {
+        /// Which engine.
+        engine: String,
+        /// Their names.
+        names: Vec<String>,
+    },
+}
+
+/// A failure, as it is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What was being done.
+    pub stage: Stage,
+    /// What sort of failure.
+    pub kind: Kind,
+    /// What happened.
+    pub text: String,
+    /// What to do next.
+    pub advice: String,
+}
+
+impl From<&EngineError> for Failure {
+    fn from(e: &EngineError) -> Failure {
+        Failure {
+            stage: e.stage(),
+            kind: e.kind(),
+            text: crate::error::chain(e),
+            advice: e.advice().to_owned(),
+        }
+    }
+}
+
+/// Names that are shown to people.
+const SHOWN: usize = 5;
+
+impl EngineEvent {
+    /// As a line of JSON.
+    pub fn json(&self) -> Value {
+        let failed = |event: &str, engine: &str, label: Option<&Label>, f: &Failure, given_up: bool| {
+            json!({
+                "event": event, "engine": engine, "version": label.map(|l| l.version), "stage": f.stage,
+                "kind": f.kind, "error": f.text, "advice": f.advice, "given_up": given_up,
+            })
+        };
+        match self {
+            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => json!({
+                "event": "loaded", "engine": engine, "incarnation": label.incarnation, "version": label.version,
+                "how": how, "pause_ms": pause_ms, "load_ms": load_ms, "retried": retried,
+            }),
+            EngineEvent::Failed { engine, label, failure, given_up } => {
+                failed("engine_failed", engine, label.as_ref(), failure, *given_up)
+            }
+            EngineEvent::Fenced { engine, label, failure, given_up } => {
+                failed("fenced", engine, label.as_ref(), failure, *given_up)
+            }
+            EngineEvent::Waiting { engine, failure } => json!({
+                "event": "engine_waiting", "engine": engine, "kind": failure.kind, "error": failure.text,
+            }),
+            EngineEvent::Extras { engine, names } => {
+                json!({ "event": "extras", "engine": engine, "names": names })
+            }
+        }
+    }
+
+    /// As a line for people.
+    pub fn line(&self) -> String {
+        let again =
+            |given_up: bool| if given_up { "; not tried again with this version" } else { "; trying again" };
+        match self {
+            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => {
+                let paused = pause_ms.map_or_else(String::new, |ms| format!(", paused for {ms:.1} ms"));
+                let twice =
+                    retried.as_ref().map_or_else(String::new, |why| format!(", at the second try: {why}"));
+                format!(
+                    "{engine}: loaded version {} ({how}) in {load_ms:.1} ms{paused}{twice}",
+                    label.version
+                )
+            }
+            EngineEvent::Failed { failure, given_up, .. } => {
+                format!("{}{}\n  {}", failure.text, again(*given_up), failure.advice)
+            }
+            EngineEvent::Fenced { engine, failure, given_up, .. } => {
+                format!("{engine} stays paused: {}{}\n  {}", failure.text, again(*given_up), failure.advice)
+            }
+            EngineEvent::Waiting { failure, .. } => format!("{}; waiting for it", failure.text),
+            EngineEvent::Extras { engine, names } => {
+                let more = names.len().saturating_sub(SHOWN);
+                let shown = names.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");
+                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+                format!("{engine} does not take {} of the image's tensors: {shown}{more}", names.len())
+            }
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! Engines that load what a receiver has: pause, load, resume, for any number of engines on a host.
+//!
+//! Owns: [`Engines`], one thread for each engine, which brings it to the newest whole version of an image and keeps it
+//! there. Called by `windlass receive --engine`, and by whoever stages and loads in two steps: [`Engines::want`] is the
+//! second one, and says nothing about how the image came to be. Must not: pull, or write to an image.
+//!
+//! | module | what it owns |
+//! |---|---|
+//! | [`order`] | orders, reports and labels: what crosses to an engine |
+//! | [`check`] | what an engine can take, compared before it is touched |
+//! | [`pause`] | pause modes and cache policies: the table of exact calls |
+//! | [`vllm`], [`sglang`] | their routes |
+//! | [`transaction`] | one load, step by step, and what is done when a step fails |
+//! | [`guard`] | the process that runs it and outlives the receiver |
+//! | [`follow`](mod@follow) | one engine's thread |
+//! | [`http`] | requests to an engine |
+//! | [`event`] | what is told |
+//!
+//! # What an engine has is asked of the engine
+//!
+//! Every load gives the version a name that the engine keeps ([`order::Label`]). The thread asks for it every two
+//! seconds, and before each load. A restarted engine has none, and is loaded again, dense; an engine that is away is
+//! waited for. No engine waits for another, and none holds up the pull: while an engine reads the image under its map
+//! lease later versions queue, and when it is free it goes to the newest.
+//!
+//! # Directories
+//!
+//! Beside the image, `<model_id>.engines/` holds for each engine its lock, its journal, the reports of its workers and
+//! the layout that it took, and `model/`, the directory that engines load from by path. They are removed when the
+//! receiver ends and every engine serves.
+
+pub mod check;
+pub mod error;
+pub mod event;
+pub mod follow;
+pub mod guard;
+pub mod http;
+pub mod order;
+pub mod pause;
+pub mod sglang;
+pub mod transaction;
+pub mod vllm;
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use windlass_core::address::{Endpoint, Token};
+use windlass_core::error::Kind;
+use windlass_data::image::Known;
+use windlass_data::stop::Stop;
+
+use self::check::Baseline;
+pub use self::error::EngineError;
+pub use self::event::EngineEvent;
+use self::follow::Follower;
+use self::order::Label;
+pub use self::pause::{CachePolicy, PauseMode};
+use crate::error::Error;
+
+/// Which engine it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
+impl Dialect {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Dialect::Vllm => "vllm",
+            Dialect::Sglang => "sglang",
+        }
+    }
+}
+
+/// An engine: `vllm=URL` or `sglang=URL`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineSpec {
+    /// Which.
+    pub dialect: Dialect,
+    /// Where.
+    pub endpoint: Endpoint,
+}
+
+impl EngineSpec {
+    /// What it is called in messages.
+    pub fn name(&self) -> String {
+        format!("{}={}", self.dialect.as_str(), self.url())
+    }
+
+    fn url(&self) -> String {
+        let text = self.endpoint.as_str().trim_end_matches('/');
+        if text.starts_with("http://") { text.to_owned() } else { format!("http://{text}") }
+    }
+
+    /// The name of its directory.
+    fn dir_name(&self) -> String {
+        let address = self.endpoint.address().to_string();
+        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
+        format!("{}-{}", self.dialect.as_str(), address.chars().map(plain).collect::<String>())
+    }
+}
+
+impl FromStr for EngineSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<EngineSpec, String> {
+        let expected = || {
+            format!("{text:?} is not an engine: expected vllm=http://HOST:PORT or sglang=http://HOST:PORT")
+        };
+        let (dialect, url) = text.split_once('=').ok_or_else(expected)?;
+        let dialect = match dialect {
+            "vllm" => Dialect::Vllm,
+            "sglang" => Dialect::Sglang,
+            _ => return Err(expected()),
+        };
+        if url.starts_with("https://") {
+            return Err(format!("{url}: a sidecar speaks plain http to the engines of its host"));
+        }
+        let endpoint = url.trim_end_matches('/').parse().map_err(|e| format!("{e}"))?;
+        Ok(EngineSpec { dialect, endpoint })
+    }
+}
+
+/// What to do with tensors of an image that an engine does not take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Extras {
+    /// They are listed once
+    Ignore,
+    /// The version is not loaded
+    Error,
+}
+
+/// How engines are loaded.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// The token of our plugin in an engine.
+    pub token: Option<Token>,
+    /// What engines want in the `Authorization` header of their own routes.
+    pub key: Option<Token>,
+    /// Requests in flight.
+    pub mode: PauseMode,
+    /// Cached prefixes.
+    pub cache: CachePolicy,
+    /// From the pause to the first write.
+    pub lease: Duration,
+    /// From the first write to the end.
+    pub timeout: Duration,
+    /// The model's configuration, tokenizer and, if they are there, weights to compare with.
+    pub config: Option<PathBuf>,
+    /// Tensors that an engine does not take.
+    pub extras: Extras,
+    /// The group may read the image, and write reports.
+    pub group: bool,
+}
+
+/// How an engine is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Condition {
+    /// It has not answered yet, or not any more.
+    Away,
+    /// It serves.
+    Serving,
+    /// It is being loaded.
+    Loading,
+    /// It is paused and must be loaded.
+    Fenced,
+}
+
+/// An engine as it is known.
+#[derive(Clone, Debug, Serialize)]
+pub struct EngineStatus {
+    /// Its name.
+    pub engine: String,
+    /// How it is.
+    pub condition: Condition,
+    /// The name of the version that it says it has.
+    pub live: Option<String>,
+    /// The last failure, until a load succeeds.
+    pub error: Option<String>,
+    /// The name of the version that is not tried again.
+    pub given_up: Option<String>,
+}
+
+/// What an engine's thread and everybody else share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    status: EngineStatus,
+    live: Option<Label>,
+    given_up: Option<Label>,
+    error_kind: Option<Kind>,
+    wanted: Option<Label>,
+    ending: bool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.state();
+        change(&mut state);
+        state.status.live = state.live.map(|l| l.to_string());
+        state.status.given_up = state.given_up.map(|l| l.to_string());
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Where the image is that engines load.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// The directory of the image.
+    pub image: PathBuf,
+    /// The directory for what engines need beside it.
+    pub engines: PathBuf,
+}
+
+impl Place {
+    /// The place of the image in `image`; what engines need is kept beside it.
+    pub fn of(image: PathBuf) -> Place {
+        let mut name = image.file_name().unwrap_or_default().to_owned();
+        name.push(".engines");
+        Place { engines: image.with_file_name(name), image }
+    }
+}
+
+/// Told of what happens.
+pub type Teller = Arc<dyn Fn(&EngineEvent) + Send + Sync>;
+
+/// The engines of a host. Dropping it ends its threads; loads under way are finished by their guards or engines.
+pub struct Engines {
+    shared: Vec<Arc<Shared>>,
+    threads: Vec<JoinHandle<()>>,
+    stop: Stop,
+    place: Place,
+    timeout: Duration,
+}
+
+impl std::fmt::Debug for Engines {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engines").field("status", &self.status()).finish_non_exhaustive()
+    }
+}
+
+impl Engines {
+    /// Starts a thread for each engine. None loads anything before [`Engines::want`].
+    pub fn start(
+        specs: &[EngineSpec],
+        options: &EngineOptions,
+        place: Place,
+        teller: &Teller,
+    ) -> Result<Engines, Error> {
+        // Found wrong now rather than with the first version.
+        let baseline = options.config.as_deref().map(Baseline::of_checkpoint).transpose()?.flatten();
+        make_dir(&place.engines, options.group)?;
+        let stop = Stop::never();
+        let timeout = options.timeout;
+        let mut engines = Engines { shared: Vec::new(), threads: Vec::new(), stop, place, timeout };
+        for spec in specs {
+            let dir = engines.place.engines.join(spec.dir_name());
+            make_dir(&dir, options.group)?;
+            make_dir(&guard::reports(&dir), options.group)?;
+            let status = EngineStatus {
+                engine: spec.name(),
+                condition: Condition::Away,
+                live: None,
+                error: None,
+                given_up: None,
+            };
+            let state =
+                State { status, live: None, given_up: None, error_kind: None, wanted: None, ending: false };
+            let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+            let follower = Follower::new(
+                spec,
+                options.clone(),
+                engines.place.clone(),
+                dir,
+                baseline.clone(),
+                (Arc::clone(&shared), Arc::clone(teller), engines.stop.clone()),
+            );
+            let thread = std::thread::Builder::new().name("windlass-engine".into());
+            let thread = thread.spawn(move || follower.run());
+            engines.threads.push(thread.map_err(|e| Error::Bug(format!("no thread: {e}")))?);
+            engines.shared.push(shared);
+        }
+        Ok(engines)
+    }
+
+    /// The image holds this version: each engine loads it, or what is newer by then, when it is free.
+    pub fn want(&self, known: &Known) {
+        let label = Label::from(known);
+        for shared in &self.shared {
+            shared.update(|s| s.wanted = s.wanted.max(Some(label)));
+        }
+    }
+
+    /// How the engines are.
+    pub fn status(&self) -> Vec<EngineStatus> {
+        self.shared.iter().map(|s| s.state().status.clone()).collect()
+    }
+
+    /// Waits until every engine has this version or a newer one. An error with the engines that have not, once nobody
+    /// tries any more or the time for a load is over.
+    pub fn settle(&self, known: &Known, stop: &Stop) -> Result<(), Error> {
+        let label = Label::from(known);
+        let until = Instant::now() + self.timeout;
+        let mut failed = Vec::new();
+        for shared in &self.shared {
+            let mut state = shared.state();
+            let why = loop {
+                if state.live >= Some(label) && state.status.condition == Condition::Serving {
+                    break None;
+                }
+                if state.given_up >= Some(label) || Instant::now() > until {
+                    let why =
+                        state.status.error.clone().unwrap_or_else(|| "it was not loaded in time".into());
+                    break Some((
+                        state.status.engine.clone(),
+                        why,
+                        state.error_kind.unwrap_or(Kind::Timeout),
+                    ));
+                }
+                stop.check()?;
+                let nap = stop.nap();
+                let waited = shared.changed.wait_timeout(state, nap);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            };
+            failed.extend(why);
+        }
+        let Some((_, _, kind)) = failed.first() else { return Ok(()) };
+        let (kind, total) = (*kind, self.shared.len());
+        let failed = failed.into_iter().map(|(engine, why, _)| (engine, why)).collect();
+        Err(Error::Engines { version: label.version, failed, total, kind })
+    }
+}
+
+impl Drop for Engines {
+    fn drop(&mut self) {
+        self.stop.set();
+        for shared in &self.shared {
+            shared.update(|s| s.ending = true);
+        }
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+        tidy(&self.place.engines);
+    }
+}
+
+fn make_dir(dir: &Path, group: bool) -> Result<(), Error> {
+    let mode = if group { 0o770 } else { 0o700 };
+    let made = fs::DirBuilder::new().recursive(true).mode(mode).create(dir);
+    made.map_err(Error::io("create", dir))
+}
+
+/// Removes the directories of engines that serve.
+fn tidy(engines: &Path) {
+    let Ok(entries) = fs::read_dir(engines) else { return };
+    let mut left = false;
+    for entry in entries.flatten() {
+        let dir = entry.path();
+        if entry.file_name() == "model" {
+            continue;
+        }
+        let lock = guard::Lock::take(&dir).ok().flatten();
+        let serves = matches!(transaction::Journal::of(&dir).read(), Ok(None));
+        if lock.is_some() && serves {
+            let _ = fs::remove_dir_all(&dir);
+        } else {
+            left = true;
+        }
+    }
+    if !left {
+        let _ = fs::remove_dir_all(engines);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_are_named_by_their_dialect_and_address() {
+        let spec: EngineSpec = "vllm=http://127.0.0.1:8000/".parse().unwrap();
+        assert_eq!((spec.dialect, spec.name().as_str()), (Dialect::Vllm, "vllm=http://127.0.0.1:8000"));
+        assert_eq!(spec.dir_name(), "vllm-127.0.0.1-8000");
+        let spec: EngineSpec = "sglang=node-3:30000".parse().unwrap();
+        assert_eq!(spec.name(), "sglang=http://node-3:30000");
+        for bad in ["", "vllm", "vllm=", "tgi=http://a:1", "vllm=https://a:1", "vllm=http://a", "http://a:1"]
+        {
+            assert!(bad.parse::<EngineSpec>().is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,82 @@
+"""Packed IPC: all parameters of a chunk in one buffer, with one handle for each device.
+
+Owns: :class:`PackedCudaIpcTransferStrategy`. How it moves is :mod:`windlass.strategies.ipc`; what differs is the
+request: one handle and a layout of byte offsets (:func:`windlass.packed_layout`) instead of a handle per parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from windlass.errors import WindlassInvalid
+from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
+from windlass.strategies.arena import HostArena, HostOpener
+from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, empty
+from windlass.strategies.trainer import TrainerRanks
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.chunk import WeightChunk
+    from windlass.request import WeightUpdateRequest
+    from windlass.sync_info import WeightSyncInfo
+
+__all__ = [
+    "PackedCudaIpcTransferReceiver",
+    "PackedCudaIpcTransferSender",
+    "PackedCudaIpcTransferStrategy",
+]
+
+
+class PackedCudaIpcTransferStrategy(IpcStrategy):
+    """One handle for each bucket.
+
+    >>> PackedCudaIpcTransferStrategy({"weight_transfer_threshold_cuda_ipc_GB": 0.5}).get_request_type().type_name
+    'packed_cuda_ipc'
+    """
+
+    def create_sender(self, sync_info: WeightSyncInfo) -> PackedCudaIpcTransferSender:
+        """Every training rank makes one, at the same time."""
+        empty(sync_info)
+        return PackedCudaIpcTransferSender(TrainerRanks(), HostArena(), self.settings.timeout)
+
+    def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> PackedCudaIpcTransferReceiver:
+        """Opens handles of this process's device."""
+        empty(sync_info)
+        return PackedCudaIpcTransferReceiver(HostOpener())
+
+    def get_request_type(self) -> type[PackedCudaIpcWeightUpdateRequest]:
+        """Packed IPC requests."""
+        return PackedCudaIpcWeightUpdateRequest
+
+
+class PackedCudaIpcTransferSender(IpcSender):
+    """One handle for each bucket."""
+
+    def _handles(
+        self, half: int, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int
+    ) -> list[IpcHandle]:
+        return [self._arena.handle(half, total)]
+
+    def _request(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> PackedCudaIpcWeightUpdateRequest:
+        return PackedCudaIpcWeightUpdateRequest(
+            chunk.names, chunk.dtypes, chunk.shapes, list(layout), dict(handles[0])
+        )
+
+
+class PackedCudaIpcTransferReceiver(IpcReceiver):
+    """Opens one handle, and takes the parameters out of it by the layout."""
+
+    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
+        from windlass.memory import tensor_at
+
+        if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine opens packed buckets")
+        handle = self._own(request.ipc_handles, "the bucket")
+        data = self._opener.open(handle)
+        rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)
+        for name, dtype, shape, place in rows:
+            yield name, tensor_at(data, place.offset, place.bytes, dtype, shape), handle
