@@ -52,10 +52,6 @@ class Policy:
                 "timeout": 120.0,
             }
 
-    def answers(self) -> list[list[int]]:
-        """What the model answers, by transformers."""
-        return tiny.answers(self.model)
-
     def close(self) -> None:
         """Ends publisher and receiver."""
         if self._receiver is not None:
