@@ -520,9 +520,7 @@ class Live:
         self._since_verified = 0
         return Last(how="dense", ms=_since(began), bytes=size + copied)
 
-    def _sparsely(
-        self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int], until: float
-    ) -> int:
+    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int], until: float) -> int:
         written = plan.native.sparse(
             held, base.incarnation, base.version, addresses, self._threads, timeout=_left(until)
         )
