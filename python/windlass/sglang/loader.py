@@ -228,8 +228,16 @@ class SGLangWeightLoader(WeightLoader):
 
     # The way of a process group.
 
-    async def join_group(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> None:
-        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``."""
+    async def join_group(
+        self, info: TorchDistributedWeightSyncInfo, rank_offset: int, *, override: bool = False
+    ) -> None:
+        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``.
+
+        With ``override`` a group of that name is left first: an engine stays in one whose trainer is gone.
+        """
+        if override:
+            with contextlib.suppress(WindlassInvalid):
+                await self.leave_group(info.group_name)
         body = {
             "master_address": info.master_addr,
             "master_port": info.master_port,
@@ -277,6 +285,7 @@ class SGLangWeightLoader(WeightLoader):
             try:
                 _check_identity(order, held)
                 chosen, fit, why = self._choose(facts, order, held, way)
+                self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
                 begun = time.monotonic()
                 loaded = self._by(chosen, facts, order, held, fit, until)
@@ -303,7 +312,6 @@ class SGLangWeightLoader(WeightLoader):
         """Which way, what is loaded by it, and why that way. Everything is checked here."""
         served = self._served(facts)
         fit = served.check(_shapes(held), self._rules, what=order.label)
-        self._list_extras(fit.extras)
         stored = {row[0] for row in held.layout().tensors()}
         # The file cannot leave anything out, and has tied tensors under one name only.
         surplus = sorted(stored - set(fit.take)) + sorted(
