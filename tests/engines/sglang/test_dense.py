@@ -60,7 +60,7 @@ def loader(server: servers.Sglang, **options: Any) -> SGLangWeightLoader:
     return SGLangWeightLoader(server.url, **{"timeout": 120.0, **options})
 
 
-def load(server: servers.Sglang, order: dict[str, Any], **options: Any) -> Any:
+def load(server: servers.Sglang, order: dict[str, Any] | str, **options: Any) -> Any:
     return asyncio.run(loader(server, **options).load_image(order))
 
 
@@ -94,8 +94,11 @@ def test_versions_in_a_row_are_what_the_server_answers(
 def test_the_loader_of_the_workers_is_taken_when_the_server_has_it(
     server: servers.Sglang, policy: Policy
 ) -> None:
-    loaded = load(server, policy.step())
+    order = policy.step()
+    # By the directory alone: whatever version is there.
+    loaded = load(server, order["image"])
     assert loaded.way == "custom"
+    assert loaded.label == f"windlass:{order['incarnation']:016x}:{order['version']}"
     assert [report.rank for report in loaded.reports] == [0]
     assert loaded.reports[0].engine.startswith("sglang 0.")
     assert loaded.load_ms <= loaded.pause_ms
@@ -346,7 +349,12 @@ def test_a_broadcast_over_gloo_is_received_by_the_server_itself(
     mine = loader(server)
     named = list(tensors_of(policy).items())
     strategy = BroadcastTransferStrategy(
-        {"engines": [{"tp": 1}], "weight_sync_backend": "gloo", "master_addr": "127.0.0.1", "join_timeout": 60}
+        {
+            "engines": [{"tp": 1}],
+            "weight_sync_backend": "gloo",
+            "master_addr": "127.0.0.1",
+            "join_timeout": 60,
+        }
     )
 
     async def run() -> None:
