@@ -98,8 +98,7 @@ class SGLangWeightLoader(WeightLoader):
     """Loads weights into one SGLang engine: a server by its URL, or an ``sglang.Engine`` in this process.
 
     >>> loader = SGLangWeightLoader("http://127.0.0.1:30000", api_key="...")               # doctest: +SKIP
-    >>> loaded = await loader.load_image({"image": "/dev/shm/policy", "model_id": "policy",
-    ...                                   "incarnation": 1, "version": 7})                 # doctest: +SKIP
+    >>> loaded = await loader.load_image("/dev/shm/images/policy")                         # doctest: +SKIP
     >>> loaded.way, loaded.label                                                           # doctest: +SKIP
     ('custom', 'windlass:0000000000000001:7')
 
@@ -180,10 +179,15 @@ class SGLangWeightLoader(WeightLoader):
 
     # Whole versions.
 
-    async def load_image(self, order: Mapping[str, Any] | LoadOrder, *, way: str | None = None) -> Loaded:
-        """Loads the version that an order names from the image that it names, in place."""
+    async def load_image(
+        self, order: Mapping[str, Any] | LoadOrder | str | Path, *, way: str | None = None
+    ) -> Loaded:
+        """Loads the version that an order names from the image that it names, in place; or whatever version is in the
+        image of that directory."""
+        if isinstance(order, (str, Path)):
+            return await asyncio.to_thread(self._load_image, str(order), None, way or self._way)
         read = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
-        return await asyncio.to_thread(self._load_image, read, way or self._way)
+        return await asyncio.to_thread(self._load_image, read.image, read, way or self._way)
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Loads tensors by value. By itself this is a whole version: it is checked, the engine is paused, everything is
@@ -228,8 +232,16 @@ class SGLangWeightLoader(WeightLoader):
 
     # The way of a process group.
 
-    async def join_group(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> None:
-        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``."""
+    async def join_group(
+        self, info: TorchDistributedWeightSyncInfo, rank_offset: int, *, override: bool = False
+    ) -> None:
+        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``.
+
+        With ``override`` a group of that name is left first: an engine stays in one whose trainer is gone.
+        """
+        if override:
+            with contextlib.suppress(WindlassInvalid):
+                await self.leave_group(info.group_name)
         body = {
             "master_address": info.master_addr,
             "master_port": info.master_port,
@@ -268,15 +280,18 @@ class SGLangWeightLoader(WeightLoader):
 
     # The work, in a thread.
 
-    def _load_image(self, order: LoadOrder, way: str) -> Loaded:
+    def _load_image(self, image: str, order: LoadOrder | None, way: str) -> Loaded:
         _choice("way", way, "auto", "custom", "disk", "tensors")
-        until = time.monotonic() + order.timeout
+        timeout = self._timeout if order is None else order.timeout
+        until = time.monotonic() + timeout
         with self._gate.alone(until):
             facts = self._facts(until)
-            held = _windlass.open_image(order.image, order.timeout + SHORT, left(until))
+            held = _windlass.open_image(image, timeout + SHORT, left(until))
             try:
+                order = order or _order_of(image, held, timeout)
                 _check_identity(order, held)
                 chosen, fit, why = self._choose(facts, order, held, way)
+                self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
                 begun = time.monotonic()
                 loaded = self._by(chosen, facts, order, held, fit, until)
@@ -303,20 +318,22 @@ class SGLangWeightLoader(WeightLoader):
         """Which way, what is loaded by it, and why that way. Everything is checked here."""
         served = self._served(facts)
         fit = served.check(_shapes(held), self._rules, what=order.label)
-        self._list_extras(fit.extras)
         stored = {row[0] for row in held.layout().tensors()}
         # The file cannot leave anything out, and has tied tensors under one name only.
         surplus = sorted(stored - set(fit.take)) + sorted(
             name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
         )
-        if way in ("custom", "auto") and PATH in facts.loaders and self._gate.pause != "wait":
+        able = facts.dp == 1 and self._gate.pause != "wait"
+        if way in ("custom", "auto") and PATH in facts.loaders and able:
             return "custom", fit, "the server has the loader"
+        if way != "disk" and way != "auto":
+            _check_replicas(self.name, facts)
         if way == "custom":
             raise WindlassUnsupported(
                 f"{self.name} was started without --custom-weight-loader {PATH}",
                 "start it with that flag, or use way='disk'",
             )
-        if way == "tensors" or (way == "auto" and surplus and self._gate.pause != "wait"):
+        if way == "tensors" or (way == "auto" and surplus and able):
             if facts.dp > 1:
                 raise WindlassUnsupported(
                     f"{self.name} has {facts.dp} data-parallel replicas: use way='disk'"
@@ -438,6 +455,7 @@ class SGLangWeightLoader(WeightLoader):
     ) -> None:
         if self._gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
+        _check_replicas(self.name, facts)
         with self._gate.stopped(until) as passage, self._gate.open_for_weights(until):
             self._send(passage, facts, tensors)
             self._gate.finish(label, until)
@@ -508,6 +526,7 @@ class SGLangWeightLoader(WeightLoader):
 
     def _open(self, until: float) -> _Part:
         facts = self._facts(until)
+        _check_replicas(self.name, facts)
         part = _Part(facts, self._served(facts), Passage(until))
         self._gate.halt(until)
         try:
@@ -542,11 +561,32 @@ class SGLangWeightLoader(WeightLoader):
             )
 
 
+def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
+    """The order to load what an image holds."""
+    return LoadOrder(
+        image=image,
+        model_id=held.model_id,
+        incarnation=int(held.incarnation, 16),
+        version=held.version,
+        digest=held.digest or "",
+        timeout=timeout,
+    )
+
+
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     return {
         name: (_windlass.dtype_name(str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
+
+
+def _check_replicas(name: str, facts: Facts) -> None:
+    if facts.dp > 1:
+        # SGLang would answer with a failed assertion.
+        raise WindlassUnsupported(
+            f"{name} has {facts.dp} data-parallel replicas, which SGLang loads from disk only",
+            "use way='disk'",
+        )
 
 
 def _choice(name: str, value: object, *allowed: str) -> None:

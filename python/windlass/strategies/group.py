@@ -147,11 +147,11 @@ class UpdateGroup:
             self._store = store
             # As others name it: once by the caller and once by torch, which also adds the device.
             named = PrefixStore(f"{info.group_name}/", PrefixStore(info.group_name, store))
-            for device in _devices(info.backend):
-                left = max(0.1, until - time.monotonic())
-                self._backends[device] = _backend(
-                    info, self.rank, PrefixStore(f"{device}/", named), timedelta(seconds=left)
-                )
+            devices = _devices(info.backend)
+            # One for all kinds of memory, under the name of the first: so does torch where they share a backend.
+            left = max(0.1, until - time.monotonic())
+            made = _backend(info, self.rank, PrefixStore(f"{devices[0]}/", named), timedelta(seconds=left))
+            self._backends = dict.fromkeys(devices, made)
         except RuntimeError as e:
             if isinstance(e, (WindlassInvalid, WindlassUnsupported)):
                 raise
