@@ -213,7 +213,14 @@ def every_dtype() -> Any:
         return serve(conf, 0, EngineShape())
     tensors: dict[str, torch.Tensor] = {
         str(dtype): torch.arange(24).view(4, 6).to(dtype)
-        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn)
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int8,
+            torch.bool,
+            torch.float8_e4m3fn,
+        )
     }
     tensors["scalar"] = torch.tensor(3.5)
     tensors["empty"] = torch.empty(0, 4)
@@ -389,7 +396,10 @@ def announced_first() -> Any:
         sender, _ = await asyncio.gather(
             asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
         )
-        chunks = [WeightChunk.of([("a", torch.ones(3)), ("b", torch.ones(2))]), WeightChunk.of([("c", torch.ones(1))])]
+        chunks = [
+            WeightChunk.of([("a", torch.ones(3)), ("b", torch.ones(2))]),
+            WeightChunk.of([("c", torch.ones(1))]),
+        ]
         await sender.send_chunks(chunks, client)
         await client.aclose()
         sender.close()
