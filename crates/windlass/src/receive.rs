@@ -23,12 +23,12 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
-use windlass_data::image::{ImageSpec, Known};
+use windlass_data::image::{ImageError, ImageSpec, Known};
 use windlass_data::local::{self, LocalError};
 use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
 };
-use windlass_data::region::{LeaseKind, Memfd};
+use windlass_data::region::{LeaseKind, Memfd, RegionError};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 
@@ -144,6 +144,7 @@ impl Receive {
             open_timeout: self.timeout,
             pull: PullConfig::default(),
             allow: None,
+            keep: None,
         }
     }
 
@@ -277,6 +278,10 @@ trait Passing: std::error::Error + Into<Error> {
 
 impl Passing for ReceiverError {
     fn passes(&self) -> bool {
+        if let ReceiverError::Image(ImageError::Region(RegionError::Live { .. })) = self {
+            // An engine is reading the image that another layout takes the place of.
+            return true;
+        }
         match self.kind() {
             Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::Corrupt => true,
             // What this host has not got, waiting for the publisher does not bring.

@@ -21,7 +21,7 @@ import fnmatch
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +159,10 @@ class Served:
                 "publish the dtype of the checkpoint (dtype=), or set cast=True to let the engine cast floats",
             )
         return Fit(take, extras)
+
+    def missing(self, names: Container[str], rules: Rules) -> list[str]:
+        """What should be among ``names`` and is not."""
+        return [name for name in self.tensors if name not in names and not self._excused(name, rules)]
 
     def _excused(self, name: str, rules: Rules) -> bool:
         if self.tied and name == "lm_head.weight":

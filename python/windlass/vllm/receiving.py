@@ -50,9 +50,14 @@ class Receiving:
 
     def finish(self) -> None:
         """Post-processes what came."""
-        if self._begun:
-            self._begun = False
+        if not self._begun:
+            return
+        self._begun = False
+        try:
             self._live.finish_tensors()
+        except BaseException as e:
+            self._live.abandon_tensors(e)
+            raise
 
     def close(self) -> None:
         """Leaves the group or closes the connection."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.errors import WindlassUnsupported
 from windlass.load.trace import Target
 
 __all__ = ["VllmSession"]
@@ -121,6 +121,11 @@ class VllmSession:
             return "experts of other ranks"
         return None
 
+    @property
+    def hides_writes(self) -> bool:
+        """Whether loaders keep tensors back and write later, so that a rehearsal cannot see every write."""
+        return getattr(self._model_config, "quantization", None) is not None
+
     def refuses_plan(self) -> str | None:
         """Why nothing may be replayed now; ``None`` if it may."""
         parallel = self._vllm_config.parallel_config
@@ -192,14 +197,17 @@ class VllmSession:
 
     def _to_meta(self, layers: list[tuple[str, torch.nn.Module]]) -> None:
         reload = _reload()
-        if reload is None:
-            return
-        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-
         for _, layer in layers:
-            info = reload.get_layerwise_info(layer)
-            if any(info.restore_metadata):
-                restore_layer_on_meta(layer, info)
+            parameters, buffers = dict(layer._parameters), dict(layer._buffers)
+            if reload is not None:
+                info = reload.get_layerwise_info(layer)
+                if any(info.restore_metadata):
+                    # The checkpoint's form, and what vLLM never takes out of a layer.
+                    first, second = info.restore_metadata
+                    parameters = {**_never_taken(parameters), **first}
+                    buffers = {**_never_taken(buffers), **second}
+            _replace(layer._parameters, {k: _stand_in(v, layer) for k, v in parameters.items()})
+            _replace(layer._buffers, {k: _stand_in(v, layer) for k, v in buffers.items()})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loader."""
@@ -249,6 +257,19 @@ class VllmSession:
                     reload.finalize_layerwise_reload(self.model, self._model_config)
         finally:
             self._restore_kernels()
+
+    def incomplete(self) -> list[str]:
+        """Layers that were fed in part. Those that pad their rows never come whole."""
+        reload = _reload()
+        if reload is None:
+            return []
+        out = []
+        for prefix, layer in self.model.named_modules():
+            info = reload.get_layerwise_info(layer)
+            whole = info.load_numel_total
+            if whole is not None and 0 < info.load_numel < whole and self.vocabulary(layer) is None:
+                out.append(prefix)
+        return out
 
     def _process_all(self) -> None:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -328,9 +349,28 @@ def _replace(into: dict[str, Any], values: dict[str, Any]) -> None:
     into.update(values)
 
 
-def model_of(engine: Any) -> torch.nn.Module:
-    """The model of a worker, whatever wraps it."""
-    model = engine.get_model() if hasattr(engine, "get_model") else engine
-    if not isinstance(model, torch.nn.Module):
-        raise WindlassInvalid(f"{engine!r} has no model that weights can be loaded into")
-    return model
+def _never_taken(tensors: dict[str, Any]) -> dict[str, Any]:
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    return {name: tensor for name, tensor in tensors.items() if name in SKIP_TENSORS}
+
+
+def _stand_in(tensor: torch.Tensor | None, layer: torch.nn.Module) -> torch.Tensor | None:
+    """A tensor without data, of the same class and with the same attributes. Its loader is the first one: vLLM leaves
+    those of earlier reloads on the tensors that it remembers."""
+    if tensor is None:
+        return None
+    stand_in = tensor.data.to("meta")
+    stand_in.__class__ = tensor.__class__
+    stand_in.__dict__ = dict(tensor.__dict__)
+    if _reload() is not None:
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        restore_layer_refs(stand_in, layer)
+    # A property of some classes, which keep it under another name.
+    for name in ("weight_loader", "_weight_loader"):
+        loader = stand_in.__dict__.get(name)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            stand_in.__dict__[name] = loader
+    return stand_in

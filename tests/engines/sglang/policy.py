@@ -18,7 +18,9 @@ class Policy:
         self.model = tiny.model(kind)
         self.version = 0
         self._extra = extra
-        self._manager = WeightManager(model_id="policy", region_dir=str(home / "region"))
+        # What is not of a checkpoint is left out unless it is asked for.
+        include = ["*"] if extra else []
+        self._manager = WeightManager(model_id="policy", region_dir=str(home / "region"), include=include)
         self._home = home
         self._receiver: Receiver | None = None
 
@@ -51,10 +53,6 @@ class Policy:
                 "digest": image.digest,
                 "timeout": 120.0,
             }
-
-    def answers(self) -> list[list[int]]:
-        """What the model answers, by transformers."""
-        return tiny.answers(self.model)
 
     def close(self) -> None:
         """Ends publisher and receiver."""

@@ -121,6 +121,18 @@ pub enum EngineError {
         /// What sort of failure.
         kind: Kind,
     },
+    /// Its workers refused the order before they wrote anything.
+    #[error("{engine} goes on with its old weights: worker {rank} refused the order: {text}")]
+    Declined {
+        /// Which.
+        engine: String,
+        /// Which worker.
+        rank: u64,
+        /// What it says.
+        text: String,
+        /// What sort of failure.
+        kind: Kind,
+    },
     /// The image does not hold what the engine needs.
     #[error(
         "{engine} was not touched and goes on with its old weights: tensor {tensor:?} of {image} {how} ({against})"
@@ -235,6 +247,7 @@ impl EngineError {
             EngineError::Lost { kind, .. }
             | EngineError::Refused { kind, .. }
             | EngineError::Worker { kind, .. }
+            | EngineError::Declined { kind, .. }
             | EngineError::Lease { kind, .. }
             | EngineError::Guard { kind, .. } => *kind,
             EngineError::Answer { .. } => Kind::Corrupt,
@@ -262,7 +275,7 @@ impl EngineError {
             EngineError::Cache { .. } => Stage::Cache,
             EngineError::Lease { .. } => Stage::Paused,
             EngineError::Version { .. } => Stage::Resume,
-            EngineError::Process { .. } => Stage::Load,
+            EngineError::Process { .. } | EngineError::Declined { .. } => Stage::Load,
             EngineError::Image(_) | EngineError::Region(_) | EngineError::Io { .. } => Stage::Check,
         }
     }
@@ -275,6 +288,7 @@ impl EngineError {
             | EngineError::Answer { .. }
             | EngineError::NoRoute { .. }
             | EngineError::Worker { .. }
+            | EngineError::Declined { .. }
             | EngineError::Layout { .. }
             | EngineError::Extras { .. }
             | EngineError::Cache { .. }
@@ -307,6 +321,7 @@ impl EngineError {
             | EngineError::Answer { .. }
             | EngineError::NoRoute { .. }
             | EngineError::Worker { .. }
+            | EngineError::Declined { .. }
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
             | EngineError::Unsupported { .. }

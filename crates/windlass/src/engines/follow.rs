@@ -171,6 +171,12 @@ impl Follower {
         let condition = if found.fenced { Condition::Fenced } else { Condition::Serving };
         let live = found.label.filter(|_| !found.fenced);
         self.shared.update(|s| (s.live, s.status.condition) = (live, condition));
+        if let Way::Plugin(_, status) = &found.way
+            && status.transaction.is_some()
+        {
+            // Ordered by an earlier receiver; the engine carries it out, whoever is gone.
+            return Next::After(Stop::GLANCE);
+        }
         let wanted = self.shared.state().wanted;
         let Some(wanted) = wanted else { return Next::After(POLL) };
         if live.is_some_and(|live| live >= wanted) {
@@ -289,7 +295,8 @@ impl Follower {
         if self.stop.is_set() {
             return Next::Now;
         }
-        self.tries.count += 1;
+        // Not being understood is no try of a version.
+        self.tries.count += u32::from(label.is_some());
         if matches!(e, EngineError::Layout { .. } | EngineError::Extras { .. }) {
             self.tries.count = TRIES;
         }
@@ -361,7 +368,7 @@ impl Follower {
             }
             Outcome::Kept(e) => self.failed(Some(label), &e, false),
             Outcome::Fenced(e) => self.failed(Some(label), &e, true),
-            Outcome::Lost(e) if e.is_away() || e.kind() == Kind::PeerLost => {
+            Outcome::Lost(e @ EngineError::Guard { kind: Kind::PeerLost, .. }) => {
                 let next = self.failed(Some(label), &e, false);
                 self.away = true;
                 next
@@ -505,7 +512,7 @@ impl Follower {
             version: order.label().to_string(),
             how: how(&loaded.workers),
             pause_ms: loaded.pause_ms.unwrap_or(f64::NAN),
-            load_ms: loaded.load_ms.unwrap_or(took),
+            load_ms: loaded.ms.unwrap_or(took),
             extras: loaded.workers.first().map_or_else(Vec::new, |w| w.extras.clone()),
             retried: None,
         })

@@ -177,9 +177,21 @@ impl Report {
     }
 }
 
-/// Whether all workers have what was ordered.
+/// Whether all workers have what was ordered. If none has, and all have the same version still, the order was declined
+/// and nothing was written.
 pub(super) fn check_reports(engine: &str, order: &Order, reports: &[Report]) -> Result<(), EngineError> {
-    reports.iter().try_for_each(|r| r.check(engine, order))
+    let Err(error) = reports.iter().try_for_each(|r| r.check(engine, order)) else { return Ok(()) };
+    let first = reports.first().and_then(|r| r.live.as_ref());
+    let ordered = Live { incarnation: order.incarnation, version: order.version };
+    let same = |r: &Report| r.state == "clean" && r.live.as_ref() == first;
+    match error {
+        EngineError::Worker { engine, rank, text, kind, .. }
+            if reports.iter().all(same) && first != Some(&ordered) =>
+        {
+            Err(EngineError::Declined { engine, rank, text, kind })
+        }
+        error => Err(error),
+    }
 }
 
 /// How the workers loaded, in a word.

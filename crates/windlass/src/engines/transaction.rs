@@ -65,7 +65,8 @@ pub trait Plain {
     fn prepare(&self, order: &Order, stop: &Stop) -> Result<(), EngineError>;
     /// Pauses it; pausing a paused one is no error.
     fn pause(&self, stop: &Stop) -> Result<(), EngineError>;
-    /// Writes a version and its name. After an error the engine is of no version.
+    /// Writes a version and its name. After an error the engine is of no version, unless it
+    /// [declined](EngineError::Declined).
     fn write(&self, order: &Order, stop: &Stop) -> Result<Written, EngineError>;
     /// Clears caches of old weights, as far as [`Plain::write`] has not.
     fn clear(&self, stop: &Stop) -> Result<(), EngineError>;
@@ -189,6 +190,7 @@ pub struct Done {
 }
 
 /// What a load needs to know.
+#[derive(Clone, Copy)]
 pub struct Load<'a> {
     /// The engine.
     pub engine: &'a dyn Plain,
@@ -304,6 +306,10 @@ fn finish(load: &Load<'_>, view: ImageView, order: Order, paused: Instant) -> Ou
     let begun = Instant::now();
     let mut retried = None;
     let mut written = engine.write(&order, &stop);
+    if let Err(e @ EngineError::Declined { .. }) = written {
+        // The workers say that they are whole, and they know.
+        return back(&Load { dirty: false, ..*load }, &label, e);
+    }
     if let Err(e) = &written
         && !e.is_away()
     {

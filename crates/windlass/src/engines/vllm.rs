@@ -17,7 +17,8 @@
 //! GET  /weight_info                                                       must be the version that was given
 //! ```
 //!
-//! vLLM has no way back: after a failed update the next token it generates ends it, and a whole update that succeeds
+//! Workers check an order before they write. If all decline it, the session is finished without a name and the old
+//! weights go on. Otherwise vLLM has no way back: after a failed update the next token it generates ends it, and a whole update that succeeds
 //! repairs it. A worker that is inside an update refuses to start another; the update that follows closes it.
 
 use std::fs;
@@ -140,9 +141,13 @@ impl Plain for Native {
         let updated = self.http.tell(Stage::Load, "/update_weights", body, UNTIL_STOP, stop);
         // A worker that has something to say says it better than the status.
         let reports = self.read_reports(workers);
-        if let Ok(reports) = &reports {
-            check_reports(&self.http.engine, order, reports)?;
+        let told = reports.as_ref().map_or(Ok(()), |r| check_reports(&self.http.engine, order, r));
+        if let Err(e @ EngineError::Declined { .. }) = told {
+            // Nothing was written; the session is closed, and the version stays what it was.
+            self.http.tell(Stage::Load, "/finish_weight_update", Value::Null, UNTIL_STOP, stop)?;
+            return Err(e);
         }
+        told?;
         updated?;
         let reports = reports?;
         let body = json!({ "weight_version": order.label().to_string() });
@@ -217,8 +222,8 @@ pub struct Plugin {
 pub struct Loaded {
     /// How long the engine was paused.
     pub pause_ms: Option<f64>,
-    /// How long its workers took.
-    pub load_ms: Option<f64>,
+    /// How long all of it took.
+    pub ms: Option<f64>,
     /// Its workers.
     pub workers: Vec<Report>,
 }

@@ -1,0 +1,45 @@
+"""One of two ranks of an engine, for the tests of this directory: loads the orders it is given, line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="")
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+
+import pytest  # noqa: E402
+
+import building  # noqa: E402
+from windlass.load import Live, LoadOrder  # noqa: E402
+
+
+def main() -> None:
+    rank, world, address, checkpoint = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    building.keep_plain(pytest.MonkeyPatch())
+    worker = building.session(checkpoint, rank=rank, world=world, address=address)
+    live = Live(worker, rank=rank, engine="vllm")
+    say({"ready": rank})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "order" in asked:
+            say(live.load(LoadOrder.from_dict(asked["order"])).to_dict())
+        elif "digest" in asked:
+            say(live.digest())
+        else:
+            fresh = building.session(Path(asked["fresh"]), rank=rank, world=world, address=address)
+            ours, theirs = building.bits(worker.model), building.bits(fresh.model)
+            say({"different": [name for name in theirs if ours[name] != theirs[name]], "all": len(theirs)})
+
+
+def say(value: object) -> None:
+    sys.stdout.write("windlass " + json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
