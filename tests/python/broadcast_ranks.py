@@ -500,3 +500,34 @@ def join_twice() -> Any:
     second.broadcast(tensor, 20, "w")
     second.close()
     return {"refused": refused, "first_closed": first.closed, "received": tensor.item()}
+
+
+def legacy_broadcast() -> Any:
+    """The trainer announces by the older dictionaries, one for each parameter."""
+    from windlass.chunk import WeightChunk
+
+    conf = config([{}])
+    if rank("legacy") == 1:
+        return serve(conf, 0, EngineShape())
+    sent: list[Any] = []
+
+    class Older(Posted):
+        async def update_weights(self, request: Any) -> None:
+            for plain in request.to_legacy_dicts():
+                sent.append(plain)
+                await self._tell("update", plain)
+
+    async def train() -> Any:
+        client = InferenceEngineClient([Older(1)], timeout=WAIT_S)
+        strategy = strategy_from_config(conf)
+        info = strategy.create_sync_info()
+        sender, _ = await asyncio.gather(
+            asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
+        )
+        tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+        await sender.send_chunks([WeightChunk.of(tensors.items())], client)
+        await client.aclose()
+        sender.close()
+        return {"sent": sent, "digests": digests(tensors)}
+
+    return asyncio.run(train())
