@@ -52,8 +52,8 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.request import BroadcastWeightUpdateRequest, LoraDiskWeightUpdateRequest
-from windlass.strategy import WeightLoader, each_tensor
-from windlass.sync_info import EngineShape, TorchDistributedWeightSyncInfo
+from windlass.strategy import WeightLoader, each_tensor, strategy_from_config
+from windlass.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
 
 if TYPE_CHECKING:
     from windlass.receiver import Image
@@ -214,6 +214,14 @@ class RemoteEngine(InferenceEngine):
     async def _post(self, path: str, body: Any = None, *, again: bool = False) -> Any:
         return await self.server.call("POST", path, body, again=again)
 
+    def _adapters_only(self, sync_info: WeightSyncInfo) -> bool:
+        """Whether only adapters will come, by files: then there is nothing to join."""
+        if not isinstance(sync_info, EmptyWeightSyncInfo):
+            return False
+        if not self._strategy:
+            return True
+        return strategy_from_config(self._strategy).get_request_type() is LoraDiskWeightUpdateRequest
+
     def _group_body(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> dict[str, Any]:
         return {
             "master_address": info.master_addr,
@@ -245,9 +253,14 @@ class VllmEngine(RemoteEngine):
             raise WindlassInvalid(f"dialect is {dialect!r}: expected 'auto', 'native' or 'legacy'")
         self._dialect = dialect
         self._legacy = dialect == "legacy"
+        #: Whether there are updates to start and finish; adapters need neither a transfer backend nor dev mode.
+        self._transfers = True
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
-        """Every worker of the server makes a receiver."""
+        """Every worker of the server makes a receiver; for adapters there is nothing to make."""
+        self._transfers = not self._adapters_only(sync_info)
+        if not self._transfers:
+            return
         if self._dialect != "legacy":
             info = {"sync_info": sync_info.to_dict(), "strategy": self._strategy, "rank_offset": rank_offset}
             try:
@@ -269,7 +282,7 @@ class VllmEngine(RemoteEngine):
 
     async def start_update(self) -> None:
         """Opens the update."""
-        if not self._legacy:
+        if self._transfers and not self._legacy:
             await self._post("/start_weight_update")
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
@@ -285,7 +298,7 @@ class VllmEngine(RemoteEngine):
 
     async def finish_update(self, version: str | None = None) -> None:
         """Closes the update."""
-        if not self._legacy:
+        if self._transfers and not self._legacy:
             await self._post("/finish_weight_update", {"weight_version": version})
 
     async def pause(self) -> None:
@@ -307,6 +320,8 @@ class VllmEngine(RemoteEngine):
 
     async def close(self) -> None:
         """The workers close their receivers."""
+        if not self._transfers:
+            return
         if self._legacy:
             with contextlib.suppress(NoRoute):
                 await self._leave_group()
@@ -329,10 +344,7 @@ class SglangEngine(RemoteEngine):
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
         """Every rank of the server joins the group."""
-        from windlass.sync_info import EmptyWeightSyncInfo
-
-        if isinstance(sync_info, EmptyWeightSyncInfo):
-            # Adapters: nothing to join.
+        if self._adapters_only(sync_info):
             return
         if not isinstance(sync_info, TorchDistributedWeightSyncInfo):
             raise WindlassUnsupported(
