@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.sglang import SGLangWeightLoader, gate
+from windlass.sglang.engine import connect
 from windlass.sglang.gate import Gate
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
@@ -39,6 +41,8 @@ class Recorder:
         #: Answers by route, each used once, the last one for ever: (status, body), or None to hang up.
         self.answers: dict[str, list[tuple[int, Any] | None]] = {}
         self.calls: list[tuple[str, Any]] = []
+        #: Whether it has only the earlier names of some routes.
+        self.old = False
         self.keys: set[str | None] = set()
         recorder = self
 
@@ -49,7 +53,8 @@ class Recorder:
                 recorder.keys.add(self.headers.get("authorization"))
                 status, answer = 200, {"success": True, "message": "ok"}
                 if self.command == "GET":
-                    answer = recorder.info
+                    known = route.startswith("get_") or not recorder.old
+                    status, answer = (200, recorder.info) if known else (404, {"detail": "Not Found"})
                 else:
                     recorder.calls.append((route, json.loads(body or b"{}")))
                     told = recorder.answers.get(route)
@@ -128,6 +133,7 @@ def test_the_calls_of_a_load_are_those_of_the_guide(
 
 
 def test_an_older_server_is_asked_for_a_session_once(recorder: Recorder) -> None:
+    recorder.old = True
     recorder.answers["begin_weight_update"] = [(404, {"detail": "Not Found"})]
     loader = load(recorder)
     asyncio.run(loader.load_weights(WEIGHTS))
@@ -163,13 +169,28 @@ def test_a_load_that_fails_leaves_the_server_paused_until_the_next_one(
     loader = SGLangWeightLoader(recorder.url, timeout=20.0)
     with pytest.raises(WindlassCorrupt if answer else WindlassPeerLost):
         asyncio.run(loader.load_weights(WEIGHTS))
-    # Not tried again by itself: it may have been done.
-    assert recorder.routes == ["pause_generation", *SESSION]
+    # Not tried again by itself: it may have been done. It is paused once more, in case it was not.
+    assert recorder.routes == ["pause_generation", *SESSION, "pause_generation"]
     assert loader.dirty
     recorder.calls.clear()
     asyncio.run(loader.load_weights(WEIGHTS))
     assert recorder.routes == ["pause_generation", *SESSION, "flush_cache", "continue_generation"]
     assert not loader.dirty
+
+
+def test_a_server_that_was_only_waited_for_is_paused_after_a_failure(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    gate = Gate(connect(recorder.url), "wait", "reset")
+    with pytest.raises(KeyError), gate.stopped(time.monotonic() + 20) as passage:
+        passage.touched = True
+        raise KeyError("torn")
+    assert gate.dirty
+    assert recorder.calls == [("pause_generation", {"mode": "retract"})]
+    with gate.stopped(time.monotonic() + 20):
+        pass
+    assert recorder.routes == ["pause_generation", "continue_generation"]
+    assert not gate.dirty
 
 
 def test_a_flush_that_answers_no_is_an_error(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

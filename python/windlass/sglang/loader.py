@@ -26,9 +26,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -307,8 +308,7 @@ class SGLangWeightLoader(WeightLoader):
             held.finish()
         except WindlassError as e:
             # The engine has gone on by now, possibly with parts of two versions: stop it again.
-            self._gate.dirty = True
-            self._gate.halt(time.monotonic() + SHORT)
+            self._gate.fence()
             raise WindlassStale(
                 f"{self.name}: the image was taken back while {order.label} was loaded from it: {e}",
                 "the engine is paused: load again, with more time (timeout in the order)",
@@ -388,7 +388,7 @@ class SGLangWeightLoader(WeightLoader):
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
-            tempfile.TemporaryDirectory(prefix="windlass-reports-") as own,
+            _reports_beside(order.image) as own,
             self._gate.stopped(until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
@@ -571,6 +571,22 @@ def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
         digest=held.digest or "",
         timeout=timeout,
     )
+
+
+@contextlib.contextmanager
+def _reports_beside(image: str) -> Iterator[str]:
+    """A directory for reports where the engine sees it: it has to see the image too."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".windlass-reports-", dir=Path(image).parent)
+    except OSError as e:
+        raise WindlassInvalid(
+            f"there is no room for reports beside {image}: {e.strerror}",
+            "the driver must be able to write where the image is; or use way='disk'",
+        ) from e
+    with made as path:
+        # An engine of another user reads the image by its group.
+        os.chmod(path, 0o770)
+        yield path
 
 
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
