@@ -7,11 +7,8 @@ that runs there: older servers, refusals, and the exact order of calls that ``do
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from recorder import Recorder
 from windlass.errors import (
     WindlassCorrupt,
     WindlassDenied,
@@ -31,66 +29,6 @@ from windlass.sglang.engine import connect
 from windlass.sglang.gate import Gate
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-
-
-class Recorder:
-    """A server that says yes, unless it is told otherwise."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.info: dict[str, Any] = {"version": "0.5.23", "model_path": str(checkpoint), "tp_size": 2}
-        #: Answers by route, each used once, the last one for ever: (status, body), or None to hang up.
-        self.answers: dict[str, list[tuple[int, Any] | None]] = {}
-        self.calls: list[tuple[str, Any]] = []
-        #: Whether it has only the earlier names of some routes.
-        self.old = False
-        self.keys: set[str | None] = set()
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _serve(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                route = self.path.removeprefix("/")
-                recorder.keys.add(self.headers.get("authorization"))
-                status, answer = 200, {"success": True, "message": "ok"}
-                if self.command == "GET":
-                    known = route.startswith("get_") or not recorder.old
-                    status, answer = (200, recorder.info) if known else (404, {"detail": "Not Found"})
-                else:
-                    recorder.calls.append((route, json.loads(body or b"{}")))
-                    told = recorder.answers.get(route)
-                    if told:
-                        given = told.pop(0) if len(told) > 1 else told[0]
-                        if given is None:
-                            self.connection.close()
-                            return
-                        status, answer = given
-                text = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = _serve
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    @property
-    def routes(self) -> list[str]:
-        return [route for route, _ in self.calls]
-
-    def body(self, route: str) -> Any:
-        return next(body for called, body in self.calls if called == route)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 @pytest.fixture
