@@ -44,7 +44,7 @@ soak: ## 1,000 syncs over a bad network between killed processes, and a tensor o
 	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
 
 bench: ## measure every part beside the limits of this machine
-	for part in codec digest seal offload tcp sync fanout; do \
+	for part in codec digest seal offload load tcp sync fanout; do \
 	    $(CARGO) run --release --locked -p windlass -- bench $$part || exit; done
 
 lint: layers ## formatting, clippy, layers, documentation, and the same for Python; warnings are errors

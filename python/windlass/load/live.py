@@ -78,6 +78,10 @@ class Session(Judge, Protocol):
     def partial(self) -> str | None:
         """Why this worker need not take every tensor of the image; ``None`` if it must."""
 
+    @property
+    def hides_writes(self) -> bool:
+        """Whether loaders keep tensors back and write later: then the names that they say they loaded are believed."""
+
     def refuses_plan(self) -> str | None:
         """Why nothing may be replayed now; ``None`` if it may."""
 
@@ -297,7 +301,7 @@ class Live:
             self._dirty = True
             self._error = None
             try:
-                done = self._write(how, base, plan, held, began)
+                done = self._write(how, base, plan, held, began, began + order.timeout)
                 finished = True
                 # What was read may be of two versions if the hold was taken back.
                 held.finish()
@@ -389,8 +393,8 @@ class Live:
         together = {i: group for group in tied.values() for i in group}
         unwritten = []
         for i, target in enumerate(found.targets):
-            loaded = found.loaded is not None and target.name in found.loaded
-            if target.tensor.numel() and not loaded and not (together.get(i, {i}) & written):
+            said = self._session.hides_writes and found.loaded is not None and target.name in found.loaded
+            if target.tensor.numel() and not said and not (together.get(i, {i}) & written):
                 unwritten.append(target.name)
         if unwritten:
             raise _missing(
@@ -493,6 +497,7 @@ class Live:
         plan: _Plan,
         held: Any,
         began: float,
+        until: float,
     ) -> Last:
         tensors = _Tensors(held)
         if how == "session":
@@ -506,17 +511,20 @@ class Live:
         addresses = self._addresses(plan)
         if how == "sparse" and base is not None:
             try:
-                elements = self._sparsely(plan, held, base, addresses)
+                elements = self._sparsely(plan, held, base, addresses, until)
             except WindlassStale as e:
                 log.info("rank %d: version %d is loaded whole: %s", self._rank, held.version, e)
             else:
                 return Last(how="sparse", ms=_since(began), bytes=size, elements=elements)
-        copied, _ = plan.native.dense(held, addresses, self._threads)
+        copied, _ = plan.native.dense(held, addresses, self._threads, timeout=_left(until))
         self._since_verified = 0
         return Last(how="dense", ms=_since(began), bytes=size + copied)
 
-    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int]) -> int:
-        elements = int(plan.native.sparse(held, base.incarnation, base.version, addresses, self._threads)[0])
+    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int], until: float) -> int:
+        written = plan.native.sparse(
+            held, base.incarnation, base.version, addresses, self._threads, timeout=_left(until)
+        )
+        elements = int(written[0])
         self._since_verified += 1
         whole = self._since_verified >= self._verify_every
         count = (1 << 62) if whole else SAMPLE
@@ -662,6 +670,10 @@ def _let_go(held: Any) -> None:
         held.finish()
     except WindlassError as e:
         log.debug("the hold on an image was over before: %s", e)
+
+
+def _left(until: float) -> float:
+    return max(1.0, until - time.monotonic())
 
 
 def _since(began: float) -> float:
