@@ -168,7 +168,9 @@ class HttpServer:
         if status in (401, 403):
             raise WindlassDenied(where, "give the server's key as token")
         if status in (404, 405):
-            raise NoRoute(where, "the server is older or newer, or was started without the flag for this route")
+            raise NoRoute(
+                where, "the server is older or newer, or was started without the flag for this route"
+            )
         if status in (400, 409, 422):
             raise WindlassInvalid(where)
         raise WindlassError(where, "see the server's log")
@@ -299,7 +301,9 @@ class VllmEngine(RemoteEngine):
         """Forgets cached prefixes, those of running requests among them: they are computed again."""
         said = await self._post("/reset_prefix_cache?reset_running_requests=true", again=True)
         if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self.name} did not reset its prefix cache", "blocks are still in use; try again")
+            raise WindlassError(
+                f"{self.name} did not reset its prefix cache", "blocks are still in use; try again"
+            )
 
     async def close(self) -> None:
         """The workers close their receivers."""
@@ -315,7 +319,7 @@ class SglangEngine(RemoteEngine):
     """An SGLang server, which joins the update group by itself. ``pause_mode`` is retract (default), in_place or abort.
     ``flush_timeout`` is how long its cache may take to become free."""
 
-    def __init__(self, url: str, *, flush_timeout: float = 30.0, **how: Any) -> None:
+    def __init__(self, url: str, *, flush_timeout: float = 10.0, **how: Any) -> None:
         super().__init__(url, **how)
         self._flush = flush_timeout
         #: Whether updates are framed by a session; found out at the first one.
@@ -386,7 +390,9 @@ class SglangEngine(RemoteEngine):
         if version is not None:
             with contextlib.suppress(NoRoute):
                 await self._post(
-                    "/update_weight_version", {"new_version": version, "abort_all_requests": False}, again=True
+                    "/update_weight_version",
+                    {"new_version": version, "abort_all_requests": False},
+                    again=True,
                 )
 
     async def pause(self) -> None:
@@ -398,8 +404,20 @@ class SglangEngine(RemoteEngine):
         await self._post("/continue_generation", {}, again=True)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes; waits a while for running requests to end."""
-        await self._post(f"/flush_cache?timeout={self._flush:g}", again=True)
+        """Forgets cached prefixes; asks again for a while if requests are running.
+
+        The server's own way to wait is of no use here: it waits until there are no requests at all, and those that a
+        pause holds back are some.
+        """
+        until = time.monotonic() + self._flush
+        while True:
+            try:
+                await self._post("/flush_cache", again=True)
+                return
+            except WindlassInvalid:
+                if time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         """Every rank of the server leaves the group."""
@@ -466,7 +484,11 @@ class RemoteWeightLoader(WeightLoader):
         folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
         try:
             for file in self._model.iterdir():
-                if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in file.name:
+                if (
+                    file.is_file()
+                    and file.suffix in (".json", ".txt", ".model", ".jinja")
+                    and "index" not in file.name
+                ):
                     (folder / file.name).symlink_to(file.resolve())
             yield folder
         finally:
@@ -479,8 +501,8 @@ class RemoteWeightLoader(WeightLoader):
             return
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._server.call("POST", "/collective_rpc", body)
-        said = await self._server.call(
-            "POST", "/reset_prefix_cache?reset_running_requests=true", again=True
-        )
+        said = await self._server.call("POST", "/reset_prefix_cache?reset_running_requests=true", again=True)
         if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self._server.url} did not reset its prefix cache", "hold generation while loading")
+            raise WindlassError(
+                f"{self._server.url} did not reset its prefix cache", "hold generation while loading"
+            )

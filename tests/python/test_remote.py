@@ -207,12 +207,16 @@ def test_one_dead_server_of_three_is_named() -> None:
 
 
 def test_a_cache_that_was_not_reset_is_an_error() -> None:
-    with serving({"POST /reset_prefix_cache": (200, {"success": False})}) as fake:
+    refused = {
+        "POST /reset_prefix_cache": (200, {"success": False}),
+        "POST /flush_cache": (400, "requests are running"),
+    }
+    with serving(refused) as fake:
         with pytest.raises(WindlassError, match="did not reset its prefix cache"):
             asyncio.run(VllmEngine(fake.url).reset_prefix_cache())
-    with serving({"POST /flush_cache": (400, "requests are running")}) as fake:
         with pytest.raises(WindlassInvalid, match="requests are running"):
-            asyncio.run(SglangEngine(fake.url, retries=0).reset_prefix_cache())
+            asyncio.run(SglangEngine(fake.url, retries=0, flush_timeout=0.2).reset_prefix_cache())
+        assert fake.paths.count("/flush_cache") > 1
 
 
 def test_what_a_server_cannot_do_is_refused_with_what_can() -> None:
