@@ -51,7 +51,8 @@ class Receiver:
 
     ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
     instead. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
-    :meth:`sync` and :meth:`wait` only: nothing runs in the background.
+    :meth:`sync` and :meth:`wait` only: nothing runs in the background. With ``keep_deltas``, the last deltas that led to the image
+    stay beside it, so that engines can load only what changed.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Receiver:
         threads: int = 1,
         transfer_timeout: float = 600.0,
         group_readable: bool = False,
+        keep_deltas: int = 0,
         timeout: float = 60.0,
     ) -> None:
         if token_file is not None:
@@ -90,6 +92,7 @@ class Receiver:
             threads=threads,
             transfer_timeout=transfer_timeout,
             group=group_readable,
+            keep_deltas=keep_deltas,
             timeout=timeout,
         )
 

@@ -21,7 +21,7 @@ use crate::stop::{Stop, Stopped};
 use crate::work;
 
 /// The bytes of a job, about.
-const JOB: u64 = 4 << 20;
+pub(crate) const JOB: u64 = 4 << 20;
 /// The most dimensions of a copy.
 pub const MAX_DIMS: usize = 16;
 
@@ -105,24 +105,36 @@ pub struct Copy {
 }
 
 impl Copy {
-    fn is_empty(&self) -> bool {
+    /// Whether it moves nothing.
+    pub(crate) fn is_empty(&self) -> bool {
         self.run == 0 || self.dims.iter().any(|d| d.count == 0)
     }
 
     /// From the first byte to the last, by the stride that `of` picks.
-    fn span(&self, of: impl Fn(&Dim) -> u64) -> Option<u64> {
+    pub(crate) fn span(&self, of: impl Fn(&Dim) -> u64) -> Option<u64> {
         if self.is_empty() {
             return Some(0);
         }
         self.dims.iter().try_fold(self.run, |span, d| (d.count - 1).checked_mul(of(d))?.checked_add(span))
     }
 
-    fn bytes(&self) -> Option<u64> {
+    /// How many bytes it moves.
+    pub(crate) fn bytes(&self) -> Option<u64> {
         self.dims.iter().try_fold(self.run, |bytes, d| bytes.checked_mul(d.count))
     }
 
+    /// How many outermost indices it has; one if it has no dimensions.
+    pub(crate) fn outer(&self) -> u64 {
+        self.dims.first().map_or(1, |d| d.count)
+    }
+
     /// Calls `each(in the slot, in the source)` for every run whose outermost index is in `outer`.
-    fn runs<E>(&self, outer: Range<u64>, mut each: impl FnMut(u64, u64) -> Result<(), E>) -> Result<(), E> {
+    #[inline]
+    pub(crate) fn runs<E>(
+        &self,
+        outer: Range<u64>,
+        mut each: impl FnMut(u64, u64) -> Result<(), E>,
+    ) -> Result<(), E> {
         let Some((first, inner)) = self.dims.split_first() else { return each(self.at, 0) };
         let mut index = [0u64; MAX_DIMS];
         let (mut to, mut from) = (self.at + outer.start * first.to, outer.start * first.from);
@@ -193,7 +205,7 @@ impl CopyPlan {
                 if end > region.manifest().data_bytes() {
                     return Err(e.into());
                 }
-                let outer = copy.dims.first().map_or(1, |d| d.count);
+                let outer = copy.outer();
                 copy.runs(0..outer, |to, _| region.check_range(&(to..to + copy.run)))?;
             }
         }
@@ -237,7 +249,7 @@ impl CopyPlan {
                 attempt.check()?;
                 match &self.jobs[job as usize] {
                     Job::Copies(range) => range.clone().try_for_each(|i| {
-                        let outer = self.copies[i].dims.first().map_or(1, |d| d.count);
+                        let outer = self.copies[i].outer();
                         self.rows(attempt, sources, i, 0..outer)
                     })?,
                     Job::Rows(i, outer) => self.rows(attempt, sources, *i, outer.clone())?,

@@ -15,6 +15,7 @@
 //! | [`serve`] | what an agent does, without HTTP |
 //! | [`image`] | the image at a receiver |
 //! | [`receiver`] | how an image is kept at the newest version |
+//! | [`load`] | an image into the live parameters of an engine |
 //! | [`local`] | the way into a region on the same host |
 //! | [`roles`] | the four roles as traits, for trainers and engines in Rust |
 //! | `conformance` | what every link and loader must do, as a suite (feature `conformance`) |
@@ -30,6 +31,7 @@ pub mod file;
 pub mod flip;
 pub mod history;
 pub mod image;
+pub mod load;
 pub mod local;
 pub mod receiver;
 pub mod region;

@@ -14,7 +14,9 @@ use windlass_core::error::Kind;
 use windlass_core::identity::IdentityError;
 use windlass_core::request::RequestError;
 use windlass_core::sync_info::SyncInfoError;
+use windlass_data::history::TrailError;
 use windlass_data::image::ImageError;
+use windlass_data::load::LoadError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
 use windlass_data::roles::RoleError;
@@ -62,7 +64,7 @@ macro_rules! failures {
     )*};
 }
 
-failures!(RoleError, ImageError, ReceiverError, windlass_core::Error);
+failures!(RoleError, ImageError, ReceiverError, LoadError, TrailError, windlass_core::Error);
 failures!(ChooseError, ChunkError, DtypeError, IdentityError);
 
 impl From<AddressError> for Failure {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use windlass_core::error::Kind;
-use windlass_core::identity::{Incarnation, StateDigest, Version};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_data::image::ImageView;
 use windlass_data::region::{Lease, Region};
 
@@ -35,6 +35,7 @@ pub(crate) struct Held {
     /// Its state digest, if it is known.
     #[pyo3(get)]
     digest: Option<String>,
+    known: Option<(Identity, StateDigest)>,
     home: Home,
 }
 
@@ -47,6 +48,8 @@ impl Held {
         digest: Option<StateDigest>,
     ) -> Held {
         let region = Arc::clone(lease.region());
+        let identity = Identity { model_id: region.model_id().clone(), incarnation, version };
+        let known = digest.map(|digest| (identity, digest));
         let model_id = region.model_id().to_string();
         let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
         Held {
@@ -57,6 +60,7 @@ impl Held {
             version,
             incarnation,
             digest,
+            known,
             home: Home::here(),
         }
     }
@@ -71,6 +75,18 @@ impl Held {
     fn lease(&self) -> Result<MutexGuard<'_, Option<Lease>>, Failure> {
         self.home.check("version")?;
         Ok(self.lease.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Gives the lease, which cannot be let go of meanwhile, to `work`.
+    pub(crate) fn read<T>(&self, work: impl FnOnce(&Lease) -> Result<T, Failure>) -> Result<T, Failure> {
+        let lease = self.lease()?;
+        work(lease.as_ref().ok_or_else(|| self.ended())?)
+    }
+
+    /// Which version it is, with its digest, if that is known.
+    pub(crate) fn known(&self) -> Result<(Identity, StateDigest), Failure> {
+        let unknown = || Failure::new(Kind::Unsupported, "only a version in an image has a digest to go by");
+        self.known.clone().ok_or_else(unknown)
     }
 
     fn ended(&self) -> Failure {

@@ -11,6 +11,7 @@ mod enter;
 mod errors;
 mod held;
 mod layout;
+mod load;
 mod memory;
 mod publish;
 mod receive;
@@ -33,6 +34,8 @@ mod _windlass {
     use crate::held::{Held, open_image};
     #[pymodule_export]
     use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::load::{LoadPlan, combine_digests};
     #[pymodule_export]
     use crate::memory::Memory;
     #[pymodule_export]

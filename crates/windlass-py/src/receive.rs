@@ -9,6 +9,7 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
+use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView};
 use windlass_data::receiver::{Control as _, Receiver as Inner, ReceiverConfig, StatusHandle};
 use windlass_data::region::Memfd;
@@ -53,10 +54,11 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-    /// below `image_dir`.
+    /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`.
     #[new]
     #[pyo3(signature = (image_dir, *, endpoint = None, token = None, region = None, name = "receiver", mode = "auto",
-        streams = None, threads = 1, transfer_timeout = 600.0, group = false, timeout = 60.0))]
+        streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
+        keep_bytes = 4_294_967_296, timeout = 60.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -70,6 +72,8 @@ impl Receiver {
         threads: usize,
         transfer_timeout: f64,
         group: bool,
+        keep_deltas: usize,
+        keep_bytes: u64,
         timeout: f64,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
@@ -107,6 +111,7 @@ impl Receiver {
                 open_timeout: transfer_timeout,
                 pull: PullConfig::default(),
                 allow: None,
+                keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
             };
             Ok(Inner::open(config, control, None, stop)?)
         })?;

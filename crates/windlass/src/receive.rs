@@ -144,6 +144,7 @@ impl Receive {
             open_timeout: self.timeout,
             pull: PullConfig::default(),
             allow: None,
+            keep: None,
         }
     }
 

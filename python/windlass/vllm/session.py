@@ -121,6 +121,11 @@ class VllmSession:
             return "experts of other ranks"
         return None
 
+    @property
+    def hides_writes(self) -> bool:
+        """Whether loaders keep tensors back and write later, so that a rehearsal cannot see every write."""
+        return getattr(self._model_config, "quantization", None) is not None
+
     def refuses_plan(self) -> str | None:
         """Why nothing may be replayed now; ``None`` if it may."""
         parallel = self._vllm_config.parallel_config
@@ -362,8 +367,10 @@ def _stand_in(tensor: torch.Tensor | None, layer: torch.nn.Module) -> torch.Tens
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
         restore_layer_refs(stand_in, layer)
-    loader = stand_in.__dict__.get("weight_loader")
-    while getattr(loader, "__name__", "") == "online_process_loader":
-        loader = loader.__wrapped__
-        stand_in.__dict__["weight_loader"] = loader
+    # A property of some classes, which keep it under another name.
+    for name in ("weight_loader", "_weight_loader"):
+        loader = stand_in.__dict__.get(name)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            stand_in.__dict__[name] = loader
     return stand_in

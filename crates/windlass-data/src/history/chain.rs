@@ -151,16 +151,20 @@ impl State {
         let follows = |h: &Held| follows(&h.file.header, &file.header);
         if self.links.back().is_some_and(|h| !follows(h)) {
             tracing::info!(base, target, "the delta does not follow the history, which begins anew");
-            while let Some(link) = self.links.pop_front() {
-                remove(&link.file.path, "nothing leads on from it");
-            }
-            self.forget(|_| true);
+            self.clear();
         }
         if self.links.is_empty() {
             self.first = base;
         }
         self.links.push_back(Held::new(file));
         Ok(())
+    }
+
+    pub(super) fn clear(&mut self) {
+        while let Some(link) = self.links.pop_front() {
+            remove(&link.file.path, "nothing leads on from it");
+        }
+        self.forget(|_| true);
     }
 
     /// Adds a composed delta, unless the chain has moved past it.

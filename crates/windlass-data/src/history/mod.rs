@@ -5,9 +5,11 @@
 //! | `chain` | which deltas there are, and which go when there are too many |
 //! | `reader` | a delta file read record by record |
 //! | `join` | consecutive deltas made one |
+//! | `trail` | what a reader of an image finds in it |
 //!
 //! Owns: the directory `deltas/` of a region: which deltas are kept, which are thrown away, and the composed ones
-//! that lead a receiver from where it is to where it wants to be. Called by the agent. Must not: decide whether a
+//! that lead a receiver from where it is to where it wants to be. Called by the agent, and by receivers that
+//! keep what they applied. Must not: decide whether a
 //! delta is worth sending; the caller compares [`Segment::bytes`] with the image.
 //!
 //! # Files
@@ -55,8 +57,10 @@ mod join;
 mod reader;
 #[cfg(test)]
 mod tests;
+mod trail;
 
 pub use self::error::HistoryError;
+pub use self::trail::{Trail, TrailError};
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -163,7 +167,12 @@ impl History {
 
     /// Where the delta between two versions belongs; the place to seal it to.
     pub fn path(&self, base: Version, target: Version) -> PathBuf {
-        self.dir.join(format!("{base:020}-{target:020}.wdelta"))
+        self.dir.join(file_name(base, target))
+    }
+
+    /// Throws all deltas away: nothing leads on from what they lead to.
+    pub fn clear(&self) {
+        self.lock().clear();
     }
 
     /// Adds the delta that leads to a new version, which must be in its place already.
@@ -394,6 +403,10 @@ impl Job {
             outcome = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
+
+fn file_name(base: Version, target: Version) -> String {
+    format!("{base:020}-{target:020}.wdelta")
 }
 
 /// Removes what other incarnations left.

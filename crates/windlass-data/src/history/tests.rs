@@ -10,6 +10,7 @@ use windlass_core::Dtype;
 use windlass_core::delta::{Delta, Mode};
 use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
+use windlass_core::identity::Identity;
 use windlass_core::manifest::TensorSpec;
 
 use super::chain::{is_aligned, runs};
@@ -583,4 +584,58 @@ fn a_sealer_that_is_killed_leaves_nothing_that_counts() {
     assert!(run.files().is_empty() && run.history.list().is_empty());
     run.step(1);
     run.check(0, 1);
+}
+
+#[test]
+fn a_trail_leads_from_the_base_to_the_image_or_says_why_not() {
+    let run = Run::of(5, 3, ROOMY);
+    let dir = run.deltas();
+    let digest = |i: usize| table(&run.manifest, &run.images[i]).digest(&run.manifest);
+    let identity =
+        |i: usize| Identity { model_id: model(), incarnation: INCARNATION, version: run.versions[i] };
+    let find = |base: (Incarnation, Version), to: usize| {
+        Trail::find(&dir, &run.manifest, base, (&identity(to), digest(to)))
+    };
+    for to in 0..=5 {
+        for from in 0..=to {
+            let trail = find((INCARNATION, run.versions[from]), to).unwrap();
+            assert_eq!((trail.len(), trail.is_empty()), (to - from, to == from));
+            let mut image = run.images[from].clone();
+            for delta in trail.deltas().unwrap() {
+                let path = run.history.path(delta.header.base.1, delta.header.target.1);
+                apply(&run.manifest, &fs::read(path).unwrap(), &mut image);
+            }
+            assert!(image == run.images[to]);
+        }
+    }
+    let why = |base, to| match find(base, to) {
+        Err(e @ TrailError::None { .. }) => {
+            assert_eq!(e.kind(), Kind::Stale);
+            e.to_string()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert!(why((Incarnation(1), 100), 3).contains("another life"));
+    assert!(why((INCARNATION, 105), 3).contains("newer than the image"));
+    assert!(why((INCARNATION, 99), 3).contains("100-101, 101-102, 102-103"));
+    // The right number and another state.
+    let wrong = Trail::find(&dir, &run.manifest, (INCARNATION, 100), (&identity(3), digest(2)));
+    assert!(
+        matches!(&wrong, Err(TrailError::None { why, .. }) if why.contains("another state")),
+        "{wrong:?}"
+    );
+    // A longer step is taken, and what is missing or broken is missed before anything is used.
+    run.segment(100, 104).unwrap();
+    assert_eq!(find((INCARNATION, 100), 5).unwrap().len(), 2);
+    fs::remove_file(run.history.path(104, 105)).unwrap();
+    assert!(why((INCARNATION, 100), 5).contains("those that were kept"));
+    let file = run.history.path(103, 104);
+    let mut bytes = fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let broken = find((INCARNATION, 103), 4).unwrap();
+    assert!(matches!(broken.deltas(), Err(TrailError::Broken { .. })));
+    fs::remove_dir_all(&dir).unwrap();
+    assert!(why((INCARNATION, 100), 1).contains("kept none"));
 }

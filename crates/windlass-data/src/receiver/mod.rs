@@ -17,11 +17,14 @@
 //!    - blocks of no version are fetched as they are now. If the publisher laps the pull, what landed stays
 //!      (**fuzzy pull**), so every round ends with more blocks than the one before.
 //! 4. The digest of all sums must be that of the version; then engines may see it.
+//! 5. If it was asked to, the receiver keeps the delta that it applied (`kept`), for workers that load only what
+//!    changed.
 //!
 //! The version recorded is the one in the ticket, never one that was announced.
 
 mod control;
 mod error;
+mod kept;
 mod status;
 
 use std::collections::BTreeMap;
@@ -43,7 +46,9 @@ use windlass_core::wire::{Mode, Ticket};
 
 pub use self::control::{Control, ControlError};
 pub use self::error::ReceiverError;
+use self::kept::Kept;
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
+use crate::history::Limits;
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
 use crate::region::RegionError;
 use crate::shm::Mapping;
@@ -70,6 +75,9 @@ pub struct ReceiverConfig {
     /// The hosts whose data connections are accepted; those in the ticket of an authenticated publisher if none are
     /// given.
     pub allow: Option<Vec<Host>>,
+    /// How many of the deltas that were applied are kept beside the image, for workers that load only what changed;
+    /// without it, none.
+    pub keep: Option<Limits>,
 }
 
 /// How long the parts of a sync took, and what it carried.
@@ -118,6 +126,7 @@ pub struct Receiver {
     digests: BTreeMap<Version, StateDigest>,
     status: StatusHandle,
     listener: Option<Listener>,
+    kept: Kept,
 }
 
 impl fmt::Debug for Receiver {
@@ -144,6 +153,7 @@ impl Receiver {
         listener: Option<Listener>,
         stop: &Stop,
     ) -> Result<Receiver, ReceiverError> {
+        let kept = Kept::new(config.keep);
         let mut receiver = Receiver {
             config,
             control,
@@ -154,6 +164,7 @@ impl Receiver {
             digests: BTreeMap::new(),
             status: StatusHandle::default(),
             listener,
+            kept,
         };
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),
@@ -254,6 +265,9 @@ impl Receiver {
             return Err(ReceiverError::OldLife { peer: self.control.peer(), theirs: info.incarnation, ours });
         }
         self.prepare(&info, stop)?;
+        if let Some(image) = &self.image {
+            self.kept.follow(image, &self.config.image.model_id, info.incarnation);
+        }
         synced.ask_ms += millis(asked);
         if self.current().is_some_and(|k| k.identity == target && Some(k.digest) == info.digest) {
             return Ok(synced);
@@ -545,8 +559,14 @@ impl Receiver {
         let start = Instant::now();
         let refresh = image.refresh(&stop.with_timeout(self.config.open_timeout))?;
         run.synced.open_ms += millis(start);
+        let mut placed = None;
         if let Some(staged) = staged {
-            self.apply(&refresh, &staged, run, stop)?;
+            let parts = self.parts(&staged)?;
+            self.apply(&refresh, &staged, &parts, run, stop)?;
+            // Before the version can be seen, so that whoever sees it finds this too.
+            if run.synced.refetched == 0 {
+                placed = self.kept.place(refresh.manifest(), &staged.ticket, &parts);
+            }
         }
         if run.first.is_some() {
             self.fill(&refresh, BlockRanges::new(), run, info, stop)?;
@@ -563,7 +583,14 @@ impl Receiver {
                     let version = newest.or(info.version).unwrap_or_default();
                     let known = self.known(version, info)?;
                     self.status.set(|s| s.stage = Stage::Finishing);
+                    // One delta, from one whole version to the next, and nothing else: only that was proved.
+                    let straight = run.synced.transfers == 1 && run.synced.laps == 0;
+                    let proved = placed.filter(|p| straight && p.target() == Some(version));
                     refresh.finish(&known, stop)?;
+                    match proved {
+                        Some(placed) => self.kept.add(placed),
+                        None => self.kept.end("the version did not come as one plain delta"),
+                    }
                     return Ok(known);
                 }
             }
@@ -599,7 +626,8 @@ impl Receiver {
         match self.ask(RequestMode::Delta, have.as_ref(), Some(new), None, run, stop) {
             Ok(ticket) => {
                 let staged = self.stage(ticket, run, stop)?;
-                self.apply(refresh, &staged, run, stop)
+                let parts = self.parts(&staged)?;
+                self.apply(refresh, &staged, &parts, run, stop)
             }
             Err(ReceiverError::Refused { reason, .. }) => {
                 tracing::info!(old, new, reason, "no delta for the blocks behind; they are fetched again");
@@ -610,20 +638,24 @@ impl Receiver {
         }
     }
 
+    fn parts<'s>(&self, staged: &'s Staged) -> Result<Vec<Delta<'s>>, ReceiverError> {
+        let parts = staged.buffers.iter().map(|b| Delta::parse(b.bytes(0..b.len())));
+        let parts: Result<Vec<_>, _> = parts.collect();
+        parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })
+    }
+
     fn apply(
         &self,
         refresh: &Refresh<'_>,
         staged: &Staged,
+        parts: &[Delta<'_>],
         run: &mut Run,
         stop: &Stop,
     ) -> Result<(), ReceiverError> {
         self.status.set(|s| s.stage = Stage::Applying);
         let start = Instant::now();
-        let parts: Result<Vec<_>, _> =
-            staged.buffers.iter().map(|b| Delta::parse(b.bytes(0..b.len()))).collect();
-        let parts = parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })?;
         let target = staged.ticket.identity.version;
-        for part in &parts {
+        for part in parts {
             let (base, to) = (part.header.base_identity(), part.header.target_identity());
             let expected = Identity { version: staged.base, ..staged.ticket.identity.clone() };
             if (&base, &to) != (&expected, &staged.ticket.identity) {
@@ -631,7 +663,7 @@ impl Receiver {
                 return Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
             }
         }
-        let Applied { refetch, .. } = refresh.apply((staged.base, target), &parts, stop)?;
+        let Applied { refetch, .. } = refresh.apply((staged.base, target), parts, stop)?;
         run.synced.refetched += refetch.len();
         run.synced.apply_ms += millis(start);
         Ok(())
@@ -693,57 +725,4 @@ fn millis(since: Instant) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use windlass_core::dtype::Dtype;
-    use windlass_core::identity::ModelId;
-    use windlass_core::manifest::TensorSpec;
-
-    use super::*;
-    use crate::region::{Memfd, Region, RegionSpec, Slots};
-    use crate::serve::{Server, ServerConfig};
-
-    #[test]
-    fn digests_of_versions_that_no_block_is_of_are_forgotten() {
-        let home = tempfile::tempdir_in("/dev/shm").unwrap();
-        let model_id = ModelId::new("actor").unwrap();
-        let tensor = TensorSpec::new("w", Dtype::U8, [300_000]);
-        let region = Region::create(&RegionSpec {
-            dir: home.path().join("region"),
-            model_id: model_id.clone(),
-            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
-            slots: Slots::Two,
-            ranks: 1,
-            part: None,
-            group: false,
-            memfd: Memfd::Never,
-            extra_bytes: 0,
-            incarnation: None,
-        })
-        .unwrap();
-        let server = ServerConfig::new(Host::new("127.0.0.1").unwrap());
-        let server = Arc::new(Server::start(Arc::clone(&region), server).unwrap());
-        let dir = home.path().join("image");
-        let config = ReceiverConfig {
-            image: ImageSpec { dir, model_id, group: false, memfd: Memfd::Never, threads: 1 },
-            name: "test".into(),
-            mode: RequestMode::Auto,
-            streams: None,
-            transfer_timeout: Duration::from_secs(20),
-            open_timeout: Duration::from_secs(5),
-            pull: PullConfig::default(),
-            allow: None,
-        };
-        let stop = Stop::after(Duration::from_secs(30));
-        let control = Arc::clone(&server) as Arc<dyn Control>;
-        let mut receiver = Receiver::open(config, control, None, &stop).unwrap();
-        let mut writer = region.writer(0).unwrap();
-        for version in 1..20 {
-            let attempt = writer.begin(version, &stop).unwrap();
-            attempt.write(version * 7, &version.to_le_bytes()).unwrap();
-            attempt.done(&stop).unwrap();
-            server.wait_version(Some((region.incarnation(), version - 1)), &stop);
-            let known = receiver.sync(&stop).unwrap().image.unwrap();
-            assert_eq!(receiver.digests, BTreeMap::from([(version, known.digest)]));
-        }
-    }
-}
+mod tests;

@@ -56,6 +56,7 @@ impl ImageReceiver {
             open_timeout: config.open_timeout,
             pull: config.pull,
             allow: config.allow,
+            keep: None,
         };
         let receiver = Receiver::open(config, Arc::clone(&control), None, stop)?;
         Ok(ImageReceiver { receiver, control: Box::new(ControlHandle(control)), load_timeout, waiting })

@@ -211,6 +211,7 @@ pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig
         open_timeout: Duration::from_secs(5),
         pull: PullConfig::default(),
         allow: None,
+        keep: None,
     }
 }
 

@@ -193,6 +193,7 @@ impl<'a> Publisher<'a> {
             open_timeout: PATIENCE,
             pull: PullConfig::default(),
             allow: None,
+            keep: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))

@@ -23,15 +23,17 @@ def keep_plain(patch: pytest.MonkeyPatch) -> None:
 
 
 def join(rank: int = 0, world: int = 1, address: str | None = None) -> None:
-    """The process groups that vLLM's layers ask for."""
+    """The process groups that vLLM's layers ask for, by the model that is current."""
     import torch.distributed as dist
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import destroy_model_parallel
 
     if dist.is_initialized():
-        return
-    init_distributed_environment(
-        world, rank, address or f"file:///dev/shm/windlass-join-{os.getpid()}", rank, backend="gloo"
-    )
+        # Experts have a group of their own, which a model without them does not make.
+        destroy_model_parallel()
+    else:
+        where = address or f"file:///dev/shm/windlass-join-{os.getpid()}"
+        init_distributed_environment(world, rank, where, rank, backend="gloo")
     ensure_model_parallel_initialized(world, 1)
 
 

@@ -12,9 +12,9 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
-import building  # noqa: E402
 import pytest  # noqa: E402
 
+import building  # noqa: E402
 from windlass.load import Live, LoadOrder  # noqa: E402
 
 

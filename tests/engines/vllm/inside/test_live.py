@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from building import bits, places
 from publishing import Publishing
+from windlass.errors import WindlassInvalid, WindlassStale
 from windlass.load import Live, LoadOrder
 
 KINDS = ["qwen3", "qwen3tied", "qwen3moe"]
@@ -71,7 +73,8 @@ def test_what_was_refused_leaves_every_byte_as_it_was(build: Callable[..., Any],
                 if case == "dtype" and worker_live is not live:
                     continue
                 with pytest.raises(WindlassInvalid) as caught:
-                    worker_live.load(order(wrong))
+                    told = worker_live.load(order(wrong))
+                    pytest.fail(f"{case} was loaded: {told}")
                 assert name in str(caught.value) or "qkv_proj" in str(caught.value), case
                 assert worker_live.report().state == "clean"
     assert bits(worker.model) == before
@@ -196,8 +199,9 @@ def test_expert_rebalancing_refuses_the_plan(build: Callable[..., Any], home: Pa
 def test_packed_experts_go_through_the_engine_and_the_rest_is_replayed(
     build: Callable[..., Any], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import building
     import vllm.model_executor.layers.utils as layers
+
+    import building
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear

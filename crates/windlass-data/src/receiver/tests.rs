@@ -1,0 +1,244 @@
+use std::path::Path;
+
+use windlass_core::dtype::Dtype;
+use windlass_core::identity::ModelId;
+use windlass_core::manifest::TensorSpec;
+
+use super::*;
+use crate::history::{Trail, TrailError};
+use crate::image::ImageView;
+use crate::load::{LoadPlan, PlanCopy, Target};
+use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use crate::serve::{Server, ServerConfig};
+
+const BYTES: u64 = 300_000;
+
+fn stop() -> Stop {
+    Stop::after(Duration::from_secs(30))
+}
+
+fn model() -> ModelId {
+    ModelId::new("actor").unwrap()
+}
+
+/// A publisher of one tensor.
+struct Publisher {
+    region: Arc<Region>,
+    server: Arc<Server>,
+    writer: Writer,
+}
+
+impl Publisher {
+    fn new(dir: &Path, incarnation: Option<Incarnation>) -> Publisher {
+        let tensor = TensorSpec::new("w", Dtype::U8, [BYTES]);
+        let region = Region::create(&RegionSpec {
+            dir: dir.to_owned(),
+            model_id: model(),
+            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Never,
+            extra_bytes: 0,
+            incarnation,
+        })
+        .unwrap();
+        let config = ServerConfig::new(Host::new("127.0.0.1").unwrap());
+        let server = Arc::new(Server::start(Arc::clone(&region), config).unwrap());
+        let writer = region.writer(0).unwrap();
+        Publisher { region, server, writer }
+    }
+
+    /// Publishes a version in which a few bytes are others.
+    fn publish(&mut self, version: Version) {
+        let stop = stop();
+        let attempt = self.writer.begin(version, &stop).unwrap();
+        attempt.write(version * 7, &version.to_le_bytes()).unwrap();
+        attempt.done(&stop).unwrap();
+        self.server.wait_version(Some((self.region.incarnation(), version - 1)), &stop);
+    }
+
+    fn receiver(&self, dir: &Path, mode: RequestMode, keep: usize) -> Receiver {
+        let config = ReceiverConfig {
+            image: ImageSpec {
+                dir: dir.to_owned(),
+                model_id: model(),
+                group: false,
+                memfd: Memfd::Never,
+                threads: 1,
+            },
+            name: "test".into(),
+            mode,
+            streams: None,
+            transfer_timeout: Duration::from_secs(20),
+            open_timeout: Duration::from_secs(5),
+            pull: PullConfig::default(),
+            allow: None,
+            keep: (keep > 0).then_some(Limits { count: keep, bytes: 1 << 30 }),
+        };
+        let control = Arc::clone(&self.server) as Arc<dyn Control>;
+        Receiver::open(config, control, None, &stop()).unwrap()
+    }
+}
+
+/// A worker of an engine: its parameter, and the version it was last loaded at.
+struct Worker {
+    plan: LoadPlan,
+    memory: Vec<u8>,
+    live: (Incarnation, Version),
+}
+
+impl Worker {
+    fn new(dir: &Path) -> Worker {
+        let view = ImageView::open(dir, Duration::from_secs(9), &stop()).unwrap();
+        let target = Target { name: "p".into(), numel: BYTES, dtype: Dtype::U8 };
+        // Two halves, the other way round.
+        let copy = |source_offset| PlanCopy {
+            source: "w".into(),
+            source_offset,
+            target: 0,
+            target_offset: BYTES / 2 - source_offset,
+            sizes: vec![BYTES / 2],
+            source_strides: vec![1],
+            target_strides: vec![1],
+        };
+        let manifest = Arc::clone(view.manifest());
+        let plan = LoadPlan::new(manifest, vec![target], &[copy(0), copy(BYTES / 2)]).unwrap();
+        Worker { plan, memory: vec![0; BYTES as usize], live: (Incarnation(0), 0) }
+    }
+
+    fn dense(&mut self, dir: &Path) {
+        let view = ImageView::open(dir, Duration::from_secs(9), &stop()).unwrap();
+        self.plan.dense(view.data(), &mut [&mut self.memory], None, 1, &stop()).unwrap();
+        self.live = (view.known().identity.incarnation, view.known().identity.version);
+    }
+
+    /// Loads what changed; answers how many elements, or why that cannot be told.
+    fn sparse(&mut self, dir: &Path) -> Result<u64, TrailError> {
+        let view = ImageView::open(dir, Duration::from_secs(9), &stop()).unwrap();
+        let known = view.known();
+        let trail =
+            Trail::find(&dir.join("deltas"), view.manifest(), self.live, (&known.identity, known.digest))?;
+        let deltas = trail.deltas()?;
+        let loaded =
+            self.plan.sparse(&deltas, view.data(), &mut [&mut self.memory], None, 1, &stop()).unwrap();
+        self.live = (known.identity.incarnation, known.identity.version);
+        Ok(loaded.elements)
+    }
+
+    /// What a dense load would have left.
+    fn expected(&self, dir: &Path) -> Vec<u8> {
+        let mut other = Worker::new(dir);
+        other.dense(dir);
+        assert_eq!(other.live, self.live);
+        other.memory
+    }
+}
+
+#[test]
+fn digests_of_versions_that_no_block_is_of_are_forgotten() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut publisher = Publisher::new(&home.path().join("region"), None);
+    let mut receiver = publisher.receiver(&home.path().join("image"), RequestMode::Auto, 0);
+    for version in 1..20 {
+        publisher.publish(version);
+        let known = receiver.sync(&stop()).unwrap().image.unwrap();
+        assert_eq!(receiver.digests, BTreeMap::from([(version, known.digest)]));
+    }
+}
+
+#[test]
+fn a_worker_that_loads_what_changed_holds_what_a_whole_load_gives() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 4);
+    publisher.publish(1);
+    receiver.sync(&stop()).unwrap();
+    let (mut eager, mut lazy, mut late) = (Worker::new(&dir), Worker::new(&dir), Worker::new(&dir));
+    for worker in [&mut eager, &mut lazy, &mut late] {
+        worker.dense(&dir);
+    }
+    for version in 2..9 {
+        publisher.publish(version);
+        assert_eq!(receiver.sync(&stop()).unwrap().mode, "delta");
+        let changed = eager.sparse(&dir).unwrap();
+        assert!(changed > 0 && changed < 100, "{changed}");
+        assert_eq!(eager.sparse(&dir).unwrap(), 0);
+        if version % 3 == 1 {
+            // Three versions at once.
+            lazy.sparse(&dir).unwrap();
+            assert_eq!(lazy.memory, lazy.expected(&dir));
+        }
+    }
+    assert_eq!(eager.memory, eager.expected(&dir));
+    // Version 1 is more than four deltas ago.
+    let before = late.memory.clone();
+    let why = late.sparse(&dir).unwrap_err();
+    assert_eq!((why.kind(), late.live.1), (Kind::Stale, 1));
+    assert!(why.to_string().contains("4-5, 5-6, 6-7, 7-8"), "{why}");
+    assert_eq!(late.memory, before);
+    // The next receiver goes on where this one left off.
+    drop(receiver);
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 4);
+    publisher.publish(9);
+    receiver.sync(&stop()).unwrap();
+    lazy.sparse(&dir).unwrap();
+    assert_eq!(lazy.memory, lazy.expected(&dir));
+    // One that keeps nothing leaves nothing.
+    drop(receiver);
+    publisher.publish(10);
+    publisher.receiver(&dir, RequestMode::Auto, 0).sync(&stop()).unwrap();
+    assert!(lazy.sparse(&dir).unwrap_err().to_string().contains("kept none"));
+    assert!(!dir.join("deltas").exists());
+}
+
+#[test]
+fn nothing_leads_over_a_full_pull_or_into_another_life() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (place, dir) = (home.path().join("region"), home.path().join("image"));
+    let mut publisher = Publisher::new(&place, Some(Incarnation(7)));
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 8);
+    for version in 1..4 {
+        publisher.publish(version);
+        receiver.sync(&stop()).unwrap();
+    }
+    let mut worker = Worker::new(&dir);
+    worker.dense(&dir);
+    drop(receiver);
+    // Version 4 as a whole.
+    let mut receiver = publisher.receiver(&dir, RequestMode::Full, 8);
+    publisher.publish(4);
+    assert_eq!(receiver.sync(&stop()).unwrap().mode, "full");
+    assert_eq!(worker.sparse(&dir).unwrap_err().kind(), Kind::Stale);
+    drop(receiver);
+    // A new chain begins there, and leads nowhere for those who were before it.
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 8);
+    publisher.publish(5);
+    receiver.sync(&stop()).unwrap();
+    let why = worker.sparse(&dir).unwrap_err().to_string();
+    assert!(why.contains("those that were kept are 4-5"), "{why}");
+    worker.dense(&dir);
+    publisher.publish(6);
+    receiver.sync(&stop()).unwrap();
+    worker.sparse(&dir).unwrap();
+    assert_eq!(worker.memory, worker.expected(&dir));
+    // Another life of the publisher, whose version 7 follows on from nothing.
+    drop((receiver, publisher));
+    let mut publisher = Publisher::new(&place, Some(Incarnation(8)));
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 8);
+    for version in 6..8 {
+        publisher.publish(version);
+        receiver.sync(&stop()).unwrap();
+    }
+    let why = worker.sparse(&dir).unwrap_err();
+    assert_eq!(why.kind(), Kind::Stale);
+    assert!(why.to_string().contains("another life"), "{why}");
+    // The same number of the other life is another base.
+    assert_eq!(worker.live, (Incarnation(7), 6));
+    worker.dense(&dir);
+    publisher.publish(8);
+    receiver.sync(&stop()).unwrap();
+    worker.sparse(&dir).unwrap();
+    assert_eq!(worker.memory, worker.expected(&dir));
+}
