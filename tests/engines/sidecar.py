@@ -34,7 +34,9 @@ class Sidecar:
 
         command = [sys.executable, "-m", "windlass", "receive", "--json", *options]
         environment = {**os.environ, "PYTHONPATH": str(servers.PACKAGE), **env}
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.events: list[dict[str, Any]] = []
         self._seen = 0
         self._changed = threading.Condition()
@@ -176,6 +178,8 @@ class Trainer:
         self.version = 0
         home.mkdir(exist_ok=True)
         self.manager = WeightManager(model_id="policy", region_dir=str(home))
+        #: The same for every life.
+        self.region = home / "windlass-policy"
 
     def publish(self, *, all_of_it: bool = False, extra: Mapping[str, Any] = {}) -> int:
         """A training step and its version."""
