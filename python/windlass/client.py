@@ -238,12 +238,11 @@ class InferenceEngineClient:
             return await call(engine)
 
         tasks = {
-            asyncio.ensure_future(one(engine)): name for engine, name in zip(self.engines, self._names, strict=True)
+            asyncio.ensure_future(one(engine)): name
+            for engine, name in zip(self.engines, self._names, strict=True)
         }
         try:
-            _, pending = await asyncio.wait(
-                tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION
-            )
+            _, pending = await asyncio.wait(tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
             if pending and any(task.done() and task.exception() for task in tasks if not task.cancelled()):
                 _, pending = await asyncio.wait(pending, timeout=min(GRACE_S, self._timeout))
             elif pending:

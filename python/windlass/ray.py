@@ -145,7 +145,9 @@ async def _unattached() -> None:
 class _EngineSide:
     """The receiver and the loader of one engine rank."""
 
-    def __init__(self, config: Mapping[str, Any], loader: WeightLoader, rank: int, shape: EngineShape) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], loader: WeightLoader, rank: int, shape: EngineShape
+    ) -> None:
         self._strategy = strategy_from_config(config)
         self._loader, self._rank, self._shape = loader, rank, shape
         self._receiver: WeightTransferReceiver | None = None
@@ -189,7 +191,12 @@ class RayEngine(InferenceEngine):
     """An engine of one actor per rank, in the order of its ranks."""
 
     def __init__(
-        self, actors: Sequence[Any], *, name: str = "engine", shape: EngineShape | None = None, timeout: float = 600.0
+        self,
+        actors: Sequence[Any],
+        *,
+        name: str = "engine",
+        shape: EngineShape | None = None,
+        timeout: float = 600.0,
     ) -> None:
         self.shape = shape or EngineShape(tp=len(actors))
         if self.shape.tp * self.shape.pp * self.shape.dp != len(actors):
@@ -200,7 +207,8 @@ class RayEngine(InferenceEngine):
         """Calls every rank at once."""
         call = plain(call, "call to an engine")
         said = await asyncio.gather(
-            *(self._one(place, actor, call) for place, actor in enumerate(self._actors)), return_exceptions=True
+            *(self._one(place, actor, call) for place, actor in enumerate(self._actors)),
+            return_exceptions=True,
         )
         failed = [error for error in said if isinstance(error, BaseException)]
         if failed:
@@ -365,7 +373,9 @@ class RayWeightSync:
     ``trainers`` are the actors of all training ranks, rank 0 first. Every call has the deadline ``timeout``.
     """
 
-    def __init__(self, trainers: Sequence[Any], engines: Sequence[RayEngine], *, timeout: float = 600.0) -> None:
+    def __init__(
+        self, trainers: Sequence[Any], engines: Sequence[RayEngine], *, timeout: float = 600.0
+    ) -> None:
         if not trainers or not engines:
             raise WindlassInvalid("there is nothing to sync without trainers and engines")
         self._trainers, self._engines, self._timeout = list(trainers), list(engines), timeout
@@ -422,7 +432,10 @@ class RayWeightSync:
                 wait = min(wait, 10.0)
         if failures:
             # Rank 0 speaks to the engines, so its error says most; that of a dead rank says more than those it caused.
-            first = min(failures.values(), key=lambda e: (not isinstance(e, (WindlassPeerLost, EnginesFailed)), str(e)))
+            first = min(
+                failures.values(),
+                key=lambda e: (not isinstance(e, (WindlassPeerLost, EnginesFailed)), str(e)),
+            )
             if len(failures) == 1:
                 raise first
             text = "; ".join(str(error) for error in failures.values())

@@ -52,8 +52,8 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.request import BroadcastWeightUpdateRequest, LoraDiskWeightUpdateRequest
-from windlass.strategy import WeightLoader, each_tensor
-from windlass.sync_info import EngineShape, TorchDistributedWeightSyncInfo
+from windlass.strategy import WeightLoader, each_tensor, strategy_from_config
+from windlass.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
 
 if TYPE_CHECKING:
     from windlass.receiver import Image
@@ -168,7 +168,9 @@ class HttpServer:
         if status in (401, 403):
             raise WindlassDenied(where, "give the server's key as token")
         if status in (404, 405):
-            raise NoRoute(where, "the server is older or newer, or was started without the flag for this route")
+            raise NoRoute(
+                where, "the server is older or newer, or was started without the flag for this route"
+            )
         if status in (400, 409, 422):
             raise WindlassInvalid(where)
         raise WindlassError(where, "see the server's log")
@@ -212,6 +214,14 @@ class RemoteEngine(InferenceEngine):
     async def _post(self, path: str, body: Any = None, *, again: bool = False) -> Any:
         return await self.server.call("POST", path, body, again=again)
 
+    def _adapters_only(self, sync_info: WeightSyncInfo) -> bool:
+        """Whether only adapters will come, by files: then there is nothing to join."""
+        if not isinstance(sync_info, EmptyWeightSyncInfo):
+            return False
+        if not self._strategy:
+            return True
+        return strategy_from_config(self._strategy).get_request_type() is LoraDiskWeightUpdateRequest
+
     def _group_body(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> dict[str, Any]:
         return {
             "master_address": info.master_addr,
@@ -243,9 +253,14 @@ class VllmEngine(RemoteEngine):
             raise WindlassInvalid(f"dialect is {dialect!r}: expected 'auto', 'native' or 'legacy'")
         self._dialect = dialect
         self._legacy = dialect == "legacy"
+        #: Whether there are updates to start and finish; adapters need neither a transfer backend nor dev mode.
+        self._transfers = True
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
-        """Every worker of the server makes a receiver."""
+        """Every worker of the server makes a receiver; for adapters there is nothing to make."""
+        self._transfers = not self._adapters_only(sync_info)
+        if not self._transfers:
+            return
         if self._dialect != "legacy":
             info = {"sync_info": sync_info.to_dict(), "strategy": self._strategy, "rank_offset": rank_offset}
             try:
@@ -267,7 +282,7 @@ class VllmEngine(RemoteEngine):
 
     async def start_update(self) -> None:
         """Opens the update."""
-        if not self._legacy:
+        if self._transfers and not self._legacy:
             await self._post("/start_weight_update")
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
@@ -283,7 +298,7 @@ class VllmEngine(RemoteEngine):
 
     async def finish_update(self, version: str | None = None) -> None:
         """Closes the update."""
-        if not self._legacy:
+        if self._transfers and not self._legacy:
             await self._post("/finish_weight_update", {"weight_version": version})
 
     async def pause(self) -> None:
@@ -299,10 +314,14 @@ class VllmEngine(RemoteEngine):
         """Forgets cached prefixes, those of running requests among them: they are computed again."""
         said = await self._post("/reset_prefix_cache?reset_running_requests=true", again=True)
         if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self.name} did not reset its prefix cache", "blocks are still in use; try again")
+            raise WindlassError(
+                f"{self.name} did not reset its prefix cache", "blocks are still in use; try again"
+            )
 
     async def close(self) -> None:
         """The workers close their receivers."""
+        if not self._transfers:
+            return
         if self._legacy:
             with contextlib.suppress(NoRoute):
                 await self._leave_group()
@@ -315,7 +334,7 @@ class SglangEngine(RemoteEngine):
     """An SGLang server, which joins the update group by itself. ``pause_mode`` is retract (default), in_place or abort.
     ``flush_timeout`` is how long its cache may take to become free."""
 
-    def __init__(self, url: str, *, flush_timeout: float = 30.0, **how: Any) -> None:
+    def __init__(self, url: str, *, flush_timeout: float = 10.0, **how: Any) -> None:
         super().__init__(url, **how)
         self._flush = flush_timeout
         #: Whether updates are framed by a session; found out at the first one.
@@ -325,10 +344,7 @@ class SglangEngine(RemoteEngine):
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
         """Every rank of the server joins the group."""
-        from windlass.sync_info import EmptyWeightSyncInfo
-
-        if isinstance(sync_info, EmptyWeightSyncInfo):
-            # Adapters: nothing to join.
+        if self._adapters_only(sync_info):
             return
         if not isinstance(sync_info, TorchDistributedWeightSyncInfo):
             raise WindlassUnsupported(
@@ -386,7 +402,9 @@ class SglangEngine(RemoteEngine):
         if version is not None:
             with contextlib.suppress(NoRoute):
                 await self._post(
-                    "/update_weight_version", {"new_version": version, "abort_all_requests": False}, again=True
+                    "/update_weight_version",
+                    {"new_version": version, "abort_all_requests": False},
+                    again=True,
                 )
 
     async def pause(self) -> None:
@@ -398,8 +416,20 @@ class SglangEngine(RemoteEngine):
         await self._post("/continue_generation", {}, again=True)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes; waits a while for running requests to end."""
-        await self._post(f"/flush_cache?timeout={self._flush:g}", again=True)
+        """Forgets cached prefixes; asks again for a while if requests are running.
+
+        The server's own way to wait is of no use here: it waits until there are no requests at all, and those that a
+        pause holds back are some.
+        """
+        until = time.monotonic() + self._flush
+        while True:
+            try:
+                await self._post("/flush_cache", again=True)
+                return
+            except WindlassInvalid:
+                if time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         """Every rank of the server leaves the group."""
@@ -466,7 +496,11 @@ class RemoteWeightLoader(WeightLoader):
         folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
         try:
             for file in self._model.iterdir():
-                if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in file.name:
+                if (
+                    file.is_file()
+                    and file.suffix in (".json", ".txt", ".model", ".jinja")
+                    and "index" not in file.name
+                ):
                     (folder / file.name).symlink_to(file.resolve())
             yield folder
         finally:
@@ -479,8 +513,8 @@ class RemoteWeightLoader(WeightLoader):
             return
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._server.call("POST", "/collective_rpc", body)
-        said = await self._server.call(
-            "POST", "/reset_prefix_cache?reset_running_requests=true", again=True
-        )
+        said = await self._server.call("POST", "/reset_prefix_cache?reset_running_requests=true", again=True)
         if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self._server.url} did not reset its prefix cache", "hold generation while loading")
+            raise WindlassError(
+                f"{self._server.url} did not reset its prefix cache", "hold generation while loading"
+            )

@@ -26,7 +26,9 @@ REQUEST = BroadcastWeightUpdateRequest(["w"], ["float32"], [[1]])
 class Noted(InferenceEngine):
     """Remembers what it was told, in one list for all; may fail or hang at a step."""
 
-    def __init__(self, name: str, notes: list[str], fails: str = "", hangs: str = "", slow: float = 0.0) -> None:
+    def __init__(
+        self, name: str, notes: list[str], fails: str = "", hangs: str = "", slow: float = 0.0
+    ) -> None:
         self.name, self.notes, self.fails, self.hangs, self.slow = name, notes, fails, hangs, slow
         self.requests: list[Any] = []
         self.offset = 0

@@ -136,17 +136,27 @@ def test_an_older_sglang_has_no_session_and_an_override_leaves_the_old_group_fir
 def test_adapters_are_loaded_by_the_servers_own_routes() -> None:
     with serving(VLLM) as vllm, serving(SGLANG) as sglang:
         client = InferenceEngineClient(
-            [VllmEngine(vllm.url, lora_name="actor"), SglangEngine(sglang.url, lora_name="actor")],
+            [
+                VllmEngine(
+                    vllm.url, strategy={"strategy": "lora", "lora_sync_path": "/mnt"}, lora_name="actor"
+                ),
+                SglangEngine(sglang.url, lora_name="actor"),
+            ],
             prefix_cache="keep",
         )
 
         async def run() -> None:
             await client.init_weight_transfer(EmptyWeightSyncInfo())
             for version in (1, 2):
+                await client.begin_sync()
                 await client.update_weights(LoraDiskWeightUpdateRequest(f"/mnt/actor-{version}"))
+                await client.finish_sync()
+            await client.aclose()
 
         asyncio.run(run())
-    loads = [body for path, body in vllm.asked if path == "/v1/load_lora_adapter"]
+    # No transfer backend is needed for adapters.
+    assert vllm.paths == ["/v1/load_lora_adapter"] * 2
+    loads = [body for _, body in vllm.asked]
     assert loads[-1] == {"lora_name": "actor", "lora_path": "/mnt/actor-2", "load_inplace": True}
     assert sglang.paths == ["/load_lora_adapter", "/unload_lora_adapter", "/load_lora_adapter"]
 
@@ -207,12 +217,16 @@ def test_one_dead_server_of_three_is_named() -> None:
 
 
 def test_a_cache_that_was_not_reset_is_an_error() -> None:
-    with serving({"POST /reset_prefix_cache": (200, {"success": False})}) as fake:
+    refused = {
+        "POST /reset_prefix_cache": (200, {"success": False}),
+        "POST /flush_cache": (400, "requests are running"),
+    }
+    with serving(refused) as fake:
         with pytest.raises(WindlassError, match="did not reset its prefix cache"):
             asyncio.run(VllmEngine(fake.url).reset_prefix_cache())
-    with serving({"POST /flush_cache": (400, "requests are running")}) as fake:
         with pytest.raises(WindlassInvalid, match="requests are running"):
-            asyncio.run(SglangEngine(fake.url, retries=0).reset_prefix_cache())
+            asyncio.run(SglangEngine(fake.url, retries=0, flush_timeout=0.2).reset_prefix_cache())
+        assert fake.paths.count("/flush_cache") > 1
 
 
 def test_what_a_server_cannot_do_is_refused_with_what_can() -> None:

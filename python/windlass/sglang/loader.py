@@ -26,9 +26,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,8 +99,7 @@ class SGLangWeightLoader(WeightLoader):
     """Loads weights into one SGLang engine: a server by its URL, or an ``sglang.Engine`` in this process.
 
     >>> loader = SGLangWeightLoader("http://127.0.0.1:30000", api_key="...")               # doctest: +SKIP
-    >>> loaded = await loader.load_image({"image": "/dev/shm/policy", "model_id": "policy",
-    ...                                   "incarnation": 1, "version": 7})                 # doctest: +SKIP
+    >>> loaded = await loader.load_image("/dev/shm/images/policy")                         # doctest: +SKIP
     >>> loaded.way, loaded.label                                                           # doctest: +SKIP
     ('custom', 'windlass:0000000000000001:7')
 
@@ -180,10 +180,15 @@ class SGLangWeightLoader(WeightLoader):
 
     # Whole versions.
 
-    async def load_image(self, order: Mapping[str, Any] | LoadOrder, *, way: str | None = None) -> Loaded:
-        """Loads the version that an order names from the image that it names, in place."""
+    async def load_image(
+        self, order: Mapping[str, Any] | LoadOrder | str | Path, *, way: str | None = None
+    ) -> Loaded:
+        """Loads the version that an order names from the image that it names, in place; or whatever version is in the
+        image of that directory."""
+        if isinstance(order, (str, Path)):
+            return await asyncio.to_thread(self._load_image, str(order), None, way or self._way)
         read = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
-        return await asyncio.to_thread(self._load_image, read, way or self._way)
+        return await asyncio.to_thread(self._load_image, read.image, read, way or self._way)
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Loads tensors by value. By itself this is a whole version: it is checked, the engine is paused, everything is
@@ -228,8 +233,16 @@ class SGLangWeightLoader(WeightLoader):
 
     # The way of a process group.
 
-    async def join_group(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> None:
-        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``."""
+    async def join_group(
+        self, info: TorchDistributedWeightSyncInfo, rank_offset: int, *, override: bool = False
+    ) -> None:
+        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``.
+
+        With ``override`` a group of that name is left first: an engine stays in one whose trainer is gone.
+        """
+        if override:
+            with contextlib.suppress(WindlassInvalid):
+                await self.leave_group(info.group_name)
         body = {
             "master_address": info.master_addr,
             "master_port": info.master_port,
@@ -268,59 +281,59 @@ class SGLangWeightLoader(WeightLoader):
 
     # The work, in a thread.
 
-    def _load_image(self, order: LoadOrder, way: str) -> Loaded:
+    def _load_image(self, image: str, order: LoadOrder | None, way: str) -> Loaded:
         _choice("way", way, "auto", "custom", "disk", "tensors")
-        until = time.monotonic() + order.timeout
+        timeout = self._timeout if order is None else order.timeout
+        until = time.monotonic() + timeout
         with self._gate.alone(until):
             facts = self._facts(until)
-            held = _windlass.open_image(order.image, order.timeout + SHORT, left(until))
+            held = _windlass.open_image(image, timeout + SHORT, left(until))
             try:
+                order = order or _order_of(image, held, timeout)
                 _check_identity(order, held)
                 chosen, fit, why = self._choose(facts, order, held, way)
+                self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
                 begun = time.monotonic()
                 loaded = self._by(chosen, facts, order, held, fit, until)
-            except BaseException:
-                held.finish()
-                raise
-            self._let_go(held, order)
+            finally:
+                # Whether it was taken back was asked before the engine went on.
+                with contextlib.suppress(WindlassError):
+                    held.finish()
             paused = time.monotonic() - begun
             return Loaded(chosen, order.label, paused * 1e3, loaded[0] * 1e3, fit.extras, loaded[1])
 
-    def _let_go(self, held: Held, order: LoadOrder) -> None:
+    def _still_held(self, held: Held, order: LoadOrder) -> None:
+        """What was read until now is one version; otherwise the engine must not go on."""
         try:
-            held.finish()
+            held.renew(SHORT)
         except WindlassError as e:
-            # The engine has gone on by now, possibly with parts of two versions: stop it again.
-            self._gate.dirty = True
-            self._gate.halt(time.monotonic() + SHORT)
             raise WindlassStale(
                 f"{self.name}: the image was taken back while {order.label} was loaded from it: {e}",
-                "the engine is paused: load again, with more time (timeout in the order)",
+                "load again, with more time (timeout in the order)",
             ) from e
 
     def _choose(self, facts: Facts, order: LoadOrder, held: Held, way: str) -> tuple[Way, Fit, str]:
         """Which way, what is loaded by it, and why that way. Everything is checked here."""
         served = self._served(facts)
         fit = served.check(_shapes(held), self._rules, what=order.label)
-        self._list_extras(fit.extras)
         stored = {row[0] for row in held.layout().tensors()}
         # The file cannot leave anything out, and has tied tensors under one name only.
         surplus = sorted(stored - set(fit.take)) + sorted(
             name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
         )
-        if way in ("custom", "auto") and PATH in facts.loaders and self._gate.pause != "wait":
+        able = facts.dp == 1 and self._gate.pause != "wait"
+        if way in ("custom", "tensors") and not able:
+            _check_replicas(self.name, facts)
+            raise WindlassInvalid(f"pause='wait' goes with way='disk' only, not {way!r}")
+        if way in ("custom", "auto") and PATH in facts.loaders and able:
             return "custom", fit, "the server has the loader"
         if way == "custom":
             raise WindlassUnsupported(
                 f"{self.name} was started without --custom-weight-loader {PATH}",
                 "start it with that flag, or use way='disk'",
             )
-        if way == "tensors" or (way == "auto" and surplus and self._gate.pause != "wait"):
-            if facts.dp > 1:
-                raise WindlassUnsupported(
-                    f"{self.name} has {facts.dp} data-parallel replicas: use way='disk'"
-                )
+        if way == "tensors" or (way == "auto" and surplus and able):
             return "tensors", fit, f"the file cannot leave out {surplus[0]}" if surplus else "asked for"
         if surplus:
             raise WindlassUnsupported(
@@ -342,8 +355,15 @@ class SGLangWeightLoader(WeightLoader):
             from windlass.receiver import _Tensors
 
             tensors = _Tensors(held)
-            self._by_value(facts, ((name, tensors[name]) for name in fit.take), order.label, until)
+
+            def each() -> Iterator[tuple[str, torch.Tensor]]:
+                for name in fit.take:
+                    yield name, tensors[name]
+                self._still_held(held, order)
+
+            self._by_value(facts, each(), order.label, until)
             return time.monotonic() - begin, []
+        # Workers hold the image themselves, and say if it was taken back.
         return self._by_order(facts, order, until)
 
     def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> None:
@@ -359,19 +379,19 @@ class SGLangWeightLoader(WeightLoader):
         with self._gate.stopped(until) as passage:
             passage.touched = True
             reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=left(until))
-            if reply.ok:
-                return
             if reply.message.startswith(_UNTOUCHED):
                 passage.touched = False
-            if "the cache was not flushed" in reply.message:
+            unflushed = "the cache was not flushed" in reply.message
+            if not reply.ok and not unflushed:
+                raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+            self._still_held(held, order)
+            if unflushed:
                 self._gate.flush(until)
-                return
-            raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
 
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
-            tempfile.TemporaryDirectory(prefix="windlass-reports-") as own,
+            _reports_beside(order.image) as own,
             self._gate.stopped(until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
@@ -438,6 +458,7 @@ class SGLangWeightLoader(WeightLoader):
     ) -> None:
         if self._gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
+        _check_replicas(self.name, facts)
         with self._gate.stopped(until) as passage, self._gate.open_for_weights(until):
             self._send(passage, facts, tensors)
             self._gate.finish(label, until)
@@ -508,6 +529,7 @@ class SGLangWeightLoader(WeightLoader):
 
     def _open(self, until: float) -> _Part:
         facts = self._facts(until)
+        _check_replicas(self.name, facts)
         part = _Part(facts, self._served(facts), Passage(until))
         self._gate.halt(until)
         try:
@@ -542,11 +564,48 @@ class SGLangWeightLoader(WeightLoader):
             )
 
 
+def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
+    """The order to load what an image holds."""
+    return LoadOrder(
+        image=image,
+        model_id=held.model_id,
+        incarnation=int(held.incarnation, 16),
+        version=held.version,
+        digest=held.digest or "",
+        timeout=timeout,
+    )
+
+
+@contextlib.contextmanager
+def _reports_beside(image: str) -> Iterator[str]:
+    """A directory for reports where the engine sees it: it has to see the image too."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".windlass-reports-", dir=Path(image).parent)
+    except OSError as e:
+        raise WindlassInvalid(
+            f"there is no room for reports beside {image}: {e.strerror}",
+            "the driver must be able to write where the image is; or use way='disk'",
+        ) from e
+    with made as path:
+        # An engine of another user reads the image by its group.
+        os.chmod(path, 0o770)
+        yield path
+
+
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     return {
         name: (_windlass.dtype_name(str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
+
+
+def _check_replicas(name: str, facts: Facts) -> None:
+    if facts.dp > 1:
+        # SGLang would answer with a failed assertion.
+        raise WindlassUnsupported(
+            f"{name} has {facts.dp} data-parallel replicas, which SGLang loads from disk only",
+            "use way='disk'",
+        )
 
 
 def _choice(name: str, value: object, *allowed: str) -> None:

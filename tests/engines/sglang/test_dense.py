@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,9 +23,18 @@ from safetensors.torch import load_file, save_file
 
 import servers
 import tiny
-from windlass.errors import WindlassError, WindlassInvalid, WindlassStale
-from windlass.sglang import SGLangWeightLoader
+from windlass.chunk import WeightChunk
+from windlass.errors import (
+    WindlassError,
+    WindlassInvalid,
+    WindlassPeerLost,
+    WindlassStale,
+    WindlassUnsupported,
+)
+from windlass.request import BroadcastWeightUpdateRequest
+from windlass.sglang import SGLangWeightLoader, colocated
 from windlass.sglang.custom import PATH
+from windlass.strategies.broadcast import BroadcastTransferStrategy
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -40,8 +50,9 @@ def server(checkpoint: Callable[[tiny.Kind], Path]) -> Iterator[servers.Sglang]:
 
 
 @pytest.fixture(scope="module")
-def policy(home: Path) -> Iterator[Policy]:
+def policy(server: servers.Sglang, home: Path) -> Iterator[Policy]:
     policy = Policy("qwen3", home)
+    load(server, policy.step())
     yield policy
     policy.close()
 
@@ -50,7 +61,7 @@ def loader(server: servers.Sglang, **options: Any) -> SGLangWeightLoader:
     return SGLangWeightLoader(server.url, **{"timeout": 120.0, **options})
 
 
-def load(server: servers.Sglang, order: dict[str, Any], **options: Any) -> Any:
+def load(server: servers.Sglang, order: dict[str, Any] | str, **options: Any) -> Any:
     return asyncio.run(loader(server, **options).load_image(order))
 
 
@@ -84,8 +95,11 @@ def test_versions_in_a_row_are_what_the_server_answers(
 def test_the_loader_of_the_workers_is_taken_when_the_server_has_it(
     server: servers.Sglang, policy: Policy
 ) -> None:
-    loaded = load(server, policy.step())
+    order = policy.step()
+    # By the directory alone: whatever version is there.
+    loaded = load(server, order["image"])
     assert loaded.way == "custom"
+    assert loaded.label == f"windlass:{order['incarnation']:016x}:{order['version']}"
     assert [report.rank for report in loaded.reports] == [0]
     assert loaded.reports[0].engine.startswith("sglang 0.")
     assert loaded.load_ms <= loaded.pause_ms
@@ -314,3 +328,127 @@ def test_a_session_left_open_by_somebody_is_taken_over(server: servers.Sglang, p
     assert right(server, policy)
     with pytest.raises(servers.HttpFailure, match="no weight-update session"):
         server.post("/end_weight_update", {})
+
+
+class _Announce:
+    """What a broadcast's sender needs of the engines: this one only."""
+
+    def __init__(self, loader: SGLangWeightLoader) -> None:
+        self._loader = loader
+
+    async def init_weight_transfer(self, sync_info: Any) -> None:
+        await self._loader.join_group(sync_info, rank_offset=1, override=True)
+
+    async def update_weights(self, request: Any) -> None:
+        await self._loader.receive_broadcast(request)
+
+
+def test_a_broadcast_over_gloo_is_received_by_the_server_itself(
+    server: servers.Sglang, policy: Policy
+) -> None:
+    policy.step()
+    mine = loader(server)
+    named = list(tensors_of(policy).items())
+    strategy = BroadcastTransferStrategy(
+        {
+            "engines": [{"tp": 1}],
+            "weight_sync_backend": "gloo",
+            "master_addr": "127.0.0.1",
+            "join_timeout": 60,
+        }
+    )
+
+    async def run() -> None:
+        info = strategy.create_sync_info()
+        client = _Announce(mine)
+        sender, _ = await asyncio.gather(
+            asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
+        )
+        with sender:
+            chunks = [WeightChunk.of(named[:7]), WeightChunk.of(named[7:])]
+            async with mine.update(weight_version="broadcast-1"):
+                await sender.send_chunks(chunks, client)
+            # What does not fit is refused before the server listens.
+            wrong = BroadcastWeightUpdateRequest(["model.norm.weight"], ["float32"], [[3]])
+            with pytest.raises(WindlassInvalid, match=r"shape \[3\]"):
+                async with mine.update(whole=False):
+                    await mine.receive_broadcast(wrong)
+            assert not mine.dirty
+        await mine.leave_group(info.group_name)
+
+    asyncio.run(run())
+    assert label_of(server) == "broadcast-1"
+    assert right(server, policy)
+    load(server, policy.order())
+
+
+def test_an_engine_sleeps_and_is_woken_with_new_weights(server: servers.Sglang, policy: Policy) -> None:
+    """As far as a CPU goes: there is nothing to release, but every call and its order is real."""
+    order = policy.step()
+    mine = loader(server)
+    told: list[str] = []
+
+    async def loads(it: SGLangWeightLoader) -> Any:
+        told.append("load")
+        return await it.load_image(order)
+
+    async def run() -> None:
+        with pytest.raises(WindlassUnsupported, match="enable-memory-saver"):
+            await colocated.sleep(mine)
+        with pytest.raises(WindlassInvalid, match="does not sleep"):
+            await colocated.wake(mine, loads)
+        await colocated.sleep(mine, strict=False)
+        assert mine.dirty
+        waiting = asyncio.create_task(asyncio.to_thread(server.generate, PROMPT, 8))
+        await colocated.wake(mine, loads, lambda: told.append("trainer released"))
+        assert await waiting == tiny.greedy(policy.model, PROMPT, 8)
+
+    asyncio.run(run())
+    assert told == ["load", "trainer released"]
+    assert not mine.dirty
+    assert right(server, policy)
+
+
+def test_the_snippet_of_the_guide_loads_what_was_published(
+    server: servers.Sglang, policy: Policy, home: Path
+) -> None:
+    guide = (servers.ROOT / "docs" / "sglang.md").read_text()
+    snippet = guide.split("## From Python")[1].split("```python")[1].split("```")[0]
+    policy.step()
+    changes = {
+        "http://127.0.0.1:30000": server.url,
+        "/dev/shm/images": str(home / "guide"),
+        "http://trainer:18100": str(policy.manager.endpoint),
+        "/run/trainer/token": str(policy.manager.token_file),
+    }
+    for old, new in changes.items():
+        assert old in snippet
+        snippet = snippet.replace(old, new)
+    said = run_snippet(snippet)
+    assert f":{policy.version} stood still for" in said
+    assert right(server, policy)
+
+
+def run_snippet(snippet: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(snippet, "docs/sglang.md", "exec"), {})
+    return out.getvalue()
+
+
+def test_a_server_that_was_killed_and_restarted_is_loaded_like_any_other(
+    server: servers.Sglang, policy: Policy
+) -> None:
+    """The last test of this module, because it takes a start."""
+    mine = loader(server)
+    asyncio.run(mine.load_image(policy.step()))
+    server.kill()
+    with pytest.raises(WindlassPeerLost, match=server.url):
+        asyncio.run(mine.load_image(policy.order()))
+    server.start()
+    server.wait_ready()
+    assert label_of(server) == "default"
+    assert not right(server, policy)
+    asyncio.run(mine.load_image(policy.order()))
+    assert label_of(server).endswith(f":{policy.version}")
+    assert right(server, policy)

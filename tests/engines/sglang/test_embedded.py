@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -31,7 +33,7 @@ class Embedded:
         drop = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
         env = {**{k: v for k, v in os.environ.items() if k not in drop}, **own}
         script = Path(__file__).with_name("embedded.py")
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._child = subprocess.Popen(
             [str(python), str(script), str(model)],
             env=env,
@@ -66,12 +68,8 @@ class Embedded:
         return self._next()
 
     def kill(self) -> None:
-        import signal
-
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._child.wait(30)
         self._log.close()
 
