@@ -159,6 +159,7 @@ class Proxy:
             request.send_response(answer.status)
             request.send_header("content-type", answer.getheader("content-type") or "application/json")
             request.send_header("content-length", str(len(data)))
+            request.send_header("connection", "close")
             request.end_headers()
             request.wfile.write(data)
 

@@ -100,7 +100,7 @@ class Requests:
     def _run(self) -> None:
         while not self._end.is_set():
             try:
-                assert len(self._server.generate((7, 8, 9), 200, timeout=PATIENCE)) == 200
+                assert len(self._server.generate((7, 8, 9), 64, timeout=PATIENCE)) == 64
                 self.done += 1
             except BaseException as e:
                 self.errors.append(e)
