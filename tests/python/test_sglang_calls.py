@@ -7,10 +7,8 @@ that runs there: older servers, refusals, and the exact order of calls that ``do
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
+import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from recorder import Recorder
 from windlass.errors import (
     WindlassCorrupt,
     WindlassDenied,
@@ -26,66 +25,10 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.sglang import SGLangWeightLoader, gate
+from windlass.sglang.engine import connect
 from windlass.sglang.gate import Gate
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-
-
-class Recorder:
-    """A server that says yes, unless it is told otherwise."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.info: dict[str, Any] = {"version": "0.5.23", "model_path": str(checkpoint), "tp_size": 2}
-        #: Answers by route, each used once, the last one for ever: (status, body), or None to hang up.
-        self.answers: dict[str, list[tuple[int, Any] | None]] = {}
-        self.calls: list[tuple[str, Any]] = []
-        self.keys: set[str | None] = set()
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _serve(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                route = self.path.removeprefix("/")
-                recorder.keys.add(self.headers.get("authorization"))
-                status, answer = 200, {"success": True, "message": "ok"}
-                if self.command == "GET":
-                    answer = recorder.info
-                else:
-                    recorder.calls.append((route, json.loads(body or b"{}")))
-                    told = recorder.answers.get(route)
-                    if told:
-                        given = told.pop(0) if len(told) > 1 else told[0]
-                        if given is None:
-                            self.connection.close()
-                            return
-                        status, answer = given
-                text = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = _serve
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    @property
-    def routes(self) -> list[str]:
-        return [route for route, _ in self.calls]
-
-    def body(self, route: str) -> Any:
-        return next(body for called, body in self.calls if called == route)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 @pytest.fixture
@@ -128,6 +71,7 @@ def test_the_calls_of_a_load_are_those_of_the_guide(
 
 
 def test_an_older_server_is_asked_for_a_session_once(recorder: Recorder) -> None:
+    recorder.old = True
     recorder.answers["begin_weight_update"] = [(404, {"detail": "Not Found"})]
     loader = load(recorder)
     asyncio.run(loader.load_weights(WEIGHTS))
@@ -163,13 +107,28 @@ def test_a_load_that_fails_leaves_the_server_paused_until_the_next_one(
     loader = SGLangWeightLoader(recorder.url, timeout=20.0)
     with pytest.raises(WindlassCorrupt if answer else WindlassPeerLost):
         asyncio.run(loader.load_weights(WEIGHTS))
-    # Not tried again by itself: it may have been done.
-    assert recorder.routes == ["pause_generation", *SESSION]
+    # Not tried again by itself: it may have been done. It is paused once more, in case it was not.
+    assert recorder.routes == ["pause_generation", *SESSION, "pause_generation"]
     assert loader.dirty
     recorder.calls.clear()
     asyncio.run(loader.load_weights(WEIGHTS))
     assert recorder.routes == ["pause_generation", *SESSION, "flush_cache", "continue_generation"]
     assert not loader.dirty
+
+
+def test_a_server_that_was_only_waited_for_is_paused_after_a_failure(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    gate = Gate(connect(recorder.url), "wait", "reset")
+    with pytest.raises(KeyError), gate.stopped(time.monotonic() + 20) as passage:
+        passage.touched = True
+        raise KeyError("torn")
+    assert gate.dirty
+    assert recorder.calls == [("pause_generation", {"mode": "retract"})]
+    with gate.stopped(time.monotonic() + 20):
+        pass
+    assert recorder.routes == ["pause_generation", "continue_generation"]
+    assert not gate.dirty
 
 
 def test_a_flush_that_answers_no_is_an_error(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
-use self::service::{ParsedAgent, ParsedGc, ParsedReceive};
+use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
 use crate::delta::make::Make;
@@ -65,16 +65,11 @@ enum ParsedCommand {
         #[arg(long, default_value_t = 20, value_name = "N")]
         top: usize,
     },
-    /// Compute the state digest of a safetensors file or a directory of shards
-    Verify {
-        /// The file or directory
-        path: PathBuf,
-        /// Fail unless the digest is this one
-        #[arg(long, value_name = "DIGEST")]
-        expect: Option<String>,
-        #[command(flatten)]
-        threads: Threads,
-    },
+    /// Compute the state digest of a safetensors file or a directory of shards, or compare an engine's live weights
+    ///
+    /// With --engine the live weights of a vLLM server with the plugin of Windlass are compared with an image, tensor by
+    /// tensor. The exit code is 0 only if every tensor was found whole and equal.
+    Verify(ParsedVerify),
     /// Measure a part of Windlass beside the machine's own limit
     #[command(subcommand)]
     Bench(ParsedBench),
@@ -332,6 +327,8 @@ pub enum Command {
     Inspect(inspect::Inspect),
     /// `verify`.
     Verify(verify::Verify),
+    /// `verify --engine`.
+    Prove(engines::prove::Prove),
     /// `bench codec`.
     BenchCodec(BenchConfig),
     /// `bench seal`.
@@ -399,12 +396,7 @@ impl ParsedCommand {
                 Command::Diff(diff::Diff { a, b, threads: threads.count(), top })
             }
             ParsedCommand::Inspect { path, top } => Command::Inspect(inspect::Inspect { path, top }),
-            ParsedCommand::Verify { path, expect, threads } => {
-                let expect = expect.map(|d| d.parse()).transpose();
-                let expect = expect
-                    .map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
-                Command::Verify(verify::Verify { path, expect, threads: threads.count() })
-            }
+            ParsedCommand::Verify(verify) => verify.check()?,
             ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
             ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
             ParsedCommand::Bench(ParsedBench::Seal(p)) => Command::BenchSeal(p.check(128 << 20)?),
@@ -531,6 +523,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Diff(diff) => diff.run(session)?,
         Command::Inspect(inspect) => inspect.run(session)?,
         Command::Verify(verify) => verify.run(session)?,
+        Command::Prove(prove) => return prove.run(session),
         Command::BenchSeal(config) => bench::seal::run(&config, session)?,
         Command::BenchOffload(config) => bench::offload::run(&config, session)?,
         Command::BenchLoad(config) => bench::load::run(&config, session)?,

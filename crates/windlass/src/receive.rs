@@ -23,6 +23,7 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
+use windlass_data::history::Limits;
 use windlass_data::image::{ImageError, ImageSpec, Known};
 use windlass_data::local::{self, LocalError};
 use windlass_data::receiver::{
@@ -93,6 +94,9 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
 const SILENCE: Duration = Duration::from_secs(1);
 
+/// The deltas that are kept beside the image for engines, which may be some versions behind it.
+const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
+
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
@@ -144,7 +148,7 @@ impl Receive {
             open_timeout: self.timeout,
             pull: PullConfig::default(),
             allow: None,
-            keep: None,
+            keep: self.engines.as_ref().map(|_| KEEP),
         }
     }
 

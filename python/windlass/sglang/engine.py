@@ -117,14 +117,18 @@ class _Server(Engine):
         self.name = client.name
 
     def facts(self, *, timeout: float) -> Facts:
-        return Facts.of(
-            self._client.get("/server_info", stage="look at the engine", timeout=timeout).object()
-        )
+        return Facts.of(self._look("server_info", timeout))
 
     def weight_version(self, *, timeout: float) -> str | None:
-        told = self._client.get("/model_info", stage="look at the weights", timeout=timeout).object()
-        label = told.get("weight_version")
+        label = self._look("model_info", timeout).get("weight_version")
         return None if label is None else str(label)
+
+    def _look(self, route: str, timeout: float) -> dict[str, Any]:
+        answer = self._client.get(f"/{route}", stage="look at the engine", timeout=timeout, accept=(404,))
+        if answer.status == 404:
+            # What it was called before.
+            answer = self._client.get(f"/get_{route}", stage="look at the engine", timeout=timeout)
+        return answer.object()
 
     def ask(
         self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float, idempotent: bool = False

@@ -59,6 +59,7 @@ class Gate:
         #: Memory that the engine gave up, by tag: it sleeps.
         self.released: list[str] = []
         self._sessions: bool | None = None
+        self._fenced = False
         self._busy = threading.Lock()
 
     @property
@@ -98,12 +99,16 @@ class Gate:
 
     def passed(self, passage: Passage) -> None:
         """A whole load is done: the engine goes on."""
-        self.go_on(passage.until)
-        self.dirty = False
+        if self._fenced:
+            self.must("continue_generation", {}, "continue", passage.until, idempotent=True)
+        else:
+            self.go_on(passage.until)
+        self.dirty = self._fenced = False
 
     def failed(self, passage: Passage, error: BaseException) -> None:
         """A load is not done: the engine goes on with what it had, or stays paused."""
-        self.dirty = self.dirty or passage.touched
+        if passage.touched:
+            self.fence()
         if self.dirty:
             log.error(
                 "%s stays paused: a load began and did not finish (%s); load a whole version again, or restart it",
@@ -115,6 +120,18 @@ class Gate:
             self.go_on(time.monotonic() + SHORT)
         except WindlassError as e:
             log.error("%s: nothing was written, but it does not go on: %s", self.name, e)
+
+    def fence(self) -> None:
+        """Has the engine stand still until a whole load is done, also where it was not paused for the last one."""
+        self.dirty = True
+        if self.released or self._fenced:
+            return
+        mode = "retract" if self.pause == "wait" else self.pause
+        try:
+            self.must("pause_generation", {"mode": mode}, "fence", time.monotonic() + SHORT, idempotent=True)
+            self._fenced = True
+        except WindlassError as e:
+            log.error("%s could not be paused after a load that did not finish: %s", self.name, e)
 
     def halt(self, until: float) -> None:
         """Pauses, unless loading takes the engine's own lock, or it sleeps already."""

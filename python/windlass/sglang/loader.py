@@ -26,9 +26,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -295,23 +296,21 @@ class SGLangWeightLoader(WeightLoader):
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
                 begun = time.monotonic()
                 loaded = self._by(chosen, facts, order, held, fit, until)
-            except BaseException:
-                held.finish()
-                raise
-            self._let_go(held, order)
+            finally:
+                # Whether it was taken back was asked before the engine went on.
+                with contextlib.suppress(WindlassError):
+                    held.finish()
             paused = time.monotonic() - begun
             return Loaded(chosen, order.label, paused * 1e3, loaded[0] * 1e3, fit.extras, loaded[1])
 
-    def _let_go(self, held: Held, order: LoadOrder) -> None:
+    def _still_held(self, held: Held, order: LoadOrder) -> None:
+        """What was read until now is one version; otherwise the engine must not go on."""
         try:
-            held.finish()
+            held.renew(SHORT)
         except WindlassError as e:
-            # The engine has gone on by now, possibly with parts of two versions: stop it again.
-            self._gate.dirty = True
-            self._gate.halt(time.monotonic() + SHORT)
             raise WindlassStale(
                 f"{self.name}: the image was taken back while {order.label} was loaded from it: {e}",
-                "the engine is paused: load again, with more time (timeout in the order)",
+                "load again, with more time (timeout in the order)",
             ) from e
 
     def _choose(self, facts: Facts, order: LoadOrder, held: Held, way: str) -> tuple[Way, Fit, str]:
@@ -324,20 +323,17 @@ class SGLangWeightLoader(WeightLoader):
             name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
         )
         able = facts.dp == 1 and self._gate.pause != "wait"
+        if way in ("custom", "tensors") and not able:
+            _check_replicas(self.name, facts)
+            raise WindlassInvalid(f"pause='wait' goes with way='disk' only, not {way!r}")
         if way in ("custom", "auto") and PATH in facts.loaders and able:
             return "custom", fit, "the server has the loader"
-        if way != "disk" and way != "auto":
-            _check_replicas(self.name, facts)
         if way == "custom":
             raise WindlassUnsupported(
                 f"{self.name} was started without --custom-weight-loader {PATH}",
                 "start it with that flag, or use way='disk'",
             )
         if way == "tensors" or (way == "auto" and surplus and able):
-            if facts.dp > 1:
-                raise WindlassUnsupported(
-                    f"{self.name} has {facts.dp} data-parallel replicas: use way='disk'"
-                )
             return "tensors", fit, f"the file cannot leave out {surplus[0]}" if surplus else "asked for"
         if surplus:
             raise WindlassUnsupported(
@@ -359,8 +355,15 @@ class SGLangWeightLoader(WeightLoader):
             from windlass.receiver import _Tensors
 
             tensors = _Tensors(held)
-            self._by_value(facts, ((name, tensors[name]) for name in fit.take), order.label, until)
+
+            def each() -> Iterator[tuple[str, torch.Tensor]]:
+                for name in fit.take:
+                    yield name, tensors[name]
+                self._still_held(held, order)
+
+            self._by_value(facts, each(), order.label, until)
             return time.monotonic() - begin, []
+        # Workers hold the image themselves, and say if it was taken back.
         return self._by_order(facts, order, until)
 
     def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> None:
@@ -376,19 +379,19 @@ class SGLangWeightLoader(WeightLoader):
         with self._gate.stopped(until) as passage:
             passage.touched = True
             reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=left(until))
-            if reply.ok:
-                return
             if reply.message.startswith(_UNTOUCHED):
                 passage.touched = False
-            if "the cache was not flushed" in reply.message:
+            unflushed = "the cache was not flushed" in reply.message
+            if not reply.ok and not unflushed:
+                raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+            self._still_held(held, order)
+            if unflushed:
                 self._gate.flush(until)
-                return
-            raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
 
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
-            tempfile.TemporaryDirectory(prefix="windlass-reports-") as own,
+            _reports_beside(order.image) as own,
             self._gate.stopped(until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
@@ -571,6 +574,22 @@ def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
         digest=held.digest or "",
         timeout=timeout,
     )
+
+
+@contextlib.contextmanager
+def _reports_beside(image: str) -> Iterator[str]:
+    """A directory for reports where the engine sees it: it has to see the image too."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".windlass-reports-", dir=Path(image).parent)
+    except OSError as e:
+        raise WindlassInvalid(
+            f"there is no room for reports beside {image}: {e.strerror}",
+            "the driver must be able to write where the image is; or use way='disk'",
+        ) from e
+    with made as path:
+        # An engine of another user reads the image by its group.
+        os.chmod(path, 0o770)
+        yield path
 
 
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

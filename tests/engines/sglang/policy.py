@@ -20,7 +20,7 @@ class Policy:
         self._extra = extra
         # What is not of a checkpoint is left out unless it is asked for.
         include = ["*"] if extra else []
-        self._manager = WeightManager(model_id="policy", region_dir=str(home / "region"), include=include)
+        self.manager = WeightManager(model_id="policy", region_dir=str(home / "region"), include=include)
         self._home = home
         self._receiver: Receiver | None = None
 
@@ -35,9 +35,9 @@ class Policy:
         source: Any = self.model
         if self._extra is not None:
             source = [*self.model.named_parameters(), *self._extra.items()]
-        self._manager.offload(source, version=self.version, rank=0, world_size=1)
+        self.manager.offload(source, version=self.version, rank=0, world_size=1)
         if self._receiver is None:
-            self._receiver = Receiver(self._home / "image", region=self._manager.region)
+            self._receiver = Receiver(self._home / "image", region=self.manager.region)
         self._receiver.wait(self.version, timeout=60)
         return self.order()
 
@@ -58,4 +58,4 @@ class Policy:
         """Ends publisher and receiver."""
         if self._receiver is not None:
             self._receiver.close()
-        self._manager.close()
+        self.manager.close()

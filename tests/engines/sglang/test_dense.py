@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -406,6 +407,33 @@ def test_an_engine_sleeps_and_is_woken_with_new_weights(server: servers.Sglang, 
     assert told == ["load", "trainer released"]
     assert not mine.dirty
     assert right(server, policy)
+
+
+def test_the_snippet_of_the_guide_loads_what_was_published(
+    server: servers.Sglang, policy: Policy, home: Path
+) -> None:
+    guide = (servers.ROOT / "docs" / "sglang.md").read_text()
+    snippet = guide.split("## From Python")[1].split("```python")[1].split("```")[0]
+    policy.step()
+    changes = {
+        "http://127.0.0.1:30000": server.url,
+        "/dev/shm/images": str(home / "guide"),
+        "http://trainer:18100": str(policy.manager.endpoint),
+        "/run/trainer/token": str(policy.manager.token_file),
+    }
+    for old, new in changes.items():
+        assert old in snippet
+        snippet = snippet.replace(old, new)
+    said = run_snippet(snippet)
+    assert f":{policy.version} stood still for" in said
+    assert right(server, policy)
+
+
+def run_snippet(snippet: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(snippet, "docs/sglang.md", "exec"), {})
+    return out.getvalue()
 
 
 def test_a_server_that_was_killed_and_restarted_is_loaded_like_any_other(

@@ -9,13 +9,15 @@ use windlass_core::address::{Host, Token};
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
 
-use super::{Threads, parse_count};
+use super::{Command, Threads, parse_count};
 use crate::agent::Agent;
+use crate::engines::prove::Prove;
 use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, PauseMode};
 use crate::error::Error;
 use crate::gc::Gc;
 use crate::receive::{Publisher, Receive};
 use crate::token;
+use crate::verify::Verify;
 
 /// Where regions and images are kept unless said otherwise.
 const SHM: &str = "/dev/shm";
@@ -286,6 +288,50 @@ impl ParsedReceive {
             with_parent: self.with_parent,
             engines,
         })
+    }
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ParsedVerify {
+    /// The file or directory
+    #[arg(required_unless_present = "engine", conflicts_with = "engine")]
+    path: Option<PathBuf>,
+    /// Fail unless the digest is this one
+    #[arg(long, value_name = "DIGEST", conflicts_with = "engine")]
+    expect: Option<String>,
+    /// An engine whose live weights are compared: vllm=http://HOST:PORT
+    #[arg(long, value_name = "KIND=URL", requires = "image")]
+    engine: Option<EngineSpec>,
+    /// The directory of the image that the engine was loaded from
+    #[arg(long, value_name = "DIR", requires = "engine")]
+    image: Option<PathBuf>,
+    /// The file with the token of our plugin in the engine; WINDLASS_TOKEN if not given
+    #[arg(long, value_name = "FILE", requires = "engine")]
+    engine_token_file: Option<PathBuf>,
+    /// How long the engine may take, in seconds
+    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engine")]
+    timeout: f64,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+impl ParsedVerify {
+    pub(super) fn check(self) -> Result<Command, Error> {
+        let threads = self.threads.count();
+        if let (Some(engine), Some(image)) = (self.engine, self.image) {
+            let token = TokenArgs { token_file: self.engine_token_file };
+            let token = match &token.token_file {
+                Some(file) => Some(token::read(file)?),
+                None => token.in_environment()?,
+            };
+            let timeout = Duration::from_secs_f64(self.timeout);
+            return Ok(Command::Prove(Prove { engine, image, token, timeout, threads }));
+        }
+        let expect = self.expect.map(|d| d.parse()).transpose();
+        let expect =
+            expect.map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
+        let path = self.path.ok_or_else(|| Error::Usage("give a file or a directory".into()))?;
+        Ok(Command::Verify(Verify { path, expect, threads }))
     }
 }
 

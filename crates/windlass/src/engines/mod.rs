@@ -13,6 +13,7 @@
 //! | [`transaction`] | one load, step by step, and what is done when a step fails |
 //! | [`guard`] | the process that runs it and outlives the receiver |
 //! | [`follow`](mod@follow) | one engine's thread |
+//! | [`prove`] | `windlass verify --engine` |
 //! | [`http`] | requests to an engine |
 //! | [`event`] | what is told |
 //!
@@ -37,6 +38,7 @@ pub mod guard;
 pub mod http;
 pub mod order;
 pub mod pause;
+pub mod prove;
 pub mod sglang;
 pub mod transaction;
 pub mod vllm;

@@ -375,10 +375,7 @@ fn plugin(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
             state.digest = Some(digest);
             let version = order["version"].as_u64().unwrap();
             state.label = format!("windlass:{:016x}:{version}", order["incarnation"].as_u64().unwrap());
-            (
-                200,
-                json!({ "workers": [worker(&order, 0), worker(&order, 1)], "pause_ms": 3.5, "ms": 2.5 }),
-            )
+            (200, json!({ "workers": [worker(&order, 0), worker(&order, 1)], "pause_ms": 3.5, "ms": 2.5 }))
         }
         _ => NOT_FOUND,
     }
