@@ -351,7 +351,7 @@ class SglangEngine(RemoteEngine):
                 f"an SGLang server joins process groups by itself, and {type(sync_info).__name__} is none",
                 "use the strategy broadcast, or `windlass receive --engine sglang=URL` beside the server for tcp",
             )
-        self._group = sync_info.group_name
+        self._group, self._open, self._session = sync_info.group_name, False, None
         if self._override:
             await self._leave_group()
         await self._post("/init_weights_update_group", self._group_body(sync_info, rank_offset))
@@ -359,7 +359,8 @@ class SglangEngine(RemoteEngine):
 
     async def start_update(self) -> None:
         """Opens the session, where the server has one."""
-        if self._session is False or self._group is None:
+        # One that a failed sync left open goes on.
+        if self._session is False or self._group is None or self._open:
             return
         try:
             await self._post("/begin_weight_update", {"selector": "all"})

@@ -133,6 +133,27 @@ def test_an_older_sglang_has_no_session_and_an_override_leaves_the_old_group_fir
     ]  # fmt: skip
 
 
+def test_a_session_that_a_failed_sync_left_open_is_used_by_the_next() -> None:
+    answers = iter([(500, {"message": "lost"}), OK])
+    with serving({**SGLANG, "POST /update_weights_from_distributed": lambda body: next(answers)}) as fake:
+        client = InferenceEngineClient([SglangEngine(fake.url)], prefix_cache="keep", pause=True)
+
+        async def run() -> None:
+            await client.init_weight_transfer(INFO)
+            await client.begin_sync()
+            with pytest.raises(EnginesFailed, match="lost"):
+                await client.update_weights(REQUEST)
+            assert "paused" in await client.abort_sync()
+            assert "/continue_generation" not in fake.paths
+            await client.begin_sync()
+            await client.update_weights(REQUEST)
+            await client.finish_sync()
+
+        asyncio.run(run())
+    assert fake.paths.count("/begin_weight_update") == fake.paths.count("/end_weight_update") == 1
+    assert fake.paths[-1] == "/continue_generation"
+
+
 def test_adapters_are_loaded_by_the_servers_own_routes() -> None:
     with serving(VLLM) as vllm, serving(SGLANG) as sglang:
         client = InferenceEngineClient(
