@@ -163,7 +163,7 @@ impl Follower {
         if self.away {
             // Whatever it was, it may be another process now.
             (self.away, self.prepared, self.tries) = (false, false, Tries::default());
-            (self.told, self.announced) = (None, None);
+            self.told = None;
         }
         match self.left_behind(&found) {
             Ok(Some(dirty)) => found.fenced |= dirty,
