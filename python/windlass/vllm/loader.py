@@ -70,7 +70,7 @@ class VLLMWeightLoader(WeightLoader):
         """Loads a version from an image into every worker, and returns their reports. An image that this process holds
         may be given itself."""
         if isinstance(order, Image):
-            given = _order_of(order)
+            given = LoadOrder.of(order)
         else:
             given = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
         self._agreed(await self._call("windlass_check", given.to_dict()))
@@ -126,17 +126,3 @@ class VLLMWeightLoader(WeightLoader):
             if report.get("error") is not None:
                 raise Failure.from_dict(report["error"]).error()
         return [Report.from_dict(report) for report in told]
-
-
-def _order_of(image: Image) -> LoadOrder:
-    """The order for an image that is held: its directory is the one above that of the slot's file."""
-    for folder in image.path.parents:
-        if (folder / "state.json").is_file():
-            return LoadOrder(
-                image=str(folder),
-                model_id=folder.name,
-                incarnation=int(image.incarnation, 16),
-                version=image.version,
-                digest=image.digest or "",
-            )
-    raise WindlassInvalid(f"{str(image.path)!r} lies in no image of a receiver")
