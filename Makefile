@@ -104,8 +104,9 @@ wheel: $(READY) ## a wheel for release, in target/wheels
 pytest: develop ## the Python tests and doc tests (ARGS="-k name")
 	$(PY) -m pytest $(ARGS)
 
-engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name")
-	$(PY) -m pytest tests/engines $(ARGS)
+engines: develop engine-venvs ## the tests with real vLLM and SGLang servers, two at a time (ARGS="-k name")
+	$(PY) -m pytest tests/engines -n 2 --dist loadfile $(ARGS)
+	.venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)

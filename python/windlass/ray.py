@@ -99,7 +99,7 @@ def _lost(error: BaseException, who: str) -> WindlassError:
     from ray.exceptions import GetTimeoutError
 
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, (GetTimeoutError, TimeoutError)):
+    if isinstance(error, (GetTimeoutError, TimeoutError, asyncio.TimeoutError)):
         return WindlassTimeout(f"{who} did not answer in time", "see its log; it may still be at it")
     if _is_dead(error):
         return WindlassPeerLost(f"{who} died: {first}", "start it again, and make new sync info for all")

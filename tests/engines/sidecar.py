@@ -34,7 +34,9 @@ class Sidecar:
 
         command = [sys.executable, "-m", "windlass", "receive", "--json", *options]
         environment = {**os.environ, "PYTHONPATH": str(servers.PACKAGE), **env}
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.events: list[dict[str, Any]] = []
         self._seen = 0
         self._changed = threading.Condition()
@@ -157,6 +159,7 @@ class Proxy:
             request.send_response(answer.status)
             request.send_header("content-type", answer.getheader("content-type") or "application/json")
             request.send_header("content-length", str(len(data)))
+            request.send_header("connection", "close")
             request.end_headers()
             request.wfile.write(data)
 
@@ -176,6 +179,8 @@ class Trainer:
         self.version = 0
         home.mkdir(exist_ok=True)
         self.manager = WeightManager(model_id="policy", region_dir=str(home))
+        #: The same for every life.
+        self.region = home / "windlass-policy"
 
     def publish(self, *, all_of_it: bool = False, extra: Mapping[str, Any] = {}) -> int:
         """A training step and its version."""

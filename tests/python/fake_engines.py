@@ -31,7 +31,7 @@ class Fake:
                 size = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(size)) if size else None
                 fake.asked.append((path, body))
-                fake.headers.append(dict(self.headers))
+                fake.headers.append({name.lower(): value for name, value in self.headers.items()})
                 fake.queries.append(query)
                 answer = fake.routes.get(f"{self.command} {path}", (404, {"detail": "Not Found"}))
                 if callable(answer):

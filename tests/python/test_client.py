@@ -166,11 +166,15 @@ def test_without_a_pause_the_cache_is_reset_again_at_the_end() -> None:
 def test_a_reset_that_is_refused_at_the_end_is_an_error_and_keep_never_asks() -> None:
     async def sync(client: InferenceEngineClient) -> None:
         await client.begin_sync()
+        await client.update_weights(REQUEST)
         await client.finish_sync()
 
     notes: list[str] = []
+    client = InferenceEngineClient([Noted("e", notes, fails="reset")], pause=True)
     with pytest.raises(EnginesFailed, match="reset_prefix_cache: e: cannot reset"):
-        asyncio.run(sync(InferenceEngineClient([Noted("e", notes, fails="reset")], pause=True)))
+        asyncio.run(sync(client))
+    # It stays paused: what it would answer now could come from the old weights.
+    assert "prefixes of the old ones, and are paused" in asyncio.run(client.abort_sync())
     assert "e resume" not in notes
     notes.clear()
     asyncio.run(sync(InferenceEngineClient([Noted("e", notes, fails="reset")], prefix_cache="keep")))
@@ -197,7 +201,7 @@ def test_engines_that_were_written_to_stay_paused_until_a_sync_succeeds() -> Non
             await client.update_weights(REQUEST)
         return await client.abort_sync()
 
-    assert "weights of two versions and are paused" in asyncio.run(failing())
+    assert "weights of two versions, or prefixes of the old ones, and are paused" in asyncio.run(failing())
     assert "e resume" not in notes
     engine.fails = ""
 

@@ -170,7 +170,7 @@ pub enum Error {
     },
     /// An engine that cannot be loaded.
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Engine(Box<EngineError>),
     /// Engines that were not loaded.
     #[error(
         "{} of {total} engines did not load version {version}: {}",
@@ -204,6 +204,12 @@ impl From<Stopped> for Error {
             Stopped::Cancelled => Error::Cancelled,
             Stopped::Deadline => Error::Deadline,
         }
+    }
+}
+
+impl From<EngineError> for Error {
+    fn from(e: EngineError) -> Error {
+        Error::Engine(Box::new(e))
     }
 }
 

@@ -111,9 +111,11 @@ class Served:
         >>> served = Served({"w": ("float32", (2,))})
         >>> served.check({"w": ("float32", (2,)), "value_head": ("float32", (1,))}, Rules(), what="version 1").extras
         ['value_head']
-        >>> served.check({"w": ("float32", (3,))}, Rules(), what="version 1")
-        Traceback (most recent call last):
-        windlass.errors.WindlassInvalid: version 1 does not fit the checkpoint: w has shape [3], the engine serves [2]
+        >>> try:
+        ...     served.check({"w": ("float32", (3,))}, Rules(), what="version 1")
+        ... except WindlassInvalid as e:
+        ...     (e.name, str(e))
+        ('shape_changed', 'version 1 does not fit the checkpoint: w has shape [3], the engine serves [2]')
         """
         extras = [name for name in offered if name not in self.tensors]
         if extras and rules.extras == "error":

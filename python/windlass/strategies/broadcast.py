@@ -213,7 +213,13 @@ class BroadcastTransferSender(WeightTransferSender):
             await asyncio.sleep(0)
         sent = loop.run_in_executor(self._thread, self._broadcast, group, chunk)
         both: set[asyncio.Future[Any]] = {announced, sent}
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            group.abandon("the sync was cancelled")
+            announced.cancel()
+            sent.add_done_callback(_ignored)
+            raise
         if announced.done() and announced.exception() is not None:
             # The broadcast ends at its own deadline; what it still sends is for nobody.
             group.abandon(f"engines refused: {announced.exception()}")

@@ -24,6 +24,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +157,9 @@ class _Reserved:
     def __init__(
         self, config: WeightManagerConfig, endpoint: str, token: str, kept: Callable[[], None]
     ) -> None:
-        self.config, self.endpoint, self.token, self.release = config, endpoint, token, kept
+        self.config, self.endpoint, self.token = config, endpoint, token
+        #: Gives up the port and removes the token; at the latest when nobody has this any more.
+        self.release = weakref.finalize(self, kept)
 
     @classmethod
     def make(cls, config: WeightManagerConfig, *, local: bool) -> _Reserved:

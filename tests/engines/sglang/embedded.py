@@ -27,7 +27,7 @@ def main(model: str) -> None:
         dtype="float32",
         disable_overlap_schedule=True,
         attention_backend="torch_native",
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.4,
         max_total_tokens=4096,
         custom_weight_loader=[PATH],
         log_level="warning",

@@ -84,8 +84,7 @@ impl Baseline {
             engine: engine.to_owned(),
             image: known.identity.to_string(),
             tensor: tensor.to_owned(),
-            how,
-            against: self.source.clone(),
+            how: format!("{how} ({})", self.source),
         };
         if image.layout_hash() == self.manifest.layout_hash() {
             return Ok(Vec::new());
@@ -153,7 +152,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use windlass_core::dtype::Dtype;
-    use windlass_core::identity::{Identity, Incarnation, ModelId, StateDigest};
+    use windlass_core::identity::{Identity, Incarnation, ModelId};
     use windlass_core::manifest::TensorSpec;
 
     use super::*;
@@ -168,7 +167,7 @@ mod tests {
     fn known() -> Known {
         let model_id = ModelId::new("m").unwrap();
         let identity = Identity { model_id, incarnation: Incarnation(1), version: 2 };
-        Known { identity, digest: StateDigest::default() }
+        Known { identity, digest: "0".repeat(32).parse().unwrap() }
     }
 
     #[test]

@@ -134,9 +134,7 @@ pub enum EngineError {
         kind: Kind,
     },
     /// The image does not hold what the engine needs.
-    #[error(
-        "{engine} was not touched and goes on with its old weights: tensor {tensor:?} of {image} {how} ({against})"
-    )]
+    #[error("{engine} was not touched and goes on with its old weights: tensor {tensor:?} of {image} {how}")]
     Layout {
         /// Which.
         engine: String,
@@ -144,10 +142,8 @@ pub enum EngineError {
         image: String,
         /// The first tensor that does not fit.
         tensor: String,
-        /// How it does not.
+        /// How it does not, and compared with what.
         how: String,
-        /// What it was compared with.
-        against: String,
     },
     /// The image holds tensors that the engine does not have, and these were to be errors.
     #[error("{engine} was not touched: {image} has tensors that it does not take: {names}")]
@@ -271,12 +267,16 @@ impl EngineError {
             | EngineError::Worker { stage, .. } => *stage,
             EngineError::Guard { stage, .. } => stage.unwrap_or(Stage::Load),
             EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Stage::Ask,
-            EngineError::Layout { .. } | EngineError::Extras { .. } | EngineError::File(_) => Stage::Check,
+            EngineError::Layout { .. }
+            | EngineError::Extras { .. }
+            | EngineError::File(_)
+            | EngineError::Image(_)
+            | EngineError::Region(_)
+            | EngineError::Io { .. } => Stage::Check,
             EngineError::Cache { .. } => Stage::Cache,
             EngineError::Lease { .. } => Stage::Paused,
             EngineError::Version { .. } => Stage::Resume,
             EngineError::Process { .. } | EngineError::Declined { .. } => Stage::Load,
-            EngineError::Image(_) | EngineError::Region(_) | EngineError::Io { .. } => Stage::Check,
         }
     }
 

@@ -96,6 +96,8 @@ pub(super) struct Follower {
     told: Option<Failure>,
     told_extras: Option<Vec<String>>,
     away: bool,
+    /// The version that was told last.
+    announced: Option<Label>,
 }
 
 impl Follower {
@@ -125,6 +127,7 @@ impl Follower {
             told: None,
             told_extras: None,
             away: false,
+            announced: None,
         }
     }
 
@@ -179,7 +182,13 @@ impl Follower {
         }
         let wanted = self.shared.state().wanted;
         let Some(wanted) = wanted else { return Next::After(POLL) };
-        if live.is_some_and(|live| live >= wanted) {
+        if let Some(live) = live.filter(|live| *live >= wanted) {
+            if self.announced.replace(live) != Some(live) {
+                // Loaded by an earlier receiver, its guard, or a load whose end was not heard of.
+                let (engine, how) = (self.name.clone(), "found".into());
+                let (pause_ms, load_ms, retried) = (None, 0.0, None);
+                self.tell(&EngineEvent::Loaded { engine, label: live, how, pause_ms, load_ms, retried });
+            }
             self.shared.update(|s| (s.status.error, s.error_kind, s.given_up) = (None, None, None));
             return Next::After(POLL);
         }
@@ -352,6 +361,7 @@ impl Follower {
                     (s.status.error, s.status.condition) = (None, Condition::Serving);
                 });
                 self.list(done.extras);
+                self.announced = Some(label);
                 self.tell(&EngineEvent::Loaded {
                     engine: self.name.clone(),
                     label,
@@ -366,14 +376,13 @@ impl Follower {
             Outcome::Kept(e) if e.kind() == Kind::Stale && e.stage() == Stage::Check => {
                 Next::After(Stop::GLANCE)
             }
-            Outcome::Kept(e) => self.failed(Some(label), &e, false),
             Outcome::Fenced(e) => self.failed(Some(label), &e, true),
             Outcome::Lost(e @ EngineError::Guard { kind: Kind::PeerLost, .. }) => {
                 let next = self.failed(Some(label), &e, false);
                 self.away = true;
                 next
             }
-            Outcome::Lost(e) => self.failed(Some(label), &e, false),
+            Outcome::Kept(e) | Outcome::Lost(e) => self.failed(Some(label), &e, false),
         }
     }
 

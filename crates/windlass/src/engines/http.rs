@@ -1,7 +1,8 @@
 //! Requests to an engine's own HTTP server.
 //!
 //! Owns: [`Http`], which adds the engine's address and key to a request and turns what comes back into a value or an
-//! error that names engine, stage, route, status and body. Must not: know what the routes mean, or retry.
+//! error that names engine, stage, route, status and body. Must not: know what the routes mean, or repeat
+//! what may have been done.
 
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use windlass_core::address::Token;
+use windlass_core::error::Kind;
 use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
@@ -49,7 +51,7 @@ impl Http {
         Http { key, ..self.clone() }
     }
 
-    /// Asks for something.
+    /// Asks for something; once more if the connection was gone, which a server may have closed meanwhile.
     pub fn get<T: DeserializeOwned>(
         &self,
         stage: Stage,
@@ -57,7 +59,12 @@ impl Http {
         timeout: Duration,
         stop: &Stop,
     ) -> Result<T, EngineError> {
-        let bytes = self.call(stage, path, None::<&()>, timeout, stop)?;
+        let bytes = match self.call(stage, path, None::<&()>, timeout, stop) {
+            Err(EngineError::Lost { kind: Kind::PeerLost, .. }) => {
+                self.call(stage, path, None::<&()>, timeout, stop)
+            }
+            other => other,
+        }?;
         self.parse(stage, path, &bytes)
     }
 

@@ -189,6 +189,9 @@ pub struct Done {
     pub retried: Option<String>,
 }
 
+/// Takes a map lease on the image until a [`Stop`], and says what is to be loaded from it.
+pub type Take<'a> = dyn Fn(&Stop) -> Result<(ImageView, Order), EngineError> + 'a;
+
 /// What a load needs to know.
 #[derive(Clone, Copy)]
 pub struct Load<'a> {
@@ -199,7 +202,7 @@ pub struct Load<'a> {
     /// Its journal.
     pub journal: &'a Journal,
     /// Takes a map lease on the image, and says what is to be loaded from it.
-    pub take: &'a dyn Fn(&Stop) -> Result<(ImageView, Order), EngineError>,
+    pub take: &'a Take<'a>,
     /// Whether the engine has to be prepared.
     pub prepare: bool,
     /// Whether it was left dirty.

@@ -44,6 +44,7 @@ pub enum Fault {
 }
 
 #[derive(Debug, Default)]
+#[allow(clippy::struct_excessive_bools)]
 pub struct State {
     pub calls: Vec<String>,
     pub orders: Vec<Value>,
@@ -60,7 +61,6 @@ pub struct State {
     faults: HashMap<String, Fault>,
     life: u64,
     kind: Option<Kind>,
-    fenced: bool,
 }
 
 type Shared = Arc<(Mutex<State>, Condvar)>;
@@ -360,7 +360,7 @@ fn plugin(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
             200,
             json!({
                 "engine": "fake", "engine_version": "1", "incarnation": format!("{:016x}", state.life),
-                "paused": state.paused, "fenced": state.fenced, "weight_version": state.label, "workers": [],
+                "paused": state.paused, "fenced": false, "weight_version": state.label, "workers": [],
                 "transaction": null,
             }),
         ),
