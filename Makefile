@@ -112,7 +112,7 @@ lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)
 	$(PY) -m ruff check $(PYCODE)
 	$(PY) -m mypy
-	MYPYPATH=python PYTHONPATH=python $(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubtest.txt windlass
+	MYPYPATH=python PYTHONPATH=python $(PY) -m mypy.stubtest --mypy-config-file pyproject.toml windlass._windlass
 	$(PY) scripts/stubs.py --check
 
 fmt-py: $(READY) ## format all Python code
