@@ -73,7 +73,7 @@ def world(request: pytest.FixtureRequest, checkpoint: Callable[[tiny.Kind], Path
     elif kind == "vllm-native":
         server = servers.Vllm(model, plain=True, options=BACKEND)
     else:
-        server = servers.Vllm(model, dev=False, env={"WINDLASS_TOKEN": TOKEN})
+        server = servers.Vllm(model, dev=False, plugins="windlass", env={"WINDLASS_TOKEN": TOKEN})
     home = Path(tempfile.mkdtemp(prefix="windlass-sidecar-", dir="/dev/shm"))
     with server:
         proxy = Proxy(server)

@@ -79,8 +79,8 @@ impl Prove {
         let plugin = Plugin::new(Http::new(name.clone(), &self.engine.url(), self.token.clone()));
         if plugin.status(&stop)?.is_none() {
             return Err(unsupported(
-                "its workers can be asked only through the endpoint plugin of Windlass: start it with the package \
-                 installed and a token in WINDLASS_TOKEN or WINDLASS_TOKEN_FILE",
+                "its workers can be asked only through the endpoint plugin of Windlass: start it with \
+                 VLLM_PLUGINS=windlass and a token in WINDLASS_TOKEN or WINDLASS_TOKEN_FILE",
             )
             .into());
         }

@@ -38,7 +38,8 @@ use super::transaction::{ANSWER, Plain, Written};
 
 /// What a server must be started with for its own routes.
 const FLAGS: &str = "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\":\"windlass\"}', \
-                     or with the endpoint plugin of Windlass and a token in WINDLASS_TOKEN or WINDLASS_TOKEN_FILE";
+                     or with the endpoint plugin of Windlass: VLLM_PLUGINS=windlass and a token in WINDLASS_TOKEN or \
+                     WINDLASS_TOKEN_FILE";
 
 /// How often a cache is told to be cleared, and how long is waited in between: blocks may still be on their way out.
 const CLEARS: u32 = 5;
