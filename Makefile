@@ -44,7 +44,7 @@ soak: ## 1,000 syncs over a bad network between killed processes, and a tensor o
 	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
 
 bench: ## measure every part beside the limits of this machine
-	for part in codec digest seal offload tcp sync fanout; do \
+	for part in codec digest seal offload load tcp sync fanout; do \
 	    $(CARGO) run --release --locked -p windlass -- bench $$part || exit; done
 
 lint: layers ## formatting, clippy, layers, documentation, and the same for Python; warnings are errors
@@ -104,14 +104,15 @@ wheel: $(READY) ## a wheel for release, in target/wheels
 pytest: develop ## the Python tests and doc tests (ARGS="-k name")
 	$(PY) -m pytest $(ARGS)
 
-engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name")
-	$(PY) -m pytest tests/engines $(ARGS)
+engines: develop engine-venvs ## the tests with real vLLM and SGLang servers, two at a time (ARGS="-k name")
+	$(PY) -m pytest tests/engines -n 2 --dist loadfile $(ARGS)
+	.venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)
 	$(PY) -m ruff check $(PYCODE)
 	$(PY) -m mypy
-	MYPYPATH=python PYTHONPATH=python $(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubtest.txt windlass
+	MYPYPATH=python PYTHONPATH=python $(PY) -m mypy.stubtest --mypy-config-file pyproject.toml windlass._windlass
 	$(PY) scripts/stubs.py --check
 
 fmt-py: $(READY) ## format all Python code

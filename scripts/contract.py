@@ -7,7 +7,7 @@ A row is `| C12 | what | `test_name`, `module::test_name` |`, or `not yet` in th
 partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. A name stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
-- a Python test: what pytest collects from tests/python/test_*.py, once however many parameters it has;
+- a Python test: what pytest collects from test_*.py below tests/python and tests/engines, once however many parameters it has;
 - a Python doc test, by the dotted name of what it documents: `windlass.strategy.choose`.
 
 What may not run with the others proves nothing and does not count: a test under `#[ignore]`, one marked `skip`,
@@ -106,7 +106,8 @@ def tests_of(path: pathlib.Path, source: str) -> list[str]:
     """The tests in a file, by where it is."""
     if path.suffix == ".rs":
         return rust_tests(source)
-    if path.is_relative_to("tests/python") and path.name.startswith("test_"):
+    below = path.is_relative_to("tests/python") or path.is_relative_to("tests/engines")
+    if below and path.name.startswith("test_"):
         return python_tests(source)
     if path.is_relative_to("python/windlass"):
         parts = path.relative_to("python").with_suffix("").parts
@@ -267,6 +268,7 @@ def self_test() -> None:
     for where, found in {
         "tests/python/test_x.py": ["test_a"],
         "tests/python/x_ranks.py": [],
+        "tests/engines/x/test_x.py": ["test_a"],
         "scripts/test_x.py": [],
         "python/windlass/x/__init__.py": ["windlass.x.test_a"],
         "crates/x/src/lib.rs": [],

@@ -74,6 +74,7 @@ from windlass.sync_info import (
 )
 
 if TYPE_CHECKING:
+    from windlass.client import EnginesFailed, InferenceEngine, InferenceEngineClient
     from windlass.extract import (
         DeepSpeedWeightExtractor,
         FSDPWeightExtractor,
@@ -83,39 +84,54 @@ if TYPE_CHECKING:
     )
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
+    from windlass.remote import RemoteWeightLoader
+    from windlass.strategies.broadcast import BroadcastTransferStrategy
+    from windlass.strategies.ipc import CudaIpcTransferStrategy
+    from windlass.strategies.lora import LoraTransferStrategy
+    from windlass.strategies.packed import PackedCudaIpcTransferStrategy
+    from windlass.strategies.tcp import TcpTransferStrategy
 
 __all__ = [
     "AgentWeightSyncInfo",
+    "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
+    "CudaIpcTransferStrategy",
     "CudaIpcWeightUpdateRequest",
     "DeepSpeedWeightExtractor",
     "DtypeRules",
     "EmptyWeightSyncInfo",
     "EmptyWeightSyncInitInfo",
     "EngineShape",
+    "EnginesFailed",
     "FSDPWeightExtractor",
     "Follower",
     "Identity",
     "Image",
     "InferenceClient",
+    "InferenceEngine",
+    "InferenceEngineClient",
     "IpcHandle",
     "Loaded",
     "LoraDiskWeightUpdateRequest",
     "LoraState",
+    "LoraTransferStrategy",
     "MegatronWeightExtractor",
     "ModuleWeightExtractor",
     "Offloaded",
+    "PackedCudaIpcTransferStrategy",
     "PackedCudaIpcWeightUpdateRequest",
     "PackedTensor",
     "PullWeightUpdateRequest",
     "Receiver",
     "ReceiverAgentConfig",
     "ReceiverInfo",
+    "RemoteWeightLoader",
     "Selection",
     "SenderAgentConfig",
     "SourceMap",
     "StoreWeightSyncInfo",
     "StoreWeightUpdateRequest",
+    "TcpTransferStrategy",
     "TorchDistributedWeightSyncInfo",
     "TorchDistributedWeightSyncInitInfo",
     "TransferEngineConfig",
@@ -162,14 +178,23 @@ __all__ = [
     "world_size",
 ]
 
-#: What needs torch, and where it is: imported when it is first asked for.
+#: What needs torch or is not needed by everybody, and where it is: imported when it is first asked for.
 _LAZY = {
+    "BroadcastTransferStrategy": "windlass.strategies.broadcast",
+    "CudaIpcTransferStrategy": "windlass.strategies.ipc",
     "DeepSpeedWeightExtractor": "windlass.extract",
+    "EnginesFailed": "windlass.client",
     "FSDPWeightExtractor": "windlass.extract",
+    "InferenceEngine": "windlass.client",
+    "InferenceEngineClient": "windlass.client",
     "LoraState": "windlass.lora",
+    "LoraTransferStrategy": "windlass.strategies.lora",
     "MegatronWeightExtractor": "windlass.extract",
     "ModuleWeightExtractor": "windlass.extract",
     "Offloaded": "windlass.manager",
+    "PackedCudaIpcTransferStrategy": "windlass.strategies.packed",
+    "RemoteWeightLoader": "windlass.remote",
+    "TcpTransferStrategy": "windlass.strategies.tcp",
     "WeightExtractor": "windlass.extract",
     "WeightManager": "windlass.manager",
     "WeightSource": "windlass.manager",

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "LoadPlan", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -134,6 +134,44 @@ class Layout:
         """
 
 @final
+class LoadPlan:
+    """
+    The copies that bring an image of one layout into the parameters of an engine, checked. Everything is counted in
+    elements, as torch counts them.
+
+    Addresses are those of the targets, in their order, and must stay theirs during a call; what is wrong with a plan
+    or its memory is found before the first byte is written. A load that was called off, by its timeout or by Ctrl-C,
+    leaves a mixture: load again, whole.
+    """
+    def __new__(cls, /, layout: Layout, targets: SupportsGetItem[int, tuple[str, SupportsIndex, str]], copies: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex], SupportsGetItem[int, SupportsIndex]]]) -> LoadPlan:
+        """
+        `targets` are (name, elements, dtype); `copies` are (source, its offset, index of the target, its offset, sizes,
+        strides in the source, strides in the target).
+        """
+    def coverage(self, /) -> dict[str, dict[str, tuple[int, int]]]:
+        """
+        Under "targets" and "sources", for each name: (elements that are copied, all of them). Sources are all tensors
+        of the layout.
+        """
+    def dense(self, /, held: Held, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex = 1, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Copies all of `held`, or of the tensors in `only`, to the targets: (bytes, copies).
+        """
+    def digest(self, /, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex = 1, timeout: SupportsFloat | SupportsIndex = 600.0) -> str:
+        """
+        The sums of what the targets hold, box by box, as JSON; see `combine_digests`.
+        """
+    def sampled_difference(self, /, held: Held, addresses: SupportsGetItem[int, SupportsIndex], count: SupportsIndex, seed: SupportsIndex, timeout: SupportsFloat | SupportsIndex = 600.0) -> list[str]:
+        """
+        Compares about `count` elements of the targets with `held` and names the tensors that differ.
+        """
+    def sparse(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex = 1, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int]:
+        """
+        Copies what changed of `held`, or of the tensors in `only`, since the version that the targets hold:
+        (elements,). Stale, with the reason, and nothing written, if the deltas from there were not kept.
+        """
+
+@final
 class Memory:
     """
     Memory of Windlass that Python may look at: an address, a length, and a hold on it. The memory is mapped for as
@@ -250,10 +288,10 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
         """
         Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-        below `image_dir`.
+        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`.
         """
     def close(self, /) -> None:
         """
@@ -327,6 +365,12 @@ def check_model_id(text: str) -> None:
 def choose(facts: str, overrides: str) -> str:
     """
     Decides on strategy, link and codec: JSON text of the facts and of the overrides in, of the choice out.
+    """
+
+def combine_digests(layout: Layout, digests: SupportsGetItem[int, str]) -> str:
+    """
+    Puts the digests of all workers of an engine together, as JSON: the state digest if they hold everything, the sum of
+    every tensor that they hold, the tensors on which they disagree, and those of which not all is held.
     """
 
 def dtype_bits(spelling: str) -> int:

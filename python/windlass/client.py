@@ -134,7 +134,7 @@ class InferenceEngineClient:
         self._pause = pause
         self._empty = empty_cache
         self._resetting: asyncio.Task[None] | None = None
-        #: Set between the first write and a finished update.
+        #: Set between the first write and the end of a sync, cache included.
         self.dirty = False
 
     @property
@@ -178,7 +178,6 @@ class InferenceEngineClient:
     async def finish_sync(self, version: str | None = None) -> None:
         """After the last request: the update is finished, the cache's reset awaited, and generation goes on."""
         await self._all("finish_update", lambda engine: engine.finish_update(version))
-        self.dirty = False
         resetting, self._resetting = self._resetting, None
         if resetting is not None:
             try:
@@ -190,6 +189,7 @@ class InferenceEngineClient:
                 clean = False
             if not clean:
                 await self.reset_prefix_cache()
+        self.dirty = False
         if self._empty:
             await self._all("empty_cache", lambda engine: engine.empty_cache())
         if self._pause:
@@ -207,7 +207,10 @@ class InferenceEngineClient:
                 resetting.exception()
         if self.dirty:
             state = "paused" if self._pause else "serving"
-            return f"engines may hold weights of two versions and are {state}; sync again before using them"
+            return (
+                "engines may hold weights of two versions, or prefixes of the old ones, and are "
+                f"{state}; sync again before using them"
+            )
         if self._pause:
             try:
                 await self.resume()
@@ -238,12 +241,11 @@ class InferenceEngineClient:
             return await call(engine)
 
         tasks = {
-            asyncio.ensure_future(one(engine)): name for engine, name in zip(self.engines, self._names, strict=True)
+            asyncio.ensure_future(one(engine)): name
+            for engine, name in zip(self.engines, self._names, strict=True)
         }
         try:
-            _, pending = await asyncio.wait(
-                tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION
-            )
+            _, pending = await asyncio.wait(tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
             if pending and any(task.done() and task.exception() for task in tasks if not task.cancelled()):
                 _, pending = await asyncio.wait(pending, timeout=min(GRACE_S, self._timeout))
             elif pending:

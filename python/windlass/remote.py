@@ -2,7 +2,7 @@
 
 Owns: :class:`VllmEngine` and :class:`SglangEngine`, the adapters of :class:`windlass.client.InferenceEngineClient` for
 the two servers' own interfaces, and :class:`RemoteWeightLoader`, a loader for weights that this host has received and
-the server reads from a directory. Uses ``http.client`` in threads: no further package. Must not: import an engine.
+the server reads from a directory. Must not: import an engine.
 
 Calls, by dialect
 -----------------
@@ -30,30 +30,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import json
-import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 from windlass.client import InferenceEngine
-from windlass.errors import (
-    WindlassDenied,
-    WindlassError,
-    WindlassInvalid,
-    WindlassPeerLost,
-    WindlassTimeout,
-    WindlassUnsupported,
-)
+from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
+from windlass.http import Answer, HttpClient
 from windlass.request import BroadcastWeightUpdateRequest, LoraDiskWeightUpdateRequest
-from windlass.strategy import WeightLoader, each_tensor
-from windlass.sync_info import EngineShape, TorchDistributedWeightSyncInfo
+from windlass.strategy import WeightLoader, each_tensor, strategy_from_config
+from windlass.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
 
 if TYPE_CHECKING:
     from windlass.receiver import Image
@@ -61,125 +51,10 @@ if TYPE_CHECKING:
     from windlass.strategy import NamedTensors
     from windlass.sync_info import WeightSyncInfo
 
-__all__ = ["HttpServer", "RemoteEngine", "RemoteWeightLoader", "SglangEngine", "VllmEngine", "remote_engine"]
+__all__ = ["RemoteEngine", "RemoteWeightLoader", "SglangEngine", "VllmEngine", "remote_engine"]
 
-log = logging.getLogger("windlass")
-
-#: The most that is read of an answer.
-MAX_ANSWER = 16 << 20
-#: What a server says when it may work a moment later.
-BUSY = (502, 503, 504)
-
-
-class NoRoute(WindlassUnsupported):
-    """The server has no such route."""
-
-
-class HttpServer:
-    """One server. ``token`` goes into the Authorization header; ``retries`` is how often a call is repeated that may
-    be."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 600.0,
-        retries: int = 3,
-    ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WindlassInvalid(f"{url!r} is not the address of a server: expected http://host:port")
-        if parts.username or parts.password:
-            raise WindlassInvalid("the address of a server has a password in it", "give it as token")
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        self._parts = parts
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._timeout, self._retries = timeout, retries
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout: float | None = None,
-        again: bool = False,
-    ) -> Any:
-        """Asks the server. ``again`` says that asking twice does no harm."""
-        return await asyncio.to_thread(self.ask, method, path, body, timeout=timeout, again=again)
-
-    def ask(
-        self, method: str, path: str, body: Any = None, *, timeout: float | None = None, again: bool = False
-    ) -> Any:
-        """:meth:`call`, blocking."""
-        until = time.monotonic() + (self._timeout if timeout is None else timeout)
-        nap = 0.1
-        for turn in range(self._retries + 1 if again else 1):
-            if turn:
-                time.sleep(min(nap, max(0.0, until - time.monotonic())))
-                nap *= 2
-            last = turn == self._retries or not again
-            try:
-                status, text = self._once(method, path, body, until)
-            except WindlassPeerLost as e:
-                if last or time.monotonic() >= until:
-                    raise
-                log.info("asking again: %s", e)
-                continue
-            if status in BUSY and not last and time.monotonic() < until:
-                continue
-            return self._judged(method, path, status, text)
-        raise AssertionError("a loop of at least one turn")
-
-    def _once(self, method: str, path: str, body: Any, until: float) -> tuple[int, bytes]:
-        left = until - time.monotonic()
-        where = f"{method} {self.url}{path.partition('?')[0]}"
-        if left <= 0:
-            raise WindlassTimeout(f"{where}: no answer in time")
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=left)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read(MAX_ANSWER)
-        except TimeoutError as e:
-            raise WindlassTimeout(
-                f"{where}: no answer within {left:.3g} s", "see the server's log; it may still be at it"
-            ) from e
-        except (OSError, http.client.HTTPException) as e:
-            raise WindlassPeerLost(f"{where}: {type(e).__name__}: {e}", "see whether the server runs") from e
-        finally:
-            connection.close()
-
-    def _judged(self, method: str, path: str, status: int, data: bytes) -> Any:
-        text = data.decode(errors="replace")
-        try:
-            value: Any = json.loads(text)
-        except ValueError:
-            value = text
-        if status < 300:
-            return value
-        where = f"{method} {self.url}{path.partition('?')[0]}: status {status}: {_reason(value)}"
-        if status in (401, 403):
-            raise WindlassDenied(where, "give the server's key as token")
-        if status in (404, 405):
-            raise NoRoute(where, "the server is older or newer, or was started without the flag for this route")
-        if status in (400, 409, 422):
-            raise WindlassInvalid(where)
-        raise WindlassError(where, "see the server's log")
-
-
-def _reason(value: Any) -> str:
-    """What an error of either server says."""
-    for key in ("message", "error", "detail"):
-        if isinstance(value, Mapping) and value.get(key):
-            return _reason(value[key])
-    return str(value).strip()[:500] or "no reason given"
+#: What a server says that has no such route.
+NO_ROUTE = (404, 405)
 
 
 class RemoteEngine(InferenceEngine):
@@ -195,12 +70,12 @@ class RemoteEngine(InferenceEngine):
         token: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = 600.0,
-        retries: int = 3,
+        attempts: int = 3,
         pause_mode: str | None = None,
         lora_name: str = "policy",
         override_existing_update_group: bool = False,
     ) -> None:
-        self.server = HttpServer(url, token=token, headers=headers, timeout=timeout, retries=retries)
+        self.server = HttpClient(url, token=token, headers=headers, timeout=timeout, attempts=attempts)
         self.name = self.server.url
         self.shape = shape or EngineShape()
         self._strategy = dict(strategy or {})
@@ -209,8 +84,28 @@ class RemoteEngine(InferenceEngine):
         self._override = override_existing_update_group
         self._group: str | None = None
 
-    async def _post(self, path: str, body: Any = None, *, again: bool = False) -> Any:
-        return await self.server.call("POST", path, body, again=again)
+    async def _post(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        stage: str,
+        again: bool = False,
+        accept: Collection[int] = (),
+        query: Mapping[str, object] | None = None,
+    ) -> Answer:
+        """Asks the server. ``again`` says that asking twice does no harm."""
+        return await asyncio.to_thread(
+            self.server.post, path, body, stage=stage, idempotent=again, accept=accept, query=query
+        )
+
+    def _adapters_only(self, sync_info: WeightSyncInfo) -> bool:
+        """Whether only adapters will come, by files: then there is nothing to join."""
+        if not isinstance(sync_info, EmptyWeightSyncInfo):
+            return False
+        if not self._strategy:
+            return True
+        return strategy_from_config(self._strategy).get_request_type() is LoraDiskWeightUpdateRequest
 
     def _group_body(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> dict[str, Any]:
         return {
@@ -225,9 +120,11 @@ class RemoteEngine(InferenceEngine):
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(WindlassInvalid):
-                # It answers so when it knows no such group, which is what was wanted.
-                await self._post("/destroy_weights_update_group", {"group_name": group}, again=True)
+            # It answers 400 when it knows no such group, which is what was wanted.
+            body, fine = {"group_name": group}, (400, *NO_ROUTE)
+            await self._post(
+                "/destroy_weights_update_group", body, stage="leave the group", again=True, accept=fine
+            )
 
 
 class VllmEngine(RemoteEngine):
@@ -243,18 +140,23 @@ class VllmEngine(RemoteEngine):
             raise WindlassInvalid(f"dialect is {dialect!r}: expected 'auto', 'native' or 'legacy'")
         self._dialect = dialect
         self._legacy = dialect == "legacy"
+        #: Whether there are updates to start and finish; adapters need neither a transfer backend nor dev mode.
+        self._transfers = True
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
-        """Every worker of the server makes a receiver."""
+        """Every worker of the server makes a receiver; for adapters there is nothing to make."""
+        self._transfers = not self._adapters_only(sync_info)
+        if not self._transfers:
+            return
         if self._dialect != "legacy":
             info = {"sync_info": sync_info.to_dict(), "strategy": self._strategy, "rank_offset": rank_offset}
-            try:
-                await self._post("/init_weight_transfer_engine", {"init_info": info})
+            accept = NO_ROUTE if self._dialect == "auto" else ()
+            said = await self._post(
+                "/init_weight_transfer_engine", {"init_info": info}, stage="join", accept=accept
+            )
+            if said.status not in NO_ROUTE:
                 self._legacy = False
                 return
-            except NoRoute:
-                if self._dialect == "native":
-                    raise
         self._legacy = True
         if not isinstance(sync_info, TorchDistributedWeightSyncInfo):
             raise WindlassUnsupported(
@@ -262,60 +164,60 @@ class VllmEngine(RemoteEngine):
                 "use the strategy broadcast, or a newer vLLM",
             )
         body = self._group_body(sync_info, rank_offset) | {"override_existing": self._override}
-        await self._post("/init_weight_update_communicator", body)
+        await self._post("/init_weight_update_communicator", body, stage="join")
         self._group = sync_info.group_name
 
     async def start_update(self) -> None:
         """Opens the update."""
-        if not self._legacy:
-            await self._post("/start_weight_update")
+        if self._transfers and not self._legacy:
+            await self._post("/start_weight_update", stage="start")
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         """One request; a legacy server gets its dictionaries one after the other."""
         if isinstance(request, LoraDiskWeightUpdateRequest) and not self._legacy:
             path = {"lora_name": self._lora_name, "lora_path": request.lora_disk_path, "load_inplace": True}
-            await self._post("/v1/load_lora_adapter", path)
+            await self._post("/v1/load_lora_adapter", path, stage="load an adapter")
         elif self._legacy:
             for body in request.to_legacy_dicts():
-                await self._post("/update_weights", body)
+                await self._post("/update_weights", body, stage="update")
         else:
-            await self._post("/update_weights", {"update_info": {"request": request.to_dict()}})
+            info = {"update_info": {"request": request.to_dict()}}
+            await self._post("/update_weights", info, stage="update")
 
     async def finish_update(self, version: str | None = None) -> None:
         """Closes the update."""
-        if not self._legacy:
-            await self._post("/finish_weight_update", {"weight_version": version})
+        if self._transfers and not self._legacy:
+            await self._post("/finish_weight_update", {"weight_version": version}, stage="finish")
 
     async def pause(self) -> None:
         """Holds generation."""
-        mode = self._pause_mode or "keep"
-        await self._post(f"/pause?mode={mode}", again=True)
+        mode = {"mode": self._pause_mode or "keep"}
+        await self._post("/pause", stage="pause", again=True, query=mode)
 
     async def resume(self) -> None:
         """Lets generation go on."""
-        await self._post("/resume", again=True)
+        await self._post("/resume", stage="resume", again=True)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, those of running requests among them: they are computed again."""
-        said = await self._post("/reset_prefix_cache?reset_running_requests=true", again=True)
-        if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self.name} did not reset its prefix cache", "blocks are still in use; try again")
+        said = await self._post("/reset_prefix_cache", stage="reset the cache", again=True, query=RUNNING)
+        _was_reset(said)
 
     async def close(self) -> None:
         """The workers close their receivers."""
-        if self._legacy:
-            with contextlib.suppress(NoRoute):
-                await self._leave_group()
+        if not self._transfers:
             return
-        with contextlib.suppress(NoRoute):
-            await self._post("/shutdown_weight_transfer_engine", again=True)
+        if self._legacy:
+            await self._leave_group()
+            return
+        await self._post("/shutdown_weight_transfer_engine", stage="leave", again=True, accept=NO_ROUTE)
 
 
 class SglangEngine(RemoteEngine):
     """An SGLang server, which joins the update group by itself. ``pause_mode`` is retract (default), in_place or abort.
     ``flush_timeout`` is how long its cache may take to become free."""
 
-    def __init__(self, url: str, *, flush_timeout: float = 30.0, **how: Any) -> None:
+    def __init__(self, url: str, *, flush_timeout: float = 10.0, **how: Any) -> None:
         super().__init__(url, **how)
         self._flush = flush_timeout
         #: Whether updates are framed by a session; found out at the first one.
@@ -325,32 +227,28 @@ class SglangEngine(RemoteEngine):
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
         """Every rank of the server joins the group."""
-        from windlass.sync_info import EmptyWeightSyncInfo
-
-        if isinstance(sync_info, EmptyWeightSyncInfo):
-            # Adapters: nothing to join.
+        if self._adapters_only(sync_info):
             return
         if not isinstance(sync_info, TorchDistributedWeightSyncInfo):
             raise WindlassUnsupported(
                 f"an SGLang server joins process groups by itself, and {type(sync_info).__name__} is none",
                 "use the strategy broadcast, or `windlass receive --engine sglang=URL` beside the server for tcp",
             )
-        self._group = sync_info.group_name
+        self._group, self._open, self._session = sync_info.group_name, False, None
         if self._override:
             await self._leave_group()
-        await self._post("/init_weights_update_group", self._group_body(sync_info, rank_offset))
+        body = self._group_body(sync_info, rank_offset)
+        await self._post("/init_weights_update_group", body, stage="join")
         self._group = sync_info.group_name
 
     async def start_update(self) -> None:
         """Opens the session, where the server has one."""
-        if self._session is False or self._group is None:
+        # One that a failed sync left open goes on.
+        if self._session is False or self._group is None or self._open:
             return
-        try:
-            await self._post("/begin_weight_update", {"selector": "all"})
-        except NoRoute:
-            self._session = False
-        else:
-            self._session = self._open = True
+        body = {"selector": "all"}
+        said = await self._post("/begin_weight_update", body, stage="start", accept=NO_ROUTE)
+        self._session = self._open = said.status not in NO_ROUTE
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         """One request."""
@@ -365,7 +263,7 @@ class SglangEngine(RemoteEngine):
                 # Once, when all of them are there.
                 "flush_cache": False,
             }
-            await self._post("/update_weights_from_distributed", body)
+            await self._post("/update_weights_from_distributed", body, stage="update")
         else:
             raise WindlassUnsupported(
                 f"an SGLang server takes no {type(request).__name__} over HTTP",
@@ -374,32 +272,46 @@ class SglangEngine(RemoteEngine):
 
     async def _load_lora(self, path: str) -> None:
         if self._adapters:
-            await self._post("/unload_lora_adapter", {"lora_name": self._lora_name})
-        await self._post("/load_lora_adapter", {"lora_name": self._lora_name, "lora_path": path})
+            await self._post(
+                "/unload_lora_adapter", {"lora_name": self._lora_name}, stage="unload the adapter"
+            )
+        body = {"lora_name": self._lora_name, "lora_path": path}
+        await self._post("/load_lora_adapter", body, stage="load an adapter")
         self._adapters = True
 
     async def finish_update(self, version: str | None = None) -> None:
         """Closes the session, and names the weights."""
         if self._open:
-            await self._post("/end_weight_update", {})
+            await self._post("/end_weight_update", {}, stage="finish")
             self._open = False
         if version is not None:
-            with contextlib.suppress(NoRoute):
-                await self._post(
-                    "/update_weight_version", {"new_version": version, "abort_all_requests": False}, again=True
-                )
+            body = {"new_version": version, "abort_all_requests": False}
+            await self._post(
+                "/update_weight_version", body, stage="name the version", again=True, accept=NO_ROUTE
+            )
 
     async def pause(self) -> None:
         """Holds generation."""
-        await self._post("/pause_generation", {"mode": self._pause_mode or "retract"}, again=True)
+        mode = {"mode": self._pause_mode or "retract"}
+        await self._post("/pause_generation", mode, stage="pause", again=True)
 
     async def resume(self) -> None:
         """Lets generation go on."""
-        await self._post("/continue_generation", {}, again=True)
+        await self._post("/continue_generation", {}, stage="resume", again=True)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes; waits a while for running requests to end."""
-        await self._post(f"/flush_cache?timeout={self._flush:g}", again=True)
+        """Forgets cached prefixes; asks again for a while if requests are running.
+
+        The server's own way to wait is of no use here: it waits until there are no requests at all, and those that a
+        pause holds back are some.
+        """
+        until = time.monotonic() + self._flush
+        while True:
+            accept = (400,) if time.monotonic() < until else ()
+            said = await self._post("/flush_cache", stage="reset the cache", again=True, accept=accept)
+            if said.status != 400:
+                return
+            await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         """Every rank of the server leaves the group."""
@@ -439,7 +351,7 @@ class RemoteWeightLoader(WeightLoader):
         if kind not in ("vllm", "sglang"):
             raise WindlassInvalid(f"there is no loader for {kind!r}: expected 'vllm' or 'sglang'")
         self._kind, self._model = kind, Path(model)
-        self._server = HttpServer(url, token=token, timeout=timeout)
+        self._server = HttpClient(url, token=token, timeout=timeout)
         self._scratch = Path(scratch)
 
     async def load_image(self, image: Image) -> None:
@@ -466,21 +378,37 @@ class RemoteWeightLoader(WeightLoader):
         folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
         try:
             for file in self._model.iterdir():
-                if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in file.name:
+                if (
+                    file.is_file()
+                    and file.suffix in (".json", ".txt", ".model", ".jinja")
+                    and "index" not in file.name
+                ):
                     (folder / file.name).symlink_to(file.resolve())
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _load(self, folder: Path, version: str | None) -> None:
+        post = self._server.post
         if self._kind == "sglang":
-            body = {"model_path": str(folder), "flush_cache": True, "weight_version": version}
-            await self._server.call("POST", "/update_weights_from_disk", body)
+            body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True, "weight_version": version}
+            await asyncio.to_thread(post, "/update_weights_from_disk", body, stage="load")
             return
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._server.call("POST", "/collective_rpc", body)
-        said = await self._server.call(
-            "POST", "/reset_prefix_cache?reset_running_requests=true", again=True
+        await asyncio.to_thread(post, "/collective_rpc", body, stage="load")
+        said = await asyncio.to_thread(
+            post, "/reset_prefix_cache", stage="reset the cache", idempotent=True, query=RUNNING
         )
-        if isinstance(said, Mapping) and said.get("success") is False:
-            raise WindlassError(f"{self._server.url} did not reset its prefix cache", "hold generation while loading")
+        _was_reset(said)
+
+
+#: Also those of running requests, which are computed again.
+RUNNING = {"reset_running_requests": True}
+
+
+def _was_reset(said: Answer) -> None:
+    """vLLM answers 200 also when it did nothing."""
+    if said.body and said.object().get("success") is False:
+        raise WindlassError(
+            f"{said.what}: it did not reset its prefix cache", "blocks are still in use; try again"
+        )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tiny
+
+# A directory of tests has the name of the package too, but no code of its own.
+_vllm = importlib.util.find_spec("vllm")
+#: What runs in engines only, and what runs in vLLM's own environment.
+collect_ignore = ["plugin", "stubs", *([] if _vllm and _vllm.origin else ["vllm/inside"])]
 
 
 @pytest.fixture(scope="session")

@@ -261,7 +261,7 @@ class Sglang(Server):
             dtype,
             "--disable-overlap-schedule",
         ]
-        command += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.1"]
+        command += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.4"]
         command += ["--max-total-tokens", "4096", "--sleep-on-idle", *options]
         if tp > 1:
             command += ["--tp", str(tp)]

@@ -213,7 +213,14 @@ def every_dtype() -> Any:
         return serve(conf, 0, EngineShape())
     tensors: dict[str, torch.Tensor] = {
         str(dtype): torch.arange(24).view(4, 6).to(dtype)
-        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn)
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int8,
+            torch.bool,
+            torch.float8_e4m3fn,
+        )
     }
     tensors["scalar"] = torch.tensor(3.5)
     tensors["empty"] = torch.empty(0, 4)
@@ -389,7 +396,10 @@ def announced_first() -> Any:
         sender, _ = await asyncio.gather(
             asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
         )
-        chunks = [WeightChunk.of([("a", torch.ones(3)), ("b", torch.ones(2))]), WeightChunk.of([("c", torch.ones(1))])]
+        chunks = [
+            WeightChunk.of([("a", torch.ones(3)), ("b", torch.ones(2))]),
+            WeightChunk.of([("c", torch.ones(1))]),
+        ]
         await sender.send_chunks(chunks, client)
         await client.aclose()
         sender.close()
@@ -490,3 +500,34 @@ def join_twice() -> Any:
     second.broadcast(tensor, 20, "w")
     second.close()
     return {"refused": refused, "first_closed": first.closed, "received": tensor.item()}
+
+
+def legacy_broadcast() -> Any:
+    """The trainer announces by the older dictionaries, one for each parameter."""
+    from windlass.chunk import WeightChunk
+
+    conf = config([{}])
+    if rank("legacy") == 1:
+        return serve(conf, 0, EngineShape())
+    sent: list[Any] = []
+
+    class Older(Posted):
+        async def update_weights(self, request: Any) -> None:
+            for plain in request.to_legacy_dicts():
+                sent.append(plain)
+                await self._tell("update", plain)
+
+    async def train() -> Any:
+        client = InferenceEngineClient([Older(1)], timeout=WAIT_S)
+        strategy = strategy_from_config(conf)
+        info = strategy.create_sync_info()
+        sender, _ = await asyncio.gather(
+            asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
+        )
+        tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+        await sender.send_chunks([WeightChunk.of(tensors.items())], client)
+        await client.aclose()
+        sender.close()
+        return {"sent": sent, "digests": digests(tensors)}
+
+    return asyncio.run(train())

@@ -57,7 +57,9 @@ def sync(kind: str, trainers: int, versions: int) -> Any:
 
     async def train() -> Any:
         client = (
-            InferenceEngineClient([Noted(trainers)], timeout=60.0, prefix_cache="keep") if rank() == 0 else None
+            InferenceEngineClient([Noted(trainers)], timeout=60.0, prefix_cache="keep")
+            if rank() == 0
+            else None
         )
         extractor = ModuleWeightExtractor(group_by_module=True, threshold_gb=600 / (1 << 30))
         manager = WeightSyncManager(strategy_from_config(conf), extractor, client, timeout=60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -15,8 +16,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windlass import Receiver, WeightManager
-from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassNotFound, WindlassUnsupported
+from recorder import Recorder
+from windlass import Receiver, WeightManager, _windlass
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassInvalid,
+    WindlassNotFound,
+    WindlassStale,
+    WindlassUnsupported,
+)
 from windlass.load.order import Report
 from windlass.sglang import SGLangLora, SGLangWeightLoader, custom, payload
 from windlass.sglang.links import link_model
@@ -337,6 +345,41 @@ def test_a_load_that_breaks_says_dirty_and_the_next_one_heals(world: World) -> N
     assert healed.state == "clean"
     assert healed.error is None
     assert world.holds(world.weights)
+
+
+class Taken:
+    """A held image that was taken back in the middle of a load."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)
+
+    def renew(self, seconds: float) -> None:
+        raise WindlassStale("it was taken back")
+
+
+@pytest.mark.parametrize("way", ["disk", "tensors"])
+def test_an_image_taken_back_during_a_load_leaves_the_server_fenced(
+    way: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = {**world.publish(), "reports": None}
+    recorder = Recorder(world.checkpoint)
+    try:
+        loader = SGLangWeightLoader(recorder.url, way=way, bucket_bytes=8)  # type: ignore[arg-type]
+        real = _windlass.open_image
+        with monkeypatch.context() as patch:
+            patch.setattr(_windlass, "open_image", lambda *how: Taken(real(*how)))
+            with pytest.raises(WindlassStale, match="taken back while"):
+                asyncio.run(loader.load_image(order))
+        assert loader.dirty
+        assert "continue_generation" not in recorder.routes
+        assert asyncio.run(loader.load_image(order)).way == way
+        assert recorder.routes[-1] == "continue_generation"
+        assert not loader.dirty
+    finally:
+        recorder.close()
 
 
 @pytest.mark.parametrize(

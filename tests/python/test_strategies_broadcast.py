@@ -99,9 +99,7 @@ def test_an_engine_that_fails_in_the_middle_is_an_error_within_the_deadline(
 
 @pytest.mark.parametrize("fail_at", [0, 2])
 def test_training_ranks_meet_once_per_chunk_and_fail_together(fail_at: int) -> None:
-    zero, one, engine = run_ranks(
-        3, "broadcast_ranks:trainer_ranks", [fail_at], timeout=100, group=False
-    )
+    zero, one, engine = run_ranks(3, "broadcast_ranks:trainer_ranks", [fail_at], timeout=100, group=False)
     if fail_at:
         assert "the engine said no" in zero["error"][1]
         assert one["error"][0] == "WindlassPeerLost"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,10 @@ def test_facts_that_were_gathered_come_before_what_is_assumed(caplog: pytest.Log
     ("document", "words"),
     [
         ({"generator.weight_sync_backnd": "nccl"}, "did you mean 'generator.weight_sync_backend'"),
-        ({"generator": {"weight_transfer_threshold_cuda_ipc_gb": 1}}, "weight_transfer_threshold_cuda_ipc_GB"),
+        (
+            {"generator": {"weight_transfer_threshold_cuda_ipc_gb": 1}},
+            "weight_transfer_threshold_cuda_ipc_GB",
+        ),
         ({"trainer": {"placement": {"colocate_al": True}}}, "did you mean 'trainer.placement.colocate_all'"),
         ({"trainer": {"policy": {"model": {"lora": {"rnk": 1}}}}}, "lora.rank"),
         ({"generator.weight_sync_backend": "mpi"}, "mpi"),
@@ -146,6 +148,7 @@ def test_a_key_or_value_that_is_not_known_is_refused_with_what_was_meant(
 
 def test_our_strategies_are_in_the_registry_and_in_the_package_s_entry_points() -> None:
     assert set(OWN) <= set(strategy_names())
+    tomllib = pytest.importorskip("tomllib")
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert points["windlass.strategies"] == {name: ":".join(place) for name, place in OWN.items()}
     for name in OWN:

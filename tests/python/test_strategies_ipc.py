@@ -83,7 +83,9 @@ def test_a_killed_trainer_is_named_and_its_arena_is_removed_by_the_next() -> Non
         assert process.stdout is not None
         request = parse_request(process.stdout.readline())
         assert isinstance(request, PackedCudaIpcWeightUpdateRequest)
-        receiver = strategy_from_config({"strategy": "packed_cuda_ipc"}).create_receiver(EmptyWeightSyncInfo())
+        receiver = strategy_from_config({"strategy": "packed_cuda_ipc"}).create_receiver(
+            EmptyWeightSyncInfo()
+        )
 
         async def read() -> list[tuple[str, torch.Tensor]]:
             return [(name, t.clone()) async for name, t in receiver.receive_weights(request)]

@@ -41,7 +41,10 @@ class Peft(WeightLoader):
         from peft import PeftConfig
         from peft.utils import load_peft_weights
 
-        assert sorted(file.name for file in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert sorted(file.name for file in path.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
         weights = {name: t.clone() for name, t in load_peft_weights(str(path), device="cpu").items()}
         self.loaded.append({"path": path, "r": PeftConfig.from_pretrained(str(path)).r, "weights": weights})
 
@@ -134,7 +137,9 @@ def test_adapters_as_chunks_need_their_configuration_and_are_nothing_else(tmp_pa
             told.append(request)
 
     def send(config: dict[str, Any], extractor: ModuleWeightExtractor, of: Any) -> None:
-        with strategy_from_config({"strategy": "lora", **config}).create_sender(EmptyWeightSyncInfo()) as sender:
+        with strategy_from_config({"strategy": "lora", **config}).create_sender(
+            EmptyWeightSyncInfo()
+        ) as sender:
             asyncio.run(sender.send_chunks(extractor.extract_weights(of), Client()))  # type: ignore[arg-type]
 
     with pytest.raises(WindlassInvalid, match="chunks have no adapter_config"):

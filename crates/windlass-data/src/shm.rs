@@ -323,6 +323,16 @@ impl fmt::Debug for Mapping {
 #[cfg(target_arch = "x86_64")]
 const STREAM_FROM: usize = 32 << 10;
 
+/// Copies `from` to `to`, which will be read much later, past the cache where that is faster.
+///
+/// # Panics
+/// If they are not of one length.
+pub(crate) fn copy_slice(from: &[u8], to: &mut [u8]) {
+    assert_eq!(from.len(), to.len(), "a copy of one length");
+    // SAFETY: `to` was checked to be as long as `from`, and is nobody else's.
+    unsafe { copy(from, to.as_mut_ptr()) };
+}
+
 /// Copies `from` to `to`. Both may be parts of one mapping and overlap.
 ///
 /// # Safety

@@ -99,7 +99,7 @@ fn check_addresses(addresses: &[usize], lens: &[u64], apart: &[u8]) -> Result<()
         taken.push((address, end, Some(index)));
     }
     taken.sort_unstable();
-    for pair in taken.windows(2).filter(|w| w[0].1 > w[1].0) {
+    if let Some(pair) = taken.windows(2).find(|w| w[0].1 > w[1].0) {
         let name = |index: Option<usize>| index.map_or("the image".to_owned(), |i| format!("target {i}"));
         return Err(Failure::invalid(format!(
             "{} and {} share memory: give each parameter once, and parameters that are tied as one target",

@@ -171,6 +171,8 @@ enum ParsedBench {
     Seal(ParsedPlane),
     /// Tensors into a slot until it is committed, beside copying them
     Offload(ParsedPlane),
+    /// An image into the parameters of an engine by a load plan, whole and what changed, beside copying it
+    Load(ParsedPlane),
     /// A full image over loopback, with and without checks, beside bare sendfile and recv
     Tcp(ParsedPlane),
     /// A delta from commit to the receiver's image, beside encoding, sending and applying it alone
@@ -333,6 +335,8 @@ pub enum Command {
     BenchSeal(PlaneConfig),
     /// `bench offload`.
     BenchOffload(PlaneConfig),
+    /// `bench load`.
+    BenchLoad(PlaneConfig),
     /// `bench tcp`.
     BenchTcp(PlaneConfig),
     /// `bench sync`.
@@ -397,6 +401,7 @@ impl ParsedCommand {
             ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
             ParsedCommand::Bench(ParsedBench::Seal(p)) => Command::BenchSeal(p.check(128 << 20)?),
             ParsedCommand::Bench(ParsedBench::Offload(p)) => Command::BenchOffload(p.check(128 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Load(p)) => Command::BenchLoad(p.check(128 << 20)?),
             ParsedCommand::Bench(ParsedBench::Tcp(p)) => Command::BenchTcp(p.check(128 << 20)?),
             ParsedCommand::Bench(ParsedBench::Sync(p)) => Command::BenchSync(p.check(128 << 20)?),
             // Every receiver has an image of its own.
@@ -521,6 +526,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Prove(prove) => return prove.run(session),
         Command::BenchSeal(config) => bench::seal::run(&config, session)?,
         Command::BenchOffload(config) => bench::offload::run(&config, session)?,
+        Command::BenchLoad(config) => bench::load::run(&config, session)?,
         Command::BenchTcp(config) => bench::tcp::run(&config, session)?,
         Command::BenchSync(config) => bench::sync::run(&config, session)?,
         Command::BenchFanout(config) => bench::fanout::run(&config, session)?,

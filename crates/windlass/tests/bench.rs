@@ -30,6 +30,14 @@ fn the_seal_and_offload_benches_print_the_figures_they_promise() {
 }
 
 #[test]
+fn the_load_bench_replays_many_small_tensors_and_large_ones() {
+    let load = bench("load", &[]);
+    assert!(load["small"]["tensors"].as_u64() >= Some(5000), "{load}");
+    assert!(load["small"]["ns_per_copy"].as_f64() > Some(0.0), "{load}");
+    assert!(load["sparse"]["elements"].as_u64() > Some(0), "{load}");
+}
+
+#[test]
 fn the_tcp_bench_pulls_with_and_without_checks() {
     let tcp = bench("tcp", &[]);
     assert!(tcp["ratio_unchecked"].as_f64() > Some(0.0), "{tcp}");

@@ -301,7 +301,7 @@ class Live:
             self._dirty = True
             self._error = None
             try:
-                done = self._write(how, base, plan, held, began)
+                done = self._write(how, base, plan, held, began, began + order.timeout)
                 finished = True
                 # What was read may be of two versions if the hold was taken back.
                 held.finish()
@@ -497,6 +497,7 @@ class Live:
         plan: _Plan,
         held: Any,
         began: float,
+        until: float,
     ) -> Last:
         tensors = _Tensors(held)
         if how == "session":
@@ -510,17 +511,20 @@ class Live:
         addresses = self._addresses(plan)
         if how == "sparse" and base is not None:
             try:
-                elements = self._sparsely(plan, held, base, addresses)
+                elements = self._sparsely(plan, held, base, addresses, until)
             except WindlassStale as e:
                 log.info("rank %d: version %d is loaded whole: %s", self._rank, held.version, e)
             else:
                 return Last(how="sparse", ms=_since(began), bytes=size, elements=elements)
-        copied, _ = plan.native.dense(held, addresses, self._threads)
+        copied, _ = plan.native.dense(held, addresses, self._threads, timeout=_left(until))
         self._since_verified = 0
         return Last(how="dense", ms=_since(began), bytes=size + copied)
 
-    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int]) -> int:
-        elements = int(plan.native.sparse(held, base.incarnation, base.version, addresses, self._threads)[0])
+    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int], until: float) -> int:
+        written = plan.native.sparse(
+            held, base.incarnation, base.version, addresses, self._threads, timeout=_left(until)
+        )
+        elements = int(written[0])
         self._since_verified += 1
         whole = self._since_verified >= self._verify_every
         count = (1 << 62) if whole else SAMPLE
@@ -666,6 +670,10 @@ def _let_go(held: Any) -> None:
         held.finish()
     except WindlassError as e:
         log.debug("the hold on an image was over before: %s", e)
+
+
+def _left(until: float) -> float:
+    return max(1.0, until - time.monotonic())
 
 
 def _since(began: float) -> float:

@@ -15,11 +15,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from windlass.config import Config
 from windlass.errors import WindlassError, WindlassInvalid
 from windlass.plain import Plain
+
+if TYPE_CHECKING:
+    from windlass.receiver import Image
 
 __all__ = [
     "Failure",
@@ -90,6 +93,20 @@ class LoadOrder(Config):
         self._seconds("timeout")
         if not isinstance(self.digest, str) or any(c not in "0123456789abcdef" for c in self.digest):
             raise self._bad("digest", "hexadecimal digits")
+
+    @classmethod
+    def of(cls, image: Image) -> LoadOrder:
+        """The order for an image that this process holds. Its directory is above that of the slot's file."""
+        for folder in image.path.parents:
+            if (folder / "state.json").is_file():
+                return cls(
+                    image=str(folder),
+                    model_id=folder.name,
+                    incarnation=int(image.incarnation, 16),
+                    version=image.version,
+                    digest=image.digest or "",
+                )
+        raise WindlassInvalid(f"{str(image.path)!r} lies in no image of a receiver")
 
     @property
     def identity(self) -> LiveVersion:

@@ -107,7 +107,8 @@ class Engine(ABC):
 
     @abstractmethod
     def flush(self, *, timeout: float) -> Reply:
-        """Empties the prefix cache, waiting for requests until ``timeout``."""
+        """Empties the prefix cache, or says no at once if requests run. (Its own waiting counts requests that a pause
+        has put back into the queue, and so would last until the deadline.)"""
 
 
 class _Server(Engine):
@@ -116,14 +117,18 @@ class _Server(Engine):
         self.name = client.name
 
     def facts(self, *, timeout: float) -> Facts:
-        return Facts.of(
-            self._client.get("/server_info", stage="look at the engine", timeout=timeout).object()
-        )
+        return Facts.of(self._look("server_info", timeout))
 
     def weight_version(self, *, timeout: float) -> str | None:
-        told = self._client.get("/model_info", stage="look at the weights", timeout=timeout).object()
-        label = told.get("weight_version")
+        label = self._look("model_info", timeout).get("weight_version")
         return None if label is None else str(label)
+
+    def _look(self, route: str, timeout: float) -> dict[str, Any]:
+        answer = self._client.get(f"/{route}", stage="look at the engine", timeout=timeout, accept=(404,))
+        if answer.status == 404:
+            # What it was called before.
+            answer = self._client.get(f"/get_{route}", stage="look at the engine", timeout=timeout)
+        return answer.object()
 
     def ask(
         self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float, idempotent: bool = False
@@ -148,15 +153,8 @@ class _Server(Engine):
         return [base64.b64encode(data).decode()] * ranks
 
     def flush(self, *, timeout: float) -> Reply:
-        # The server waits for as long as it is told; a moment more is for the way.
-        wait = max(0.0, timeout - 1.0)
         answer = self._client.post(
-            "/flush_cache",
-            stage="flush the prefix cache",
-            query={"timeout": f"{wait:.3f}"},
-            timeout=timeout,
-            idempotent=True,
-            accept=(400,),
+            "/flush_cache", stage="flush the prefix cache", timeout=timeout, idempotent=True, accept=(400,)
         )
         return Reply(answer.status < 400, answer.text)
 
@@ -218,12 +216,7 @@ class _Embedded(Engine):
         return [data] * ranks
 
     def flush(self, *, timeout: float) -> Reply:
-        manager = self._engine.tokenizer_manager
-        try:
-            work = manager.flush_cache(timeout_s=max(0.0, timeout - 1.0))
-        except TypeError:
-            # Older ones do not wait.
-            work = manager.flush_cache()
+        work = self._engine.tokenizer_manager.flush_cache()
         return _reply_of(self._run(work, "flush the prefix cache", timeout))
 
     def _run(self, work: Any, stage: str, timeout: float) -> Any:

@@ -26,8 +26,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +41,13 @@ from windlass.errors import (
     WindlassInvalid,
     WindlassPeerLost,
     WindlassStale,
-    WindlassTimeout,
     WindlassUnsupported,
 )
 from windlass.load.order import LoadOrder, Report
 from windlass.sglang import payload
 from windlass.sglang.custom import PATH, _check_identity, _shapes
 from windlass.sglang.engine import Engine, Facts, connect
+from windlass.sglang.gate import SHORT, Gate, Passage, Pause, left, short
 from windlass.sglang.links import link_model
 from windlass.sglang.served import Fit, Rules, Served, Shape
 from windlass.strategy import NamedTensors, WeightLoader, each_tensor
@@ -64,10 +64,7 @@ __all__ = ["Loaded", "SGLangWeightLoader", "Way"]
 log = logging.getLogger("windlass")
 
 Way = Literal["custom", "disk", "tensors"]
-Pause = Literal["retract", "abort", "in_place", "wait"]
 
-#: How long a call may take that only looks or switches something.
-SHORT = 30.0
 #: Beginnings of refusals by which the engine says that it has not begun to write.
 _UNTOUCHED = ("Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not")
 
@@ -89,14 +86,12 @@ class Loaded:
 
 
 @dataclass
-class _Session:
-    """An engine that is paused and open for weights."""
+class _Part:
+    """A version that is loaded in parts."""
 
     facts: Facts
     served: Served
-    until: float
-    begun: float
-    touched: bool = False
+    passage: Passage
     loaded: set[str] = field(default_factory=set)
 
 
@@ -104,8 +99,7 @@ class SGLangWeightLoader(WeightLoader):
     """Loads weights into one SGLang engine: a server by its URL, or an ``sglang.Engine`` in this process.
 
     >>> loader = SGLangWeightLoader("http://127.0.0.1:30000", api_key="...")               # doctest: +SKIP
-    >>> loaded = await loader.load_image({"image": "/dev/shm/policy", "model_id": "policy",
-    ...                                   "incarnation": 1, "version": 7})                 # doctest: +SKIP
+    >>> loaded = await loader.load_image("/dev/shm/images/policy")                         # doctest: +SKIP
     >>> loaded.way, loaded.label                                                           # doctest: +SKIP
     ('custom', 'windlass:0000000000000001:7')
 
@@ -156,8 +150,9 @@ class SGLangWeightLoader(WeightLoader):
         if not timeout > 0 or bucket_bytes < 1:
             raise WindlassInvalid(f"timeout {timeout!r} and bucket_bytes {bucket_bytes!r} must be above zero")
         self._engine: Engine = connect(engine, name=name, api_key=api_key)
+        self._gate = Gate(self._engine, pause, cache)
         self._checkpoint = None if checkpoint is None else str(checkpoint)
-        self._way, self._pause, self._cache = way, pause, cache
+        self._way = way
         self._rules = Rules(extras, list(optional), cast)
         self._links = None if links is None else Path(links)
         self._load_format = load_format
@@ -165,11 +160,7 @@ class SGLangWeightLoader(WeightLoader):
         self._timeout = timeout
         self._known: dict[str, Served] = {}
         self._listed: set[str] = set()
-        self._sessions: bool | None = None
-        self._dirty = False
-        self._released: list[str] = []
-        self._session: _Session | None = None
-        self._busy = threading.Lock()
+        self._part: _Part | None = None
 
     # What is known.
 
@@ -181,7 +172,7 @@ class SGLangWeightLoader(WeightLoader):
     @property
     def dirty(self) -> bool:
         """A load began and did not finish: the engine is paused until one does."""
-        return self._dirty
+        return self._gate.dirty
 
     async def weight_version(self) -> str | None:
         """The label of the weights that the engine serves."""
@@ -189,10 +180,15 @@ class SGLangWeightLoader(WeightLoader):
 
     # Whole versions.
 
-    async def load_image(self, order: Mapping[str, Any] | LoadOrder, *, way: str | None = None) -> Loaded:
-        """Loads the version that an order names from the image that it names, in place."""
+    async def load_image(
+        self, order: Mapping[str, Any] | LoadOrder | str | Path, *, way: str | None = None
+    ) -> Loaded:
+        """Loads the version that an order names from the image that it names, in place; or whatever version is in the
+        image of that directory."""
+        if isinstance(order, (str, Path)):
+            return await asyncio.to_thread(self._load_image, str(order), None, way or self._way)
         read = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
-        return await asyncio.to_thread(self._load_image, read, way or self._way)
+        return await asyncio.to_thread(self._load_image, read.image, read, way or self._way)
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Loads tensors by value. By itself this is a whole version: it is checked, the engine is paused, everything is
@@ -200,10 +196,10 @@ class SGLangWeightLoader(WeightLoader):
         tensors = {
             name: tensor.detach().to("cpu", copy=True) async for name, tensor in each_tensor(named_tensors)
         }
-        if self._session is not None:
-            await asyncio.to_thread(self._load_part, self._session, tensors)
+        if self._part is not None:
+            await asyncio.to_thread(self._load_part, self._part, tensors)
             return
-        await asyncio.to_thread(self._load_tensors, tensors, None)
+        await asyncio.to_thread(self._load_tensors, tensors)
 
     @contextlib.asynccontextmanager
     async def update(
@@ -214,34 +210,39 @@ class SGLangWeightLoader(WeightLoader):
         At its end every tensor of the checkpoint must have been loaded, unless ``whole`` is false. An error inside
         before the first part lets the engine go on with what it had; after it, the engine stays paused and ``dirty``.
         """
-        if self._pause == "wait":
+        if self._gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot hold an engine for several parts; use another mode")
-        await asyncio.to_thread(self._busy.acquire)
+        until = time.monotonic() + self._timeout
+        await asyncio.to_thread(self._gate.enter, until)
         try:
-            session = await asyncio.to_thread(self._open, time.monotonic() + self._timeout)
-            self._session = session
+            part = await asyncio.to_thread(self._open, until)
+            self._part = part
             try:
                 yield self
-                missing = self._missing(session) if whole else []
-                if missing:
-                    raise WindlassInvalid(
-                        f"{self.name} was not given {missing[0]} and {len(missing) - 1} others of its checkpoint",
-                        "load a whole version again, or say whole=False if only a part changes",
-                        "missing_tensor",
-                    )
-            except BaseException:
-                self._session = None
-                await asyncio.shield(asyncio.to_thread(self._abandon, session))
+                if whole:
+                    self._check_complete(part)
+                await asyncio.to_thread(self._gate.finish, weight_version, until)
+            except BaseException as e:
+                self._part = None
+                await asyncio.shield(asyncio.to_thread(self._abandon, part, e))
                 raise
-            self._session = None
-            await asyncio.shield(asyncio.to_thread(self._close, session, weight_version))
+            self._part = None
+            await asyncio.shield(asyncio.to_thread(self._gate.passed, part.passage))
         finally:
-            self._busy.release()
+            self._gate.leave()
 
     # The way of a process group.
 
-    async def join_group(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> None:
-        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``."""
+    async def join_group(
+        self, info: TorchDistributedWeightSyncInfo, rank_offset: int, *, override: bool = False
+    ) -> None:
+        """Has the engine join an update group, while the sender joins; its ranks follow ``rank_offset``.
+
+        With ``override`` a group of that name is left first: an engine stays in one whose trainer is gone.
+        """
+        if override:
+            with contextlib.suppress(WindlassInvalid):
+                await self.leave_group(info.group_name)
         body = {
             "master_address": info.master_addr,
             "master_port": info.master_port,
@@ -250,12 +251,14 @@ class SGLangWeightLoader(WeightLoader):
             "group_name": info.group_name,
             "backend": info.backend,
         }
-        await asyncio.to_thread(self._must, "init_weights_update_group", body, "join the update group")
+        until = time.monotonic() + self._timeout
+        await asyncio.to_thread(self._gate.must, "init_weights_update_group", body, "join a group", until)
 
     async def leave_group(self, group_name: str) -> None:
         """Has the engine leave an update group."""
         body = {"group_name": group_name}
-        await asyncio.to_thread(self._must, "destroy_weights_update_group", body, "leave the update group")
+        until = time.monotonic() + SHORT
+        await asyncio.to_thread(self._gate.must, "destroy_weights_update_group", body, "leave a group", until)
 
     async def receive_broadcast(
         self,
@@ -269,68 +272,68 @@ class SGLangWeightLoader(WeightLoader):
         The sender broadcasts meanwhile from rank 0: tensor by tensor, or all of them as one tensor of bytes if
         ``packed``. What does not fit the engine is refused before it listens.
         """
-        session = self._session
-        if session is None:
+        part = self._part
+        if part is None:
             raise WindlassInvalid(
                 "a broadcast is received inside update(): the engine must be paused and open"
             )
-        await asyncio.to_thread(self._receive, session, request, group_name, packed)
+        await asyncio.to_thread(self._receive, part, request, group_name, packed)
 
     # The work, in a thread.
 
-    def _load_image(self, order: LoadOrder, way: str) -> Loaded:
+    def _load_image(self, image: str, order: LoadOrder | None, way: str) -> Loaded:
         _choice("way", way, "auto", "custom", "disk", "tensors")
-        until = time.monotonic() + order.timeout
-        with self._alone(until):
+        timeout = self._timeout if order is None else order.timeout
+        until = time.monotonic() + timeout
+        with self._gate.alone(until):
             facts = self._facts(until)
-            held = _windlass.open_image(order.image, order.timeout + SHORT, _left(until))
+            held = _windlass.open_image(image, timeout + SHORT, left(until))
             try:
+                order = order or _order_of(image, held, timeout)
                 _check_identity(order, held)
                 chosen, fit, why = self._choose(facts, order, held, way)
+                self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
                 begun = time.monotonic()
                 loaded = self._by(chosen, facts, order, held, fit, until)
-            except BaseException:
-                held.finish()
-                raise
-            self._let_go(held, order)
+            finally:
+                # Whether it was taken back was asked before the engine went on.
+                with contextlib.suppress(WindlassError):
+                    held.finish()
             paused = time.monotonic() - begun
             return Loaded(chosen, order.label, paused * 1e3, loaded[0] * 1e3, fit.extras, loaded[1])
 
-    def _let_go(self, held: Held, order: LoadOrder) -> None:
+    def _still_held(self, held: Held, order: LoadOrder) -> None:
+        """What was read until now is one version; otherwise the engine must not go on."""
         try:
-            held.finish()
+            held.renew(SHORT)
         except WindlassError as e:
-            # The engine has gone on by now, possibly with parts of two versions: stop it again.
-            self._dirty = True
-            self._halt(time.monotonic() + SHORT)
             raise WindlassStale(
                 f"{self.name}: the image was taken back while {order.label} was loaded from it: {e}",
-                "the engine is paused: load again, with more time (timeout in the order)",
+                "load again, with more time (timeout in the order)",
             ) from e
 
     def _choose(self, facts: Facts, order: LoadOrder, held: Held, way: str) -> tuple[Way, Fit, str]:
         """Which way, what is loaded by it, and why that way. Everything is checked here."""
         served = self._served(facts)
         fit = served.check(_shapes(held), self._rules, what=order.label)
-        self._list_extras(fit.extras)
         stored = {row[0] for row in held.layout().tensors()}
         # The file cannot leave anything out, and has tied tensors under one name only.
         surplus = sorted(stored - set(fit.take)) + sorted(
             name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
         )
-        if way in ("custom", "auto") and PATH in facts.loaders and self._pause != "wait":
+        able = facts.dp == 1 and self._gate.pause != "wait"
+        if way in ("custom", "tensors") and not able:
+            _check_replicas(self.name, facts)
+            raise WindlassInvalid(f"pause='wait' goes with way='disk' only, not {way!r}")
+        if way in ("custom", "auto") and PATH in facts.loaders and able:
             return "custom", fit, "the server has the loader"
         if way == "custom":
             raise WindlassUnsupported(
                 f"{self.name} was started without --custom-weight-loader {PATH}",
                 "start it with that flag, or use way='disk'",
             )
-        if way == "tensors" or (way == "auto" and surplus and self._pause != "wait"):
-            if facts.dp > 1:
-                raise WindlassUnsupported(
-                    f"{self.name} has {facts.dp} data-parallel replicas: use way='disk'"
-                )
+        if way == "tensors" or (way == "auto" and surplus and able):
             return "tensors", fit, f"the file cannot leave out {surplus[0]}" if surplus else "asked for"
         if surplus:
             raise WindlassUnsupported(
@@ -352,8 +355,15 @@ class SGLangWeightLoader(WeightLoader):
             from windlass.receiver import _Tensors
 
             tensors = _Tensors(held)
-            self._by_value(facts, ((name, tensors[name]) for name in fit.take), fit.take, order.label, until)
+
+            def each() -> Iterator[tuple[str, torch.Tensor]]:
+                for name in fit.take:
+                    yield name, tensors[name]
+                self._still_held(held, order)
+
+            self._by_value(facts, each(), order.label, until)
             return time.monotonic() - begin, []
+        # Workers hold the image themselves, and say if it was taken back.
         return self._by_order(facts, order, until)
 
     def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> None:
@@ -363,29 +373,29 @@ class SGLangWeightLoader(WeightLoader):
         body = {
             "model_path": str(directory.resolve()),
             "load_format": self._load_format,
-            "flush_cache": self._cache == "reset" and not self._released,
+            "flush_cache": self._gate.flushes,
             "weight_version": order.label,
         }
-        with self._stopped(until) as session:
-            session.touched = True
-            reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=_left(until))
-            if reply.ok:
-                return
+        with self._gate.stopped(until) as passage:
+            passage.touched = True
+            reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=left(until))
             if reply.message.startswith(_UNTOUCHED):
-                session.touched = False
-            if "the cache was not flushed" in reply.message:
-                self._flush(until)
-                return
-            raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+                passage.touched = False
+            unflushed = "the cache was not flushed" in reply.message
+            if not reply.ok and not unflushed:
+                raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+            self._still_held(held, order)
+            if unflushed:
+                self._gate.flush(until)
 
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
-            tempfile.TemporaryDirectory(prefix="windlass-reports-") as own,
-            self._stopped(until) as session,
+            _reports_beside(order.image) as own,
+            self._gate.stopped(until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
-            plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, _left(until) - 1.0)}
+            plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, left(until) - 1.0)}
             body = {
                 "serialized_named_tensors": self._engine.payloads(
                     payload.order({"order": plain, "served": served}), facts.tp
@@ -395,27 +405,27 @@ class SGLangWeightLoader(WeightLoader):
                 "selector": "target",
             }
             begin = time.monotonic()
-            with self._weights_open(until):
-                session.touched = True
+            with self._gate.open_for_weights(until):
+                passage.touched = True
                 reply = self._engine.ask(
-                    "update_weights_from_tensor", body, stage="load", timeout=_left(until)
+                    "update_weights_from_tensor", body, stage="load", timeout=left(until)
                 )
                 took = time.monotonic() - begin
                 if not reply.ok:
                     raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
-                reports = self._read_reports(own, facts.tp * facts.pp, order, session)
-            self._finish(order.label, until)
+                reports = self._read_reports(own, facts.tp * facts.pp, order, passage)
+            self._gate.finish(order.label, until)
         if order.reports is not None:
             for report in reports:
                 report.write(order.reports)
         return took, reports
 
-    def _read_reports(self, own: str, ranks: int, order: LoadOrder, session: _Session) -> list[Report]:
+    def _read_reports(self, own: str, ranks: int, order: LoadOrder, passage: Passage) -> list[Report]:
         reports = [(rank, Report.read(own, rank)) for rank in range(ranks)]
         found = [report for _, report in reports if report is not None]
         silent = [rank for rank, report in reports if report is None]
         # Workers agree before they write: if none of them is dirty or at the new version, nothing was written.
-        session.touched = bool(silent) or any(
+        passage.touched = bool(silent) or any(
             report.state == "dirty" or report.error is None for report in found
         )
         if silent:
@@ -430,31 +440,30 @@ class SGLangWeightLoader(WeightLoader):
             raise type(error)(f"{self.name}, rank {failed[0].rank}: {error}", error.advice, error.name)
         return found
 
-    def _load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str | None) -> None:
+    def _load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         until = time.monotonic() + self._timeout
-        with self._alone(until):
+        with self._gate.alone(until):
             facts = self._facts(until)
             offered = _offered(tensors)
             fit = self._served(facts).check(offered, self._rules, what=f"what {self.name} is given")
             self._list_extras(fit.extras)
-            self._by_value(facts, ((name, tensors[name]) for name in fit.take), fit.take, label, until)
+            self._by_value(facts, ((name, tensors[name]) for name in fit.take), None, until)
 
     def _by_value(
         self,
         facts: Facts,
         tensors: Iterable[tuple[str, torch.Tensor]],
-        names: Iterable[str],
         label: str | None,
         until: float,
     ) -> None:
-        if self._pause == "wait":
+        if self._gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
-        with self._stopped(until) as session, self._weights_open(until):
-            self._send(session, facts, tensors)
-            session.loaded.update(names)
-            self._finish(label, until)
+        _check_replicas(self.name, facts)
+        with self._gate.stopped(until) as passage, self._gate.open_for_weights(until):
+            self._send(passage, facts, tensors)
+            self._gate.finish(label, until)
 
-    def _send(self, session: _Session, facts: Facts, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _send(self, passage: Passage, facts: Facts, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for group in payload.buckets(tensors, self._bucket_bytes):
             body = {
                 "serialized_named_tensors": self._engine.payloads(payload.bucket(group), facts.tp),
@@ -462,31 +471,31 @@ class SGLangWeightLoader(WeightLoader):
                 "flush_cache": False,
                 "selector": "target",
             }
-            session.touched = True
+            passage.touched = True
             reply = self._engine.ask(
-                "update_weights_from_tensor", body, stage="load", timeout=_left(session.until)
+                "update_weights_from_tensor", body, stage="load", timeout=left(passage.until)
             )
             if not reply.ok:
                 raise WindlassCorrupt(f"{self.name}: weights were not loaded: {reply.message}")
 
-    def _load_part(self, session: _Session, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load_part(self, part: _Part, tensors: Mapping[str, torch.Tensor]) -> None:
         if not tensors:
             return
-        fit = session.served.check(
+        fit = part.served.check(
             _offered(tensors), self._rules, what=f"what {self.name} is given", whole=False
         )
         self._list_extras(fit.extras)
-        self._send(session, session.facts, ((name, tensors[name]) for name in fit.take))
-        session.loaded.update(fit.take)
+        self._send(part.passage, part.facts, ((name, tensors[name]) for name in fit.take))
+        part.loaded.update(fit.take)
 
     def _receive(
-        self, session: _Session, request: BroadcastWeightUpdateRequest, group_name: str, packed: bool
+        self, part: _Part, request: BroadcastWeightUpdateRequest, group_name: str, packed: bool
     ) -> None:
         offered = {
             name: (dtype, tuple(shape))
             for name, dtype, shape in zip(request.names, request.dtypes, request.shapes)
         }
-        fit = session.served.check(
+        fit = part.served.check(
             offered, Rules("error", [], self._rules.cast), what=f"what {self.name} is sent", whole=False
         )
         body = {
@@ -499,142 +508,18 @@ class SGLangWeightLoader(WeightLoader):
         }
         if packed:
             body["load_format"] = payload.BUCKET
-        session.touched = True
+        part.passage.touched = True
         reply = self._engine.ask(
-            "update_weights_from_distributed", body, stage="receive", timeout=_left(session.until)
+            "update_weights_from_distributed", body, stage="receive", timeout=left(part.passage.until)
         )
         if not reply.ok:
             raise WindlassCorrupt(f"{self.name}: the broadcast was not received: {reply.message}")
-        session.loaded.update(fit.take)
-
-    # Pause and session.
-
-    @contextlib.contextmanager
-    def _stopped(self, until: float) -> Iterator[_Session]:
-        """The engine paused. Afterwards it goes on, unless something was written and not finished."""
-        facts = self._facts(until)
-        session = _Session(facts, self._served(facts), until, time.monotonic())
-        self._halt(until)
-        try:
-            yield session
-        except BaseException as e:
-            self._after_failure(session, e)
-            raise
-        self._resume(until)
-        self._dirty = False
-
-    def _after_failure(self, session: _Session, error: BaseException) -> None:
-        self._dirty = self._dirty or session.touched
-        if self._dirty:
-            log.error(
-                "%s stays paused: a load began and did not finish (%s); load a whole version again, or restart it",
-                self.name,
-                error,
-            )
-            return
-        try:
-            self._resume(time.monotonic() + SHORT)
-        except WindlassError as e:
-            log.error("%s: nothing was written, but it does not go on: %s", self.name, e)
-
-    @contextlib.contextmanager
-    def _weights_open(self, until: float) -> Iterator[None]:
-        """SGLang's own session, from 0.5.21 on; older ones need none."""
-        self._begin(until)
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(WindlassError):
-                self._end(time.monotonic() + SHORT)
-            raise
-
-    def _begin(self, until: float) -> None:
-        if self._sessions is False:
-            return
-        reply = self._engine.ask(
-            "begin_weight_update", {"selector": "target"}, stage="begin", timeout=_left(until)
-        )
-        self._sessions = reply.known
-        if reply.known and not reply.ok:
-            if "already open" not in reply.message:
-                raise WindlassInvalid(f"{self.name}: {reply.message}")
-            # Of a driver that is gone. What was begun there is finished by what is loaded now.
-            log.warning("%s has an open weight update of somebody else: it is taken over", self.name)
-
-    def _end(self, until: float) -> None:
-        if self._sessions:
-            self._must("end_weight_update", {}, "end", until)
-
-    def _finish(self, label: str | None, until: float) -> None:
-        """The end of a load that went well."""
-        self._end(until)
-        if self._cache == "reset" and not self._released:
-            self._flush(until)
-        if label is not None:
-            body = {"new_version": label, "abort_all_requests": False}
-            reply = self._engine.ask(
-                "update_weight_version", body, stage="label", timeout=_short(until), idempotent=True
-            )
-            if reply.known and not reply.ok:
-                raise WindlassInvalid(f"{self.name}: the label {label} was refused: {reply.message}")
-
-    def _flush(self, until: float) -> None:
-        reply = self._engine.flush(timeout=_short(until))
-        if not reply.ok:
-            raise WindlassStale(
-                f"{self.name}: the prefix cache was not flushed: {reply.message}",
-                "requests are still running: pause with 'retract' or 'abort'",
-            )
-
-    def _halt(self, until: float) -> None:
-        if self._pause == "wait" or self._released:
-            # Loading takes the engine's own lock; or it sleeps already.
-            return
-        self._must("pause_generation", {"mode": self._pause}, "pause", until, idempotent=True)
-
-    def _resume(self, until: float) -> None:
-        if self._pause == "wait" or self._released:
-            return
-        self._must("continue_generation", {}, "continue", until, idempotent=True)
-
-    def _open(self, until: float) -> _Session:
-        facts = self._facts(until)
-        session = _Session(facts, self._served(facts), until, time.monotonic())
-        self._halt(until)
-        try:
-            self._begin(until)
-        except BaseException as e:
-            self._after_failure(session, e)
-            raise
-        return session
-
-    def _close(self, session: _Session, label: str | None) -> None:
-        try:
-            self._finish(label, session.until)
-        except BaseException as e:
-            self._after_failure(session, e)
-            raise
-        self._resume(session.until)
-        self._dirty = False
-
-    def _abandon(self, session: _Session) -> None:
-        with contextlib.suppress(WindlassError):
-            self._end(time.monotonic() + SHORT)
-        self._after_failure(session, WindlassCorrupt("the update was broken off"))
+        part.loaded.update(fit.take)
 
     # Small things.
 
-    @contextlib.contextmanager
-    def _alone(self, until: float) -> Iterator[None]:
-        if not self._busy.acquire(timeout=_left(until)):
-            raise WindlassTimeout(f"{self.name}: another load is still going on")
-        try:
-            yield
-        finally:
-            self._busy.release()
-
     def _facts(self, until: float) -> Facts:
-        return self._engine.facts(timeout=_short(until))
+        return self._engine.facts(timeout=short(until))
 
     def _served(self, facts: Facts) -> Served:
         path = self._checkpoint or facts.checkpoint
@@ -642,13 +527,30 @@ class SGLangWeightLoader(WeightLoader):
             self._known[path] = Served.from_checkpoint(path)
         return self._known[path]
 
-    def _missing(self, session: _Session) -> list[str]:
-        excused = session.served._excused
-        return [
-            name
-            for name in session.served.tensors
-            if name not in session.loaded and not excused(name, self._rules)
-        ]
+    def _open(self, until: float) -> _Part:
+        facts = self._facts(until)
+        _check_replicas(self.name, facts)
+        part = _Part(facts, self._served(facts), Passage(until))
+        self._gate.halt(until)
+        try:
+            self._gate.begin(until)
+        except BaseException as e:
+            self._gate.failed(part.passage, e)
+            raise
+        return part
+
+    def _abandon(self, part: _Part, error: BaseException) -> None:
+        self._gate.give_up()
+        self._gate.failed(part.passage, error)
+
+    def _check_complete(self, part: _Part) -> None:
+        missing = part.served.missing(part.loaded, self._rules)
+        if missing:
+            raise WindlassInvalid(
+                f"{self.name} was not given {missing[0]}, and {len(missing) - 1} others of its checkpoint",
+                "load a whole version again, or say whole=False if only a part changes",
+                "missing_tensor",
+            )
 
     def _list_extras(self, extras: Iterable[str]) -> None:
         new = sorted(set(extras) - self._listed)
@@ -661,21 +563,33 @@ class SGLangWeightLoader(WeightLoader):
                 ", ".join(new[:20]),
             )
 
-    def _must(
-        self,
-        route: str,
-        body: Mapping[str, Any],
-        stage: str,
-        until: float | None = None,
-        *,
-        idempotent: bool = False,
-    ) -> None:
-        timeout = self._timeout if until is None else _left(until)
-        reply = self._engine.ask(route, body, stage=stage, timeout=timeout, idempotent=idempotent)
-        if not reply.known:
-            raise WindlassUnsupported(reply.message, "see docs/sglang.md for the versions that have it")
-        if not reply.ok:
-            raise WindlassInvalid(f"{self.name}: {stage}: {reply.message}")
+
+def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
+    """The order to load what an image holds."""
+    return LoadOrder(
+        image=image,
+        model_id=held.model_id,
+        incarnation=int(held.incarnation, 16),
+        version=held.version,
+        digest=held.digest or "",
+        timeout=timeout,
+    )
+
+
+@contextlib.contextmanager
+def _reports_beside(image: str) -> Iterator[str]:
+    """A directory for reports where the engine sees it: it has to see the image too."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".windlass-reports-", dir=Path(image).parent)
+    except OSError as e:
+        raise WindlassInvalid(
+            f"there is no room for reports beside {image}: {e.strerror}",
+            "the driver must be able to write where the image is; or use way='disk'",
+        ) from e
+    with made as path:
+        # An engine of another user reads the image by its group.
+        os.chmod(path, 0o770)
+        yield path
 
 
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
@@ -685,17 +599,15 @@ def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     }
 
 
+def _check_replicas(name: str, facts: Facts) -> None:
+    if facts.dp > 1:
+        # SGLang would answer with a failed assertion.
+        raise WindlassUnsupported(
+            f"{name} has {facts.dp} data-parallel replicas, which SGLang loads from disk only",
+            "use way='disk'",
+        )
+
+
 def _choice(name: str, value: object, *allowed: str) -> None:
     if value not in allowed:
         raise WindlassInvalid(f"{name} is {value!r}: expected one of {', '.join(map(repr, allowed))}")
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise WindlassTimeout("the deadline of the load passed", "raise the timeout")
-    return left
-
-
-def _short(until: float) -> float:
-    return min(SHORT, _left(until))

@@ -21,7 +21,7 @@ import fnmatch
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,9 +111,11 @@ class Served:
         >>> served = Served({"w": ("float32", (2,))})
         >>> served.check({"w": ("float32", (2,)), "value_head": ("float32", (1,))}, Rules(), what="version 1").extras
         ['value_head']
-        >>> served.check({"w": ("float32", (3,))}, Rules(), what="version 1")
-        Traceback (most recent call last):
-        windlass.errors.WindlassInvalid: version 1 does not fit the checkpoint: w has shape [3], the engine serves [2]
+        >>> try:
+        ...     served.check({"w": ("float32", (3,))}, Rules(), what="version 1")
+        ... except WindlassInvalid as e:
+        ...     (e.name, str(e))
+        ('shape_changed', 'version 1 does not fit the checkpoint: w has shape [3], the engine serves [2]')
         """
         extras = [name for name in offered if name not in self.tensors]
         if extras and rules.extras == "error":
@@ -159,6 +161,10 @@ class Served:
                 "publish the dtype of the checkpoint (dtype=), or set cast=True to let the engine cast floats",
             )
         return Fit(take, extras)
+
+    def missing(self, names: Container[str], rules: Rules) -> list[str]:
+        """What should be among ``names`` and is not."""
+        return [name for name in self.tensors if name not in names and not self._excused(name, rules)]
 
     def _excused(self, name: str, rules: Rules) -> bool:
         if self.tied and name == "lm_head.weight":

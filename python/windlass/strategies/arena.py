@@ -278,7 +278,8 @@ class HostOpener(Opener):
             self._path, self._map = path, mapped
         if not _owned(self._descriptor):
             raise WindlassPeerLost(
-                f"nobody owns {path} any more: the trainer that exported it is gone", "sync again when it is back"
+                f"nobody owns {path} any more: the trainer that exported it is gone",
+                "sync again when it is back",
             )
         return self._map
 

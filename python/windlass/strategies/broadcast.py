@@ -32,7 +32,7 @@ from windlass.sync_info import EngineShape, TorchDistributedWeightSyncInfo, worl
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     from windlass.chunk import WeightChunk
     from windlass.request import WeightUpdateRequest
@@ -80,7 +80,9 @@ def _shape(value: Any) -> EngineShape:
     if isinstance(value, EngineShape):
         return value
     if not isinstance(value, Mapping) or not set(value) <= {"tp", "pp", "dp"}:
-        raise WindlassInvalid(f"engines has {value!r}: expected a shape such as {{'tp': 2, 'pp': 1, 'dp': 1}}")
+        raise WindlassInvalid(
+            f"engines has {value!r}: expected a shape such as {{'tp': 2, 'pp': 1, 'dp': 1}}"
+        )
     return EngineShape(**value)
 
 
@@ -210,7 +212,14 @@ class BroadcastTransferSender(WeightTransferSender):
         for _ in range(TURNS):
             await asyncio.sleep(0)
         sent = loop.run_in_executor(self._thread, self._broadcast, group, chunk)
-        await asyncio.wait({announced, sent}, return_when=asyncio.FIRST_EXCEPTION)
+        both: set[asyncio.Future[Any]] = {announced, sent}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            group.abandon("the sync was cancelled")
+            announced.cancel()
+            sent.add_done_callback(_ignored)
+            raise
         if announced.done() and announced.exception() is not None:
             # The broadcast ends at its own deadline; what it still sends is for nobody.
             group.abandon(f"engines refused: {announced.exception()}")

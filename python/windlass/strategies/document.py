@@ -63,7 +63,16 @@ KEYS = {
     f"{_LORA}lora_sync_path": "a directory that trainers and engines see",
 }
 
-_OVERRIDES = ("weight_sync_backend", "pack_weights", "use_cuda_ipc", "strategy", "link", "codec", "encoder", "strict")
+_OVERRIDES = (
+    "weight_sync_backend",
+    "pack_weights",
+    "use_cuda_ipc",
+    "strategy",
+    "link",
+    "codec",
+    "encoder",
+    "strict",
+)
 
 
 def is_document(config: Mapping[str, Any]) -> bool:
@@ -115,7 +124,9 @@ class Document:
             facts["trainer_gpus"] = [_TRAINER_GPU]
             facts["engine_gpus"] = [_TRAINER_GPU if colocated else _ENGINE_GPU]
             if not {"trainer_gpus", "engine_gpus"} <= set(known or {}):
-                self.assumed.append("nccl means GPUs" + (", and colocate_all shared ones" if colocated else ""))
+                self.assumed.append(
+                    "nccl means GPUs" + (", and colocate_all shared ones" if colocated else "")
+                )
         engine = self.values.get("generator.backend")
         if engine is not None:
             facts["engines"] = [engine]
@@ -186,7 +197,10 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
         own |= some("model_id", "image_dir", "timeout")
     elif strategy == "lora":
         path = values.get(f"{_LORA}lora_sync_path")
-        own |= {**({} if path is None else {"lora_sync_path": path}), **some("model_id", "image_dir", "timeout")}
+        own |= {
+            **({} if path is None else {"lora_sync_path": path}),
+            **some("model_id", "image_dir", "timeout"),
+        }
     return own
 
 

@@ -7,7 +7,7 @@ How ranks meet
 --------------
 Rank 0 has a ``TCPStore`` from the moment the sync info is made, so its port is bound until the group ends. Everybody
 else connects to it. Keys have the prefixes that ``init_custom_process_group`` of SGLang, OpenRLHF and others gives
-them (``<name>`` and ``<name>/``, then ``<device>/`` for each device of the backend), so those meet ours.
+them (``<name>`` and ``<name>/``, then ``<device>/`` for the first device of the backend), so those meet ours.
 
 The backends of torch are made directly and are not entered in its table of groups: a trainer whose default group is
 bound to a device would otherwise have the new group *split* from its own, and a default group would be needed for a
@@ -34,7 +34,7 @@ from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassTimeout, 
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store, TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
     from windlass.sync_info import TorchDistributedWeightSyncInfo
 
@@ -67,7 +67,7 @@ def node_address() -> str:
 
 def open_store(address: str, timeout: float) -> TCPStore:
     """The meeting point on a free port of this host, which stays bound while the store lives."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         return TCPStore(
@@ -104,6 +104,7 @@ class UpdateGroup:
         self.info, self.rank = info, rank
         self._broken: str | None = None
         self._closed = False
+        self._store: Store | None = None
         self._backends: dict[str, Any] = {}
         with _joining:
             standing = _joined.get(info.group_name)
@@ -128,7 +129,7 @@ class UpdateGroup:
         return self._closed
 
     def _join(self, store: Store | None, timeout: float) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import PrefixStore
 
         info, until = self.info, time.monotonic() + timeout
@@ -147,16 +148,22 @@ class UpdateGroup:
             self._store = store
             # As others name it: once by the caller and once by torch, which also adds the device.
             named = PrefixStore(f"{info.group_name}/", PrefixStore(info.group_name, store))
-            for device in _devices(info.backend):
-                left = max(0.1, until - time.monotonic())
-                self._backends[device] = _backend(
-                    info, self.rank, PrefixStore(f"{device}/", named), timedelta(seconds=left)
-                )
+            devices = _devices(info.backend)
+            # One for all devices, as torch has it, under the name of the first.
+            made = _backend(
+                info,
+                self.rank,
+                PrefixStore(f"{devices[0]}/", named),
+                timedelta(seconds=max(0.1, until - time.monotonic())),
+            )
+            self._backends = dict.fromkeys(devices, made)
         except RuntimeError as e:
             if isinstance(e, (WindlassInvalid, WindlassUnsupported)):
                 raise
             late = time.monotonic() >= until - 0.2 or "timed out" in str(e).lower()
-            kind, what = (WindlassTimeout, "was not complete within") if late else (WindlassPeerLost, "broke within")
+            kind, what = (
+                (WindlassTimeout, "was not complete within") if late else (WindlassPeerLost, "broke within")
+            )
             raise kind(
                 f"rank {self.rank} of {info.world_size}: {where} {what} {timeout:g} s{self._absent()}: {_brief(e)}",
                 "see whether every engine was given this sync info and reaches that address "
@@ -166,7 +173,7 @@ class UpdateGroup:
 
     def _absent(self) -> str:
         """Who has not come, in words. Engines that join by an interface of their own do not sign in."""
-        store = getattr(self, "_store", None)
+        store = self._store
         if store is None:
             return ": its store was not reached"
         from windlass.exchange import _within
@@ -238,7 +245,7 @@ class UpdateGroup:
             return
         self._closed = True
         backends, self._backends = self._backends, {}
-        for backend in backends.values():
+        for backend in set(backends.values()):
             # A group that is broken complains once more; NCCL must not wait for those that are gone.
             with contextlib.suppress(Exception):
                 end = getattr(backend, "abort" if self._broken else "shutdown", None)
@@ -248,7 +255,7 @@ class UpdateGroup:
 
 
 def _devices(backend: str) -> list[str]:
-    """The kinds of memory for which torch makes a part of the group, in its order."""
+    """The kinds of memory that the backend moves, in torch's order."""
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
     return [device for device in BackendConfig(Backend(backend)).get_device_backend_map() if device]

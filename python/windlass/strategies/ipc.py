@@ -155,9 +155,7 @@ class IpcSender(WeightTransferSender):
                     except Exception as e:
                         failure, before = e, None
                     # Whoever leaves this meeting knows that the other half is free.
-                    await asyncio.to_thread(
-                        self._ranks.meet, failure, self._timeout, f"send chunk {number}"
-                    )
+                    await asyncio.to_thread(self._ranks.meet, failure, self._timeout, f"send chunk {number}")
             failure = None
             try:
                 if before is not None:
@@ -192,7 +190,9 @@ class IpcSender(WeightTransferSender):
             raise failure
         for rank, words in enumerate(said):
             if "error" in words:
-                lost = WindlassInvalid(f"training rank {rank} could not export chunk {number}: {words['error']}")
+                lost = WindlassInvalid(
+                    f"training rank {rank} could not export chunk {number}: {words['error']}"
+                )
                 lost._windlass_told = True  # type: ignore[attr-defined]
                 raise lost
         exported = [words for words in said if words]
@@ -292,7 +292,9 @@ class CudaIpcTransferReceiver(IpcReceiver):
         from windlass.memory import tensor_at
 
         if not isinstance(request, CudaIpcWeightUpdateRequest):
-            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine opens a handle per parameter")
+            raise WindlassInvalid(
+                f"the request is {type(request).__name__}: this engine opens a handle per parameter"
+            )
         rows = zip(request.names, request.dtypes, request.shapes, request.ipc_handles, strict=True)
         for name, dtype, shape, handles in rows:
             handle = self._own(handles, repr(name))

@@ -225,8 +225,19 @@ class LoraTransferSender(WeightTransferSender):
 
 def _essence(config: Mapping[str, Any]) -> dict[str, Any]:
     """What makes an engine load an adapter differently."""
-    keys = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "rank_pattern", "alpha_pattern")
-    plain: dict[str, Any] = json.loads(json.dumps({key: config[key] for key in keys if key in config}, default=list))
+    keys = (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "rank_pattern",
+        "alpha_pattern",
+    )
+    plain: dict[str, Any] = json.loads(
+        json.dumps({key: config[key] for key in keys if key in config}, default=list)
+    )
     if isinstance(plain.get("target_modules"), list):
         plain["target_modules"].sort()
     return plain
@@ -263,7 +274,9 @@ class LoraTransferReceiver(WeightTransferReceiver):
 
     def _folder(self, request: WeightUpdateRequest) -> Path:
         if not isinstance(request, LoraDiskWeightUpdateRequest):
-            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine loads adapters from files")
+            raise WindlassInvalid(
+                f"the request is {type(request).__name__}: this engine loads adapters from files"
+            )
         path = Path(request.lora_disk_path)
         missing = [name for name in (WEIGHTS, CONFIG) if not (path / name).is_file()]
         if missing:

@@ -74,7 +74,9 @@ class PackedCudaIpcTransferReceiver(IpcReceiver):
         from windlass.memory import tensor_at
 
         if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
-            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine opens packed buckets")
+            raise WindlassInvalid(
+                f"the request is {type(request).__name__}: this engine opens packed buckets"
+            )
         handle = self._own(request.ipc_handles, "the bucket")
         data = self._opener.open(handle)
         rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)

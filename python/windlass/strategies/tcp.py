@@ -24,6 +24,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,8 +154,12 @@ def checked(info: WeightSyncInfo) -> AgentWeightSyncInfo:
 class _Reserved:
     """A port that is kept for an agent, and the token that receivers were told."""
 
-    def __init__(self, config: WeightManagerConfig, endpoint: str, token: str, kept: Callable[[], None]) -> None:
-        self.config, self.endpoint, self.token, self.release = config, endpoint, token, kept
+    def __init__(
+        self, config: WeightManagerConfig, endpoint: str, token: str, kept: Callable[[], None]
+    ) -> None:
+        self.config, self.endpoint, self.token = config, endpoint, token
+        #: Gives up the port and removes the token; at the latest when nobody has this any more.
+        self.release = weakref.finalize(self, kept)
 
     @classmethod
     def make(cls, config: WeightManagerConfig, *, local: bool) -> _Reserved:
@@ -177,7 +182,9 @@ class _Reserved:
                 raise WindlassInvalid(f"no port of {agent.ports} is free on {bind}")
             port = keeper.getsockname()[1]
             if agent.token_file is not None:
-                return cls._kept(config, bind, host, port, Path(agent.token_file).read_text().strip(), keeper, None)
+                return cls._kept(
+                    config, bind, host, port, Path(agent.token_file).read_text().strip(), keeper, None
+                )
             token, folder = secrets.token_hex(32), tempfile.mkdtemp(prefix="windlass-token-")
             path = os.path.join(folder, "token")
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -337,7 +344,10 @@ class _Stream:
     """Chunks as :class:`windlass.WeightSource`."""
 
     def __init__(
-        self, metadata: list[tuple[str, Any, Any]], pairs: Callable[[], Iterator[tuple[str, Any]]], holds: bool
+        self,
+        metadata: list[tuple[str, Any, Any]],
+        pairs: Callable[[], Iterator[tuple[str, Any]]],
+        holds: bool,
     ) -> None:
         self._metadata, self._pairs, self._holds = metadata, pairs, holds
 
@@ -365,8 +375,8 @@ def _pairs(
     async def step() -> WeightChunk | None:
         return await anext(walk, None)
 
-    while (chunk := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not None:
-        for name, tensor in chunk:
+    while (one := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not None:
+        for name, tensor in one:
             yield name, tensor if holds else None
 
 
@@ -375,8 +385,12 @@ class TcpTransferReceiver(WeightTransferReceiver):
 
     def __init__(self, settings: TcpSettings, info: AgentWeightSyncInfo, rank: int) -> None:
         self._settings, self._info, self._rank = settings, info, rank
-        self._own = None if settings.image_dir is not None else tempfile.mkdtemp(
-            prefix=f"windlass-engine-{rank}-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._own = (
+            None
+            if settings.image_dir is not None
+            else tempfile.mkdtemp(
+                prefix=f"windlass-engine-{rank}-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+            )
         )
         self._receiver: Receiver | None = None
 

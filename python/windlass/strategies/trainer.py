@@ -8,7 +8,7 @@ error on all of them at the next meeting, and not a hang.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassError, WindlassPeerLost, WindlassTimeout
@@ -24,7 +24,7 @@ __all__ = ["TrainerRanks", "each_chunk"]
 
 async def each_chunk(
     chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk],
-) -> AsyncIterator[WeightChunk]:
+) -> AsyncGenerator[WeightChunk, None]:
     """Chunks one by one, from an iterable of either kind; none is kept.
 
     >>> import asyncio
@@ -90,7 +90,8 @@ class TrainerRanks:
             raise failure
         if failed:
             raise WindlassPeerLost(
-                f"another training rank failed to {what}", "its own error says why; rank 0 speaks to the engines"
+                f"another training rank failed to {what}",
+                "its own error says why; rank 0 speaks to the engines",
             )
 
     def _any(self, mine: bool, timeout: float, what: str) -> bool:

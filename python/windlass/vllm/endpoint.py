@@ -101,6 +101,8 @@ class _Transaction:
     order: LoadOrder
     pause: PauseOptions
     phase: str = "checking"
+    #: Whether somebody else had paused generation before: then it stays so.
+    paused_before: bool = False
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[Plain] | None = None
 
@@ -164,6 +166,8 @@ class WindlassEndpoint:
         self._transaction: _Transaction | None = None
         self._fenced: Failure | None = None
         self._reports: list[Plain] = []
+        self._paused = False
+        self._label: str | None = None
 
     # vLLM's side.
 
@@ -220,18 +224,20 @@ class WindlassEndpoint:
         engine = self._asked()
         running = self._transaction
         if running is None:
+            # While a load runs, workers and scheduler are busy with it: these are their last words.
             self._reports = await engine.workers("windlass_report")
+            self._paused = await engine.paused()
+            self._label = await engine.labelled()
         from windlass.vllm.extension import _version
 
         return {
             "engine": "vllm",
             "engine_version": _version(),
             "incarnation": self._incarnation,
-            "paused": await engine.paused(),
+            "paused": self._paused,
             "fenced": self._fenced is not None,
             "fence": None if self._fenced is None else self._fenced.to_dict(),
-            "weight_version": await engine.labelled(),
-            # While a load runs the workers are busy; these are their last words.
+            "weight_version": self._label,
             "workers": self._reports,
             "transaction": None
             if running is None
@@ -302,29 +308,34 @@ class WindlassEndpoint:
         engine, order = self._asked(), run.order
         self._agreed(await engine.workers("windlass_check", order.to_dict()))
         run.phase = "pausing"
+        run.paused_before = self._fenced is None and await engine.paused()
+        paused = time.monotonic()
         await self._pause(engine, run)
+        self._paused = True
         run.phase = "loading"
         try:
             await self._write(engine, order)
         except _Fenced:
             raise
-        except BaseException:
-            # Nothing was written.
-            await self._undo(engine)
+        except Exception:
+            # Nothing was written. (A task that is cancelled knows nothing: the engine stays paused.)
+            await self._serve(engine, run)
             raise
         run.phase = "cache"
         try:
             if run.pause.cache == "reset":
                 await self._reset_cache(engine, run.pause.mode)
             await engine.label(order.label)
+            self._label = order.label
         except Exception as e:
             raise self._fence(Failure.of(e)) from e
         run.phase = "resuming"
-        await engine.resume()
         self._fenced = None
+        await self._serve(engine, run)
         return {
             "weight_version": order.label,
             "workers": self._reports,
+            "pause_ms": (time.monotonic() - paused) * 1e3,
             "ms": (time.monotonic() - run.began) * 1e3,
         }
 
@@ -334,7 +345,7 @@ class WindlassEndpoint:
         if not done:
             # It may still come about: resuming is what counts last.
             pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await self._undo(engine)
+            await self._serve(engine, run)
             raise WindlassTimeout(
                 f"generation was not paused within the lease of {run.pause.lease:g} s (mode {run.pause.mode}); the old "
                 "version is served",
@@ -343,13 +354,14 @@ class WindlassEndpoint:
         try:
             pausing.result()
         except Exception:
-            await self._undo(engine)
+            await self._serve(engine, run)
             raise
 
-    async def _undo(self, engine: _Engine) -> None:
-        """Back to serving the old version, unless its weights are not whole."""
-        if self._fenced is None:
+    async def _serve(self, engine: _Engine, run: _Transaction) -> None:
+        """Back to serving, unless the weights are not whole or somebody else had paused it."""
+        if self._fenced is None and not run.paused_before:
             await engine.resume()
+            self._paused = False
 
     async def _write(self, engine: _Engine, order: LoadOrder) -> None:
         """Has all workers load. Raises :class:`_Fenced` if they are not whole afterwards, and anything else if none of

@@ -67,7 +67,7 @@ def windlass_load(self: Any, order: Plain) -> Plain:
     """Carries out an order; the report, with an error if it was refused or failed."""
     from windlass.load.order import LoadOrder
 
-    return _told(self, lambda live: live.load(LoadOrder.from_dict(order)))
+    return _told(self, lambda live: _then(self, live.load(LoadOrder.from_dict(order))))
 
 
 def windlass_report(self: Any) -> Plain:
@@ -88,7 +88,7 @@ def windlass_load_file(self: Any, path: str) -> Plain:
     if their whole layer is not in it."""
     from safetensors.torch import load_file
 
-    return _told(self, lambda live: live.load_tensors(load_file(path)))
+    return _told(self, lambda live: _then(self, live.load_tensors(load_file(path))))
 
 
 def windlass_join(self: Any, sync_info: Plain, strategy: Plain, rank_offset: int = 1) -> Plain:
@@ -189,6 +189,14 @@ def _watched(name: str, original: Any) -> Any:
 
     watched._windlass_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+def _then(worker: Any, report: Any) -> Any:
+    """What vLLM does itself after a load of base weights: it forgets adapters, which were made for the old ones."""
+    reset = getattr(getattr(worker, "model_runner", None), "reset_lora_state", None)
+    if reset is not None and not (report.last is not None and report.last.how == "skipped"):
+        reset()
+    return report
 
 
 def _live(worker: Any) -> Any:

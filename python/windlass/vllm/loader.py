@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassInvalid
 from windlass.load.order import Failure, LoadOrder, Report
+from windlass.receiver import Image
 from windlass.strategy import NamedTensors, WeightLoader, each_tensor
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class VLLMWeightLoader(WeightLoader):
         self._engine = engine
         self._scratch = Path(scratch)
         self._reset = reset_cache
+        self._adapters: Any | None = None
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Loads tensors by vLLM's own reload: give all of those of each layer together."""
@@ -64,13 +66,30 @@ class VLLMWeightLoader(WeightLoader):
                 self._agreed(await self._call("windlass_load_file", path))
         await self._clear()
 
-    async def load_image(self, order: LoadOrder | Mapping[str, Any]) -> list[Report]:
-        """Loads a version from an image into every worker, and returns their reports."""
-        given = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
+    async def load_image(self, order: LoadOrder | Mapping[str, Any] | Image) -> list[Report]:
+        """Loads a version from an image into every worker, and returns their reports. An image that this process holds
+        may be given itself."""
+        if isinstance(order, Image):
+            given = LoadOrder.of(order)
+        else:
+            given = order if isinstance(order, LoadOrder) else LoadOrder.from_dict(order)
         self._agreed(await self._call("windlass_check", given.to_dict()))
         reports = self._agreed(await self._call("windlass_load", given.to_dict()))
         await self._clear()
         return reports
+
+    async def load_lora(self, path: str | Path) -> None:
+        """Loads the adapter in a PEFT directory, in place of the one before; :attr:`adapter` is what to generate with."""
+        if self._adapters is None:
+            from windlass.vllm.lora import VllmAdapters
+
+            self._adapters = VllmAdapters(self._engine)
+        await self._adapters.load(path)
+
+    @property
+    def adapter(self) -> Any | None:
+        """The ``LoRARequest`` of the newest adapter."""
+        return None if self._adapters is None else self._adapters.current
 
     async def reports(self) -> list[Report]:
         """What the workers say of themselves."""

@@ -1,26 +1,25 @@
 """A worker's end of any :class:`~windlass.strategy.WeightTransferStrategy`.
 
-Owns: :class:`Receiving`, which joins a strategy, receives what requests announce, and hands it to the engine's own
-loader: layer by layer, as the tensors come. Called by the transfer backend and the worker extension. Must not: keep a
-thread; load past the engine's loader (a request may be any part of a model).
+Owns: :class:`Receiving`, which joins a strategy and receives what requests announce. Whole images are loaded as orders
+are; tensors go to the engine's own loader, request by request. Called by the transfer backend and the worker extension.
+Must not: keep a thread; load tensors past the engine's loader (a request may be any part of a model).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassError
+from windlass.load.order import LoadOrder
 from windlass.request import parse_request
-from windlass.strategy import strategy_from_config
+from windlass.strategy import NamedTensors, WeightLoader, each_tensor, strategy_from_config
 from windlass.sync_info import parse_sync_info
 
 if TYPE_CHECKING:
-    import torch
-
     from windlass.load.live import Live
     from windlass.plain import Plain
+    from windlass.receiver import Image
 
 __all__ = ["Receiving"]
 
@@ -29,27 +28,53 @@ class Receiving:
     """One worker's receiver, and the load that its requests are parts of."""
 
     def __init__(self, live: Live, sync_info: Plain, strategy: Plain, rank_offset: int = 1) -> None:
-        self._live = live
         info = parse_sync_info(sync_info)
         self._strategy = strategy_from_config(strategy)
         self._receiver = self._strategy.create_receiver(info, rank=rank_offset + live.report().rank)
-        self._begun = False
+        self._loader = _IntoLive(live)
 
     def update(self, request: Plain) -> None:
-        """Receives one request into the engine's loader. The first of a series begins the load."""
+        """Receives one request into the engine. The first of a series of tensors begins the load."""
         parsed = parse_request(request)
-        if not self._begun:
-            self._live.begin_tensors()
-            self._begun = True
         try:
-            self._live.feed_tensors(self._pull(parsed))
+            asyncio.run(self._receiver.receive_and_load_weights(parsed, self._loader))
         except BaseException as e:
-            self._begun = False
-            self._live.abandon_tensors(e)
+            self._loader.abandon(e)
             raise
 
     def finish(self) -> None:
         """Post-processes what came."""
+        self._loader.finish()
+
+    def close(self) -> None:
+        """Leaves the group or closes the connection."""
+        self._loader.abandon(WindlassError("the strategy was closed in the middle of an update"))
+        self._receiver.close()
+
+
+class _IntoLive(WeightLoader):
+    """A worker's weights, as strategies load into them."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._begun = False
+
+    async def load_weights(self, named_tensors: NamedTensors) -> None:
+        # Copies: the engine keeps tensors until their layer is complete, and a receiver may give their memory to the
+        # next ones.
+        pairs = [(name, tensor.clone()) async for name, tensor in each_tensor(named_tensors)]
+        if not self._begun:
+            self._live.begin_tensors()
+            self._begun = True
+        self._live.feed_tensors(pairs)
+
+    async def load_image(self, image: Image) -> None:
+        """A whole version, by the plan where there is one."""
+        report = self._live.load(LoadOrder.of(image))
+        if report.state == "dirty" and report.error is not None:
+            raise report.error.error()
+
+    def finish(self) -> None:
         if not self._begun:
             return
         self._begun = False
@@ -59,24 +84,7 @@ class Receiving:
             self._live.abandon_tensors(e)
             raise
 
-    def close(self) -> None:
-        """Leaves the group or closes the connection."""
+    def abandon(self, why: BaseException) -> None:
         if self._begun:
             self._begun = False
-            self._live.abandon_tensors(WindlassError("the strategy was closed in the middle of an update"))
-        self._receiver.close()
-
-    def _pull(self, request: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors as they come. Each is copied: the engine keeps them until their layer is complete, and the receiver
-        gives its memory to the next one."""
-        loop = asyncio.new_event_loop()
-        try:
-            tensors = self._receiver.receive_weights(request)
-            while True:
-                try:
-                    name, tensor = loop.run_until_complete(anext(tensors))
-                except StopAsyncIteration:
-                    return
-                yield name, tensor.clone()
-        finally:
-            loop.close()
+            self._live.abandon_tensors(why)

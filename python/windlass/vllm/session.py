@@ -369,7 +369,7 @@ def _stand_in(tensor: torch.Tensor | None, layer: torch.nn.Module) -> torch.Tens
         restore_layer_refs(stand_in, layer)
     # A property of some classes, which keep it under another name.
     for name in ("weight_loader", "_weight_loader"):
-        loader = stand_in.__dict__.get(name)
+        loader: Any = stand_in.__dict__.get(name)
         while getattr(loader, "__name__", "") == "online_process_loader":
             loader = loader.__wrapped__
             stand_in.__dict__[name] = loader

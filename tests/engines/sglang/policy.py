@@ -18,7 +18,9 @@ class Policy:
         self.model = tiny.model(kind)
         self.version = 0
         self._extra = extra
-        self._manager = WeightManager(model_id="policy", region_dir=str(home / "region"))
+        # What is not of a checkpoint is left out unless it is asked for.
+        include = ["*"] if extra else []
+        self.manager = WeightManager(model_id="policy", region_dir=str(home / "region"), include=include)
         self._home = home
         self._receiver: Receiver | None = None
 
@@ -33,9 +35,9 @@ class Policy:
         source: Any = self.model
         if self._extra is not None:
             source = [*self.model.named_parameters(), *self._extra.items()]
-        self._manager.offload(source, version=self.version, rank=0, world_size=1)
+        self.manager.offload(source, version=self.version, rank=0, world_size=1)
         if self._receiver is None:
-            self._receiver = Receiver(self._home / "image", region=self._manager.region)
+            self._receiver = Receiver(self._home / "image", region=self.manager.region)
         self._receiver.wait(self.version, timeout=60)
         return self.order()
 
@@ -52,12 +54,8 @@ class Policy:
                 "timeout": 120.0,
             }
 
-    def answers(self) -> list[list[int]]:
-        """What the model answers, by transformers."""
-        return tiny.answers(self.model)
-
     def close(self) -> None:
         """Ends publisher and receiver."""
         if self._receiver is not None:
             self._receiver.close()
-        self._manager.close()
+        self.manager.close()

@@ -127,3 +127,40 @@ def test_a_training_script_of_vllm_changes_one_string(server: servers.Vllm, home
     assert done.returncode == 0, done.stderr[-3000:]
     assert server.answers() == json.loads(done.stdout.splitlines()[-1])
     assert server.get("/weight_info")["weight_version"].endswith(":2")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["broadcast", "tcp"])
+def test_the_facade_reaches_a_server_by_a_strategy(name: str, server: servers.Vllm, home: Path) -> None:
+    import asyncio
+
+    from windlass import WeightSyncManager, strategy_from_config
+    from windlass.client import InferenceEngineClient
+    from windlass.extract import ModuleWeightExtractor
+    from windlass.remote import VllmEngine
+
+    config: dict[str, Any] = {"strategy": name}
+    if name == "broadcast":
+        config |= {"engines": [{}], "weight_sync_backend": "gloo", "master_addr": "127.0.0.1"}
+    else:
+        manager = {"region_dir": str(home), "model_id": "facade"}
+        config |= {"image_dir": str(home / "images"), "manager": manager}
+    model = tiny.model(KIND)
+
+    async def train() -> None:
+        client = InferenceEngineClient([VllmEngine(server.url, strategy=config, timeout=90)], pause=True)
+        syncing = WeightSyncManager(
+            strategy_from_config(config), ModuleWeightExtractor(group_by_module=True), client
+        )
+        await syncing.initialize()
+        try:
+            for step in (31, 32):
+                tiny.stir(model, step)
+                await syncing.sync_weights(model, "float32")
+                answers = await asyncio.to_thread(server.answers)
+                assert answers == tiny.answers(model)
+        finally:
+            syncing.close()
+            await client.aclose()
+
+    asyncio.run(train())

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use super::check::{Cut, Group};
 use super::{LoadError, LoadPlan, Loaded};
 use crate::copies::JOB;
+use crate::shm::copy_slice;
 use crate::stop::Stop;
 use crate::work;
 
@@ -56,7 +57,7 @@ impl LoadPlan {
             match group.cut {
                 Cut::Bytes => {
                     let from = (p.base + p.reads.at + window.outer.start) as usize;
-                    window.bytes.copy_from_slice(&image[from..from + window.bytes.len()]);
+                    copy_slice(&image[from..from + window.bytes.len()], window.bytes);
                 }
                 Cut::Rows { .. } => p.copy(window.outer.clone(), image, window.bytes, window.start),
                 Cut::Not => p.copy(0..p.writes.outer(), image, window.bytes, window.start),

@@ -9,6 +9,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 
 use crate::copies::{Copy, Dim};
+use crate::shm::copy_slice;
 
 /// A copy between one tensor of the image and one target. All in bytes.
 #[derive(Clone, Debug)]
@@ -98,7 +99,7 @@ impl Piece {
         let run = self.writes.run as usize;
         each(&self.writes, outer, |to, from| {
             let from = from as usize;
-            window[at(to)..at(to) + run].copy_from_slice(&source[from..from + run]);
+            copy_slice(&source[from..from + run], &mut window[at(to)..at(to) + run]);
         });
     }
 }

@@ -6,11 +6,13 @@ use windlass_core::delta::{Changed, Delta, DeltaError, Positions, Tile, position
 
 use super::piece::{Piece, put};
 use super::{LoadError, LoadPlan, Loaded};
+use crate::simd::kernels;
 use crate::stop::Stop;
 use crate::work;
 
-/// A tensor of which one unit in so many changed is copied whole: a run of memory costs less than that many jumps.
-const WHOLE: u64 = 8;
+/// A tensor with a change for every so many bytes, two lines of the cache, is copied whole: a run of memory costs less
+/// than half of its lines one by one. The tensors of tests are too small for that.
+const SPARSE_BYTES: u64 = if cfg!(test) { 4 } else { 128 };
 
 /// How a tensor is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +83,7 @@ impl LoadPlan {
         let how = |(t, n): (usize, &u64)| match *n {
             0 => How::Not,
             _ if !chosen[t] => How::Not,
-            n if n.saturating_mul(WHOLE) >= self.manifest.tensors()[t].units() => How::Whole,
+            n if n.saturating_mul(SPARSE_BYTES) >= self.manifest.tensors()[t].bytes => How::Whole,
             n => How::Changes(n),
         };
         Ok(changes.iter().enumerate().map(how).collect())
@@ -100,8 +102,8 @@ impl LoadPlan {
             rest = others;
             let cost = |p: &Piece| match how[p.tensor as usize] {
                 How::Not => 0,
-                How::Changes(n) => n * WHOLE,
-                How::Whole => p.bytes() / p.item,
+                How::Changes(n) => n * SPARSE_BYTES,
+                How::Whole => p.bytes(),
             };
             let cost: u64 = these.iter().map(cost).sum();
             if cost > 0 {
@@ -166,7 +168,21 @@ fn put_all<const N: usize>(
 ) -> u64 {
     match changed {
         Changed::All => put_each::<N>(piece, tile, 0..tile.units() as u64, source, target),
-        Changed::At(these) => put_each::<N>(piece, tile, these.iter().map(|&p| p.into()), source, target),
+        Changed::At(these) => {
+            prefetch(piece, tile, these, source, target);
+            put_each::<N>(piece, tile, these.iter().map(|&p| p.into()), source, target)
+        }
+    }
+}
+
+/// Asks the cache for what is about to be read and written, all of it at once instead of one after the other.
+fn prefetch(piece: &Piece, tile: &Tile, positions: &[u16], source: &[u8], target: &[u8]) {
+    if tile.block.is_contiguous() {
+        let first = tile.block.start * tile.unit as u64;
+        kernels().prefetch(&source[first as usize..], tile.unit, positions);
+        if let Some((to, _)) = piece.locate(first).filter(|(_, left)| *left >= tile.bytes() as u64) {
+            kernels().prefetch(&target[to as usize..], tile.unit, positions);
+        }
     }
 }
 

@@ -8,6 +8,7 @@ pub mod baseline;
 pub mod codec;
 pub mod digest;
 pub mod fanout;
+pub mod load;
 pub mod offload;
 pub mod rig;
 pub mod seal;

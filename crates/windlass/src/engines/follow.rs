@@ -3,7 +3,7 @@
 //! Owns: the loop, how often a version is tried, and what is told. Whatever happens to one engine, only its own thread
 //! waits.
 //!
-//! A load that fails is tried again after a pause that doubles, [`TRIES`] times for a version; then the engine is left
+//! A load that fails is tried again after a pause that doubles, `TRIES` times for a version; then the engine is left
 //! as it is until there is another version or it is restarted. An image that does not fit is not tried again at all.
 
 use std::path::PathBuf;

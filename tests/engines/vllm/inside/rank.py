@@ -20,6 +20,8 @@ from windlass.load import Live, LoadOrder  # noqa: E402
 
 def main() -> None:
     rank, world, address, checkpoint = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    # Names what ranks on a CPU share.
+    os.environ["VLLM_DIST_IDENT"] = address.rpartition(":")[2]
     building.keep_plain(pytest.MonkeyPatch())
     worker = building.session(checkpoint, rank=rank, world=world, address=address)
     live = Live(worker, rank=rank, engine="vllm")

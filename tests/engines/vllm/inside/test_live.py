@@ -111,7 +111,7 @@ def test_extra_tensors_are_listed_or_refused(build: Callable[..., Any], home: Pa
 def test_a_foreign_reload_is_not_patched(build: Callable[..., Any], home: Path) -> None:
     worker, trainer = build("qwen3"), tiny.model("qwen3")
     live = Live(worker)
-    with Publishing(home, keep_deltas=True) as publishing:
+    with Publishing(home, keep_deltas=8) as publishing:
         for version in (1, 2, 3):
             tiny.stir_some(trainer, version)
             report = live.load(order(publishing.publish(trainer, version)))
