@@ -5,7 +5,11 @@ Each engine is started once for all of its tests.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -71,9 +75,11 @@ def world(request: pytest.FixtureRequest, checkpoint: Callable[[tiny.Kind], Path
     if kind == "sglang":
         server = servers.Sglang(model)
     elif kind == "vllm-native":
-        server = servers.Vllm(model, plain=True, options=BACKEND)
+        server = servers.Vllm(model, options=BACKEND)
     else:
-        server = servers.Vllm(model, dev=False, plugins="windlass", env={"WINDLASS_TOKEN": TOKEN})
+        # Weights that are kept as they were loaded, as on a GPU: written in place, and proved.
+        env = {"WINDLASS_TOKEN": TOKEN}
+        server = servers.Vllm(model, dev=False, plain=True, plugins="windlass,plain_weights", env=env)
     home = Path(tempfile.mkdtemp(prefix="windlass-sidecar-", dir="/dev/shm"))
     with server:
         proxy = Proxy(server)
@@ -222,6 +228,33 @@ def test_tensors_that_the_engine_does_not_have_are_listed_and_left_out(world: Wo
             world.agree()
     finally:
         world.trainer.start_over()
+
+
+def test_live_weights_are_proved_equal_to_the_image_where_workers_can_be_asked(world: World) -> None:
+    command = [sys.executable, "-m", "windlass", "verify", "--json"]
+    command += [f"--engine={world.dialect}={world.server.url}", f"--image={world.images / 'policy'}"]
+    env = {**os.environ, "PYTHONPATH": str(servers.PACKAGE), "WINDLASS_TOKEN": TOKEN}
+
+    def verify() -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=PATIENCE, check=False)
+        return done.returncode, json.loads(done.stdout)
+
+    with world.sidecar() as sidecar:
+        sidecar.wait("loaded", version=world.trainer.publish())
+        code, said = verify()
+        if world.kind == "vllm-plugin":
+            tensors = len(list(world.trainer.model.parameters()))
+            assert (code, said["equal"], said["equal_tensors"]) == (0, True, tensors), said
+            assert said["version"] == world.trainer.version and said["state_digest"]
+        else:
+            assert code == 9 and said["error"]["kind"] == "unsupported", said
+    if world.kind == "vllm-plugin":
+        # An engine that is behind its image is not compared with it.
+        with Sidecar(f"--region={world.trainer.region}", f"--dir={world.images}") as alone:
+            world.trainer.publish()
+            alone.wait("synced")
+        code, said = verify()
+        assert code == 4 and "the image holds" in said["error"]["message"], said
 
 
 def test_an_engine_killed_and_restarted_comes_back_at_the_right_version(world: World) -> None:
