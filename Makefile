@@ -34,7 +34,6 @@ demo: ## show the main job on this machine
 test: contract testdata loom ## all tests: Rust and Python with their doc tests, the contract table, the golden files, the models
 	$(CARGO) test --workspace --locked
 	$(MAKE) --no-print-directory pytest
-	$(MAKE) --no-print-directory engines
 
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
