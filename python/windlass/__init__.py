@@ -56,7 +56,6 @@ from windlass.strategy import (
     register_strategy,
     strategy_from_config,
 )
-from windlass.sync import WeightSyncManager
 from windlass.sync_info import (
     AgentWeightSyncInfo,
     EmptyWeightSyncInfo,
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     )
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
+    from windlass.sync import WeightSyncManager
     from windlass.remote import RemoteWeightLoader
     from windlass.strategies.broadcast import BroadcastTransferStrategy
     from windlass.strategies.ipc import CudaIpcTransferStrategy
@@ -198,6 +198,7 @@ _LAZY = {
     "WeightExtractor": "windlass.extract",
     "WeightManager": "windlass.manager",
     "WeightSource": "windlass.manager",
+    "WeightSyncManager": "windlass.sync",
     "collect_lora": "windlass.lora",
     "is_lora": "windlass.lora",
     "save_lora": "windlass.lora",
