@@ -83,13 +83,13 @@ if TYPE_CHECKING:
     )
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
-    from windlass.sync import WeightSyncManager
     from windlass.remote import RemoteWeightLoader
     from windlass.strategies.broadcast import BroadcastTransferStrategy
     from windlass.strategies.ipc import CudaIpcTransferStrategy
     from windlass.strategies.lora import LoraTransferStrategy
     from windlass.strategies.packed import PackedCudaIpcTransferStrategy
     from windlass.strategies.tcp import TcpTransferStrategy
+    from windlass.sync import WeightSyncManager
 
 __all__ = [
     "AgentWeightSyncInfo",
