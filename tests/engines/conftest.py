@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
+
+# Two threads that meet at every operation crawl beside an engine that spins.
+torch.set_num_threads(1)
 
 # A directory of tests has the name of the package too, but no code of its own.
 _vllm = importlib.util.find_spec("vllm")

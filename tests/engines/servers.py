@@ -78,7 +78,8 @@ class Server:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env={**inherited, **self._env},
+                # Threads that wait for each other at every operation are slow on cores that others use too.
+                env={**inherited, "OMP_NUM_THREADS": "1", **self._env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -208,10 +209,11 @@ class Vllm(Server):
         command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
         command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
-        if tp > 1:
-            command += ["-tp", str(tp)]
+        # With one worker, none in a process of its own: two that wait for each other spin, on as many cores.
+        command += ["-tp", str(tp)] if tp > 1 else ["--distributed-executor-backend", "uni"]
         own = {
             "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
@@ -222,8 +224,6 @@ class Vllm(Server):
             own["VLLM_SERVER_DEV_MODE"] = "1"
         if plain:
             own["WINDLASS_TEST_PLAIN_WEIGHTS"] = "1"
-        if tp > 1:
-            own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
         if plugins is not None:
             own["VLLM_PLUGINS"] = plugins
         super().__init__(command, {**own, **env}, port=port, deadline=deadline)
@@ -272,8 +272,7 @@ class Sglang(Server):
             "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE / "stubs")]),
             "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
         }
-        if tp > 1:
-            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
         super().__init__(command, {**own, **env}, port=port, deadline=deadline)
 
     def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -316,9 +317,7 @@ def trainer_ranks(fail_at: int) -> Any:
     """Ranks 0 and 1 train in a group of their own, rank 2 is the engine. One barrier per chunk and no hang."""
     import torch.distributed as dist
 
-    from models import policy
-
-    conf = config([{}], timeout=20.0)
+    conf = config([{}], timeout=60.0)
     if rank(f"trainers {fail_at}") == 2:
         return serve(conf, 0, EngineShape())
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", board()), rank=rank(), world_size=2)
@@ -330,25 +329,46 @@ def trainer_ranks(fail_at: int) -> Any:
         return reduce(*args, **named)
 
     dist.all_reduce = counted
-    return asyncio.run(_train_two(conf, policy(), meetings, fail_at))
+    # The second one does not fit into the buffers of a socket: without a receiver, its broadcast waits.
+    sizes = {"a": 4, "b": 8 << 20, "c": 4}
+    model = torch.nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
+    return asyncio.run(_train_two(conf, model, meetings, fail_at))
+
+
+def _begun(nth: int) -> threading.Event:
+    """Set when the sender's thread is about to make its nth broadcast."""
+    from windlass.strategies.group import UpdateGroup
+
+    event, calls, broadcast = threading.Event(), [], UpdateGroup.broadcast
+
+    def noted(self: UpdateGroup, tensor: torch.Tensor, timeout: float, what: str) -> None:
+        calls.append(what)
+        if len(calls) == nth:
+            event.set()
+        broadcast(self, tensor, timeout, what)
+
+    UpdateGroup.broadcast = noted  # type: ignore[method-assign]
+    return event
 
 
 async def _train_two(conf: dict[str, Any], model: Any, meetings: list[int], fail_at: int) -> Any:
     strategy = strategy_from_config(conf)
     engine = Posted(2) if rank() == 0 else None
-    client = InferenceEngineClient([engine], timeout=20.0, prefix_cache="keep") if engine else None
+    client = InferenceEngineClient([engine], timeout=60.0, prefix_cache="keep") if engine else None
     if client is not None and fail_at:
         update, count = engine.update_weights, 0  # type: ignore[union-attr]
+        begun_to_send = _begun(fail_at)
 
         async def failing(request: Any) -> None:
             nonlocal count
             count += 1
             if count == fail_at:
+                await asyncio.to_thread(begun_to_send.wait, WAIT_S)
                 raise RuntimeError("the engine said no")
             await update(request)
 
         engine.update_weights = failing  # type: ignore[union-attr, method-assign]
-    manager = WeightSyncManager(strategy, ModuleWeightExtractor(), client, timeout=20.0)
+    manager = WeightSyncManager(strategy, ModuleWeightExtractor(), client, timeout=60.0)
     await manager.initialize()
     before, begun = len(meetings), time.monotonic()
     error = None

@@ -30,21 +30,19 @@ def test_the_lines_of_the_readme_run_alone_and_under_torchrun(tmp_path: pathlib.
     )
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    alone = [sys.executable, str(script)]
-    # Without a process group, each of the two ranks takes itself from torchrun's environment.
-    several = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    for command, ranks in [(alone, 1), (several, 2)]:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    # Without a process group, each of the two ranks takes itself from torchrun's environment. Each writes to a file of
+    # its own: on one pipe, their letters mix.
+    logs = tmp_path / "logs"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += ["--redirects=1", f"--log-dir={logs}"]
+    for command, ranks in [([sys.executable], 1), (torchrun, 2)]:
+        done = subprocess.run(
+            [*command, str(script)], env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr[-3000:]
-        # Two ranks write to one pipe: words of different lines may mix, letters of different words do not.
-        words = done.stdout.split()
-        assert len([w for w in words if re.fullmatch("[0-9a-f]{32}", w)]) == 3 * ranks, done.stdout
-        assert len([w for w in words if w.startswith("http://127.0.0.1:")]) == 3, done.stdout
+        printed = [done.stdout] if ranks == 1 else [path.read_text() for path in logs.rglob("stdout.log")]
+        assert len(printed) == ranks
+        for of_one in printed:
+            assert len(re.findall(r"\b[0-9a-f]{32}\b", of_one)) == 3, printed
+        assert "".join(printed).count("http://127.0.0.1:") == 3, printed
         assert not os.path.exists(f"/dev/shm/windlass-{name}")

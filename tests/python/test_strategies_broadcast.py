@@ -107,7 +107,8 @@ def test_training_ranks_meet_once_per_chunk_and_fail_together(fail_at: int) -> N
         assert engine["loads"] == [1]
         # One before the first chunk, and one for each of the two.
         assert zero["meetings"] == one["meetings"] == 3
-        assert one["seconds"] < 15
+        # The deadline is 60 s: nobody waits for the broadcast that the engine takes no part in.
+        assert one["seconds"] < 40
     else:
         assert zero["error"] is one["error"] is None
         assert zero["meetings"] == one["meetings"] == len(engine["loads"]) + 2

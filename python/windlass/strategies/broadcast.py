@@ -175,8 +175,11 @@ class BroadcastTransferSender(WeightTransferSender):
         self._group = group
         self._ranks = ranks
         self._timeout = timeout
-        # Collectives block, and those of one group come from one thread.
-        self._thread = ThreadPoolExecutor(1, "windlass-broadcast", _use_device, (_current_device(),))
+        # Collectives block, and those of one group come from one thread. Training ranks meet on another one: a failure
+        # is told at once, not when the broadcast that nobody takes part in reaches its deadline.
+        device = (_current_device(),)
+        self._thread = ThreadPoolExecutor(1, "windlass-broadcast", _use_device, device)
+        self._meeting = ThreadPoolExecutor(1, "windlass-meeting", _use_device, device)
 
     def create_request(self, chunk: WeightChunk) -> BroadcastWeightUpdateRequest:
         """The announcement of a chunk."""
@@ -199,7 +202,7 @@ class BroadcastTransferSender(WeightTransferSender):
                     failure = e
                 del chunk
                 await loop.run_in_executor(
-                    self._thread, self._ranks.meet, failure, self._timeout, f"send chunk {number}"
+                    self._meeting, self._ranks.meet, failure, self._timeout, f"send chunk {number}"
                 )
 
     async def _send(self, group: UpdateGroup, chunk: WeightChunk, client: InferenceClient) -> None:
@@ -211,6 +214,9 @@ class BroadcastTransferSender(WeightTransferSender):
         # turn of the loop for each task on its way, which are this one, the client's and the engine's.
         for _ in range(TURNS):
             await asyncio.sleep(0)
+        if announced.done() and announced.exception() is not None:
+            group.abandon(f"engines refused: {announced.exception()}")
+            await announced
         sent = loop.run_in_executor(self._thread, self._broadcast, group, chunk)
         both: set[asyncio.Future[Any]] = {announced, sent}
         try:
@@ -246,6 +252,7 @@ class BroadcastTransferSender(WeightTransferSender):
         """Leaves the group."""
         # The thread may be in a broadcast that nobody takes part in; leaving does not wait for its deadline.
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._meeting.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
             self._group.close()
 
