@@ -32,6 +32,7 @@ pub mod bench;
 pub mod cli;
 pub mod client;
 pub mod control;
+pub mod controller;
 pub mod delta;
 pub mod demo;
 pub mod diff;

@@ -1,0 +1,379 @@
+//! What travels between the controller and everybody else: the JSON bodies of its endpoints.
+//!
+//! Owns: the types, and nothing that happens with them. The service answers with them, receivers and clients read them;
+//! `/openapi.json` is made from them. Answers may gain fields in later minor versions, so unknown ones are ignored when
+//! an answer is read; in a request an unknown field is an error.
+//!
+//! | endpoint | request | answer |
+//! |---|---|---|
+//! | `POST /notify_version` | [`NotifyVersion`] | [`Notified`] |
+//! | `GET /service_version?set=&at_least=&model_id=&incarnation=&timeout_ms=` | – | [`Service`] |
+//! | `POST /register_receiver` | [`Join`] | [`Joined`] |
+//! | `POST /poll_orders` | [`Poll`] | [`Orders`] |
+//! | `POST /report` | [`Report`] | [`Done`] |
+//! | `POST /leave` | [`Peer`] | [`Done`] |
+//! | `POST /take_eval` | [`TakeEval`] | [`EvalTask`], or none within the time |
+//! | `POST /eval_done` | [`EvalDone`] | [`Done`] |
+//! | `GET /status` | – | the state, as the live page shows it |
+//! | `GET /events` | – | the same as server-sent events, whenever something has changed |
+//! | `GET /metrics` | – | Prometheus text |
+//! | `GET /openapi.json`, `GET /`, `GET /healthz` | – | without a token |
+//!
+//! # Who calls whom
+//!
+//! Only the controller listens. Receivers hold a poll open, which is their heartbeat too, and orders come as its
+//! answers: nobody needs a port for the controller to reach. An order is given again until a poll says that it was taken
+//! ([`Poll::after`]), so an answer that is lost on the way loses no order.
+//!
+//! # Time
+//!
+//! Clocks of hosts differ. A [`Span`] says how long ago something began and ended when it was sent, and the controller
+//! puts it on its own clock.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use windlass_core::barrier::{Order, Peer, Phase, Served, SetName};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
+
+/// The most spans of one message.
+pub const MAX_SPANS: usize = 16;
+
+/// Something that took time, as the sender saw it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Span {
+    /// Where it happened.
+    pub lane: Lane,
+    /// What it was, in a word or two: `offload`, `seal`, `pull delta`, `pause`, `load`.
+    pub what: String,
+    /// How long before the message was sent it began, in milliseconds.
+    pub began_ms_ago: f64,
+    /// How long before the message was sent it ended.
+    pub ended_ms_ago: f64,
+    /// The bytes it moved, if it moved any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+}
+
+/// A row of the timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lane {
+    /// The training process.
+    Trainer,
+    /// The agent beside it.
+    Agent,
+    /// The way to a receiver, and what it does to its image.
+    Wire,
+    /// The engines behind a receiver.
+    Engine,
+}
+
+/// A trainer has published a version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NotifyVersion {
+    /// Which policy.
+    pub model_id: ModelId,
+    /// Which life of its publisher.
+    pub incarnation: Incarnation,
+    /// Which version.
+    pub version: Version,
+    /// Where its agent serves it.
+    pub sender_endpoint: String,
+    /// Answer when the version is served, not at once.
+    #[serde(default)]
+    pub sync: bool,
+    /// Run an eval on it, with these words for whoever runs it, and answer with its result. Implies `sync`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval: Option<Value>,
+    /// How long a synchronous answer may take to the load; the controller's longest wait if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// What it took to publish it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub spans: Vec<Span>,
+    /// The share of elements that its delta does not change, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_sparsity: Option<f64>,
+    /// The bytes of its delta over those of the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_ratio: Option<f64>,
+}
+
+/// The answer to a notify.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Notified {
+    /// True.
+    pub ok: bool,
+    /// The trainer should wait at the gate before it publishes more: it is too far ahead of what is served.
+    pub wait: bool,
+    /// How many versions that it announced are not served yet.
+    pub ahead: usize,
+    /// The set of the model.
+    pub set: SetName,
+    /// What the set serves now.
+    pub served: Option<ServedVersion>,
+    /// What the eval returned, if one was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval: Option<Value>,
+}
+
+/// What a set serves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedVersion {
+    /// The version that all models of the set have reached.
+    pub version: Version,
+    /// Each model's own.
+    pub identities: Vec<Identity>,
+}
+
+impl From<Served> for ServedVersion {
+    fn from(served: Served) -> ServedVersion {
+        ServedVersion { version: served.version, identities: served.identities }
+    }
+}
+
+/// The answer of the gate.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Service {
+    /// Which set.
+    pub set: SetName,
+    /// What it serves; none before its first load.
+    pub served: Option<ServedVersion>,
+    /// Why it serves nothing newer, for people.
+    pub blocked: String,
+}
+
+/// A receiver begins a life.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Join {
+    /// Who, with a session greater than any before it: nanoseconds of its clock will do.
+    pub peer: Peer,
+    /// The models it serves.
+    pub models: Vec<ModelId>,
+    /// What all its engines hold, of each model.
+    #[serde(default)]
+    pub has: Vec<Identity>,
+    /// Its host, for people.
+    #[serde(default)]
+    pub host: String,
+    /// Its release.
+    #[serde(default)]
+    pub release: String,
+}
+
+/// The answer to a join.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Joined {
+    /// True.
+    pub ok: bool,
+    /// After this long without a word from it, it is out.
+    pub heartbeat_ms: u64,
+    /// How long a poll should ask to wait.
+    pub poll_ms: u64,
+    /// How many versions an agent's history must reach back for every order to be carried out.
+    pub max_ahead: usize,
+}
+
+/// A receiver asks for orders, and says that it is alive and what it is doing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Poll {
+    /// Who.
+    pub peer: Peer,
+    /// The number of the last order that was taken; those up to it are not given again.
+    #[serde(default)]
+    pub after: u64,
+    /// How long to wait if there is none.
+    #[serde(default)]
+    pub timeout_ms: u64,
+    /// What it is doing, per model.
+    #[serde(default)]
+    pub doing: Vec<Doing>,
+}
+
+/// What a receiver does with one model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Doing {
+    /// Which model.
+    pub model_id: ModelId,
+    /// What: `idle`, `waiting`, `pulling`, `applying`, `staged`, `loading`, `failed`.
+    pub stage: String,
+    /// The version it is about, or holds.
+    pub version: Option<Version>,
+    /// Bytes so far.
+    #[serde(default)]
+    pub bytes: u64,
+    /// Bytes in all, if known.
+    #[serde(default)]
+    pub of_bytes: u64,
+    /// Bytes per second, lately.
+    #[serde(default)]
+    pub rate: f64,
+    /// Its engines, each with what it has.
+    #[serde(default)]
+    pub engines: Vec<EngineDoing>,
+}
+
+/// One engine behind a receiver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineDoing {
+    /// Its name, such as `vllm=http://127.0.0.1:8000`.
+    pub engine: String,
+    /// `away`, `serving`, `loading` or `fenced`.
+    pub condition: String,
+    /// The version it has, if known.
+    pub version: Option<Version>,
+    /// The last failure, until a load succeeds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// The answer to a poll.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Orders {
+    /// Those that were not taken yet, oldest first. Empty when the time is over.
+    pub orders: Vec<Numbered>,
+}
+
+/// An order with its place in the queue of one receiver's life.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Numbered {
+    /// What the next poll's `after` may be.
+    pub seq: u64,
+    /// What to do.
+    pub task: Task,
+}
+
+/// What a receiver is told to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "snake_case")]
+pub enum Task {
+    /// Bring this version here, while the engines serve on. Staged versions queue.
+    Stage {
+        /// To be quoted by the report.
+        order: Order,
+        /// What.
+        identity: Identity,
+        /// Where from.
+        sender_endpoint: String,
+    },
+    /// Load these, all of them, each reported; serve again when all are loaded.
+    Load {
+        /// To be quoted by the reports.
+        order: Order,
+        /// Their set.
+        set: SetName,
+        /// One for every model of the set that this receiver serves.
+        identities: Vec<Identity>,
+    },
+    /// The order no longer matters.
+    Abandon {
+        /// Which.
+        order: Order,
+        /// What it was about.
+        identity: Identity,
+    },
+    /// It serves what the others serve, or must not (with the reason).
+    Live {
+        /// The set.
+        set: SetName,
+        /// Whether.
+        live: bool,
+        /// Why not, for people.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
+    },
+}
+
+/// How an order went, for one model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Report {
+    /// Who.
+    pub peer: Peer,
+    /// The order.
+    pub order: Order,
+    /// What is staged or loaded, or was not.
+    pub identity: Identity,
+    /// How it went.
+    pub outcome: Outcome,
+    /// What it took.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub spans: Vec<Span>,
+    /// How it came: `full`, `delta`, `held`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<String>,
+    /// How long engines did not serve, in milliseconds: the longest of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_ms: Option<f64>,
+}
+
+/// How an order went.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It can be loaded without the network.
+    Staged,
+    /// Every engine has it.
+    Loaded,
+    /// It failed.
+    Failed {
+        /// Which of the two.
+        phase: Phase,
+        /// What sort of failure.
+        kind: Kind,
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+/// Somebody can run evals.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TakeEval {
+    /// Of this set, or of any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub set: Option<SetName>,
+    /// How long to wait for one.
+    #[serde(default)]
+    pub timeout_ms: u64,
+}
+
+/// An eval to be run now. Whoever took it answers with [`EvalDone`]; one that does not is given to nobody else, and the
+/// notify ends at its deadline.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalTask {
+    /// To be quoted by the answer; none if there was nothing to do within the time.
+    pub id: Option<u64>,
+    /// What is served.
+    pub served: Option<ServedVersion>,
+    /// The trainer's words.
+    pub eval: Option<Value>,
+}
+
+/// How an eval went.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvalDone {
+    /// Which.
+    pub id: u64,
+    /// Its result, for the trainer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub result: Option<Value>,
+    /// Why there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// It was taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Done {
+    /// True.
+    pub ok: bool,
+}
