@@ -8,9 +8,10 @@ mod service;
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use crate::bench::{self, BenchConfig, PlaneConfig};
@@ -21,7 +22,7 @@ use crate::error::Error;
 use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::SynthConfig;
-use crate::{agent, demo, diff, doctor, engines, gc, inspect, receive, verify};
+use crate::{agent, config, demo, diff, doctor, engines, gc, inspect, receive, verify};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
@@ -34,6 +35,9 @@ struct Parsed {
     /// Print one JSON object as the last line of standard output, also on failure
     #[arg(long, global = true)]
     json: bool,
+    /// The configuration to read; WINDLASS_CONFIG or ./windlass.toml if not given
+    #[arg(long, global = true, value_name = "FILE")]
+    config_file: Option<PathBuf>,
     #[command(subcommand)]
     command: ParsedCommand,
 }
@@ -88,6 +92,15 @@ enum ParsedCommand {
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
     Receive(ParsedReceive),
+    /// Print what a command would work with: every value and where it stands
+    ///
+    /// Values come from the command line, from WINDLASS_<COMMAND>_<FLAG> in the environment, from windlass.toml, or are
+    /// built in, in this order. Without a command, what is set anywhere is printed.
+    Config {
+        /// A command, such as receive or bench codec, and flags of it
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+        words: Vec<OsString>,
+    },
     /// Remove regions and images that dead processes left
     ///
     /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an
@@ -351,6 +364,8 @@ pub enum Command {
     Agent(Box<agent::Agent>),
     /// `receive`.
     Receive(Box<receive::Receive>),
+    /// `config`.
+    Config(config::Show),
     /// `gc`.
     Gc(gc::Gc),
     /// `demo`.
@@ -369,8 +384,9 @@ impl Command {
 }
 
 impl ParsedCommand {
-    fn check(self) -> Result<Command, Error> {
+    fn check(self, config_file: Option<PathBuf>) -> Result<Command, Error> {
         Ok(match self {
+            ParsedCommand::Config { words } => Command::Config(config::Show { words, file: config_file }),
             ParsedCommand::Delta(ParsedDelta::Make {
                 base,
                 new,
@@ -488,13 +504,17 @@ pub fn main() -> u8 {
 /// The same for other arguments than those of this process, of which the first is the name of the program.
 pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
-    let parsed = match Parsed::try_parse_from(&arguments) {
-        Ok(parsed) => parsed,
-        Err(e) => return explain(&e, &arguments),
+    let json = wants_json(&arguments);
+    let completed = match config::complete(&Parsed::command(), arguments, &config::Surroundings::here()) {
+        Ok(completed) => completed,
+        Err(e) => return report(&e.into(), json),
     };
-    let json = parsed.json;
+    let parsed = match Parsed::try_parse_from(&completed.arguments) {
+        Ok(parsed) => parsed,
+        Err(e) => return explain(&e, completed.note().as_deref(), json),
+    };
     let run = || -> Result<u8, Error> {
-        let command = parsed.command.check()?;
+        let command = parsed.command.check(parsed.config_file)?;
         if command.runs_for_long() {
             start_log();
         }
@@ -535,6 +555,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Doctor(doctor) => return doctor.run(session),
         Command::Agent(agent) => agent.run(session)?,
         Command::Receive(receive) => receive.run(session)?,
+        Command::Config(show) => show.run(&Parsed::command(), &config::Surroundings::here(), session)?,
         Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),
         Command::DemoRank(rank) => rank.run(session)?,
@@ -553,21 +574,30 @@ fn exit_codes() -> String {
 }
 
 /// What the parser says, on one line and without the pointer to help, which is the advice.
-fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     let text = text.strip_prefix("error: ").unwrap_or(text);
     let kept = text.lines().filter(|l| !l.starts_with("For more information"));
     kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
 }
 
+/// Whether to speak JSON, asked before arguments are parsed: failures to parse are told in it too.
+fn wants_json(arguments: &[OsString]) -> bool {
+    arguments.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json")
+}
+
 /// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
-fn explain(e: &clap::Error, arguments: &[OsString]) -> u8 {
-    let json = arguments.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json");
+fn explain(e: &clap::Error, note: Option<&str>, json: bool) -> u8 {
     if e.use_stderr() && json {
-        return report(&Error::Usage(one_line(&e.render().to_string())), true);
+        let message = one_line(&e.render().to_string());
+        let message = note.map_or(message.clone(), |note| format!("{message} ({note})"));
+        return report(&Error::Usage(message), true);
     }
     if e.use_stderr() {
         // Nobody to tell if even this cannot be printed.
         let _ = e.print();
+        if let Some(note) = note {
+            let _ = writeln!(std::io::stderr(), "\n{note}");
+        }
         return Kind::Invalid.row().exit;
     }
     match e.print() {
@@ -584,7 +614,6 @@ mod tests {
 
     #[test]
     fn the_argument_parser_is_consistent() {
-        use clap::CommandFactory;
         Parsed::command().debug_assert();
     }
 

@@ -18,6 +18,7 @@ use windlass_data::seal::SealError;
 use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
 
+use crate::config::ConfigError;
 use crate::engines::EngineError;
 use crate::synth::SynthError;
 
@@ -168,6 +169,9 @@ pub enum Error {
         /// What sort of failure.
         kind: Kind,
     },
+    /// A configuration that cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// An engine that cannot be loaded.
     #[error(transparent)]
     Engine(Box<EngineError>),
@@ -266,6 +270,7 @@ impl Error {
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
             Error::Child { kind, .. } | Error::Plane { kind, .. } | Error::Engines { kind, .. } => *kind,
+            Error::Config(e) => e.kind(),
             Error::Engine(e) => e.kind(),
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
@@ -292,6 +297,7 @@ impl Error {
             }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
+            Error::Config(e) => e.advice(),
             Error::Engine(e) => e.advice().into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()

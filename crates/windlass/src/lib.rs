@@ -3,6 +3,7 @@
 //! | module | what it owns |
 //! |---|---|
 //! | [`cli`] | arguments, checked before anything happens, and exit codes |
+//! | [`config`] | values from `windlass.toml` and the environment, `windlass config` |
 //! | [`session`] | tables, progress bars, JSON, Ctrl-C |
 //! | [`program`] | how this program is started again |
 //! | [`error`] | what can go wrong, and what to do about it |
@@ -31,6 +32,7 @@ pub mod agent;
 pub mod bench;
 pub mod cli;
 pub mod client;
+pub mod config;
 pub mod control;
 pub mod controller;
 pub mod delta;

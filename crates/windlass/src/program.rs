@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
+use crate::config;
 use crate::error::Error;
 
 static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
@@ -30,6 +31,7 @@ pub fn words() -> Result<Vec<OsString>, Error> {
 pub fn command() -> Result<Command, Error> {
     let mut words = words()?.into_iter();
     let mut command = Command::new(words.next().unwrap_or_default());
-    command.args(words);
+    // It gets all it needs as arguments; a file or a variable that is meant for others must not change it.
+    command.args(words).env(config::VARIABLE, config::NONE);
     Ok(command)
 }

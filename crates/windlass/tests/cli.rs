@@ -359,3 +359,79 @@ fn making_a_delta_takes_two_blocks_of_memory_a_thread() {
         }
     }
 }
+
+/// Runs in a directory with this configuration and these variables.
+fn configured(dir: &std::path::Path, file: &str, variables: &[(&str, &str)], args: &[&str]) -> command::Ran {
+    fs::write(dir.join("windlass.toml"), file).unwrap();
+    let mut windlass = command::windlass();
+    windlass.current_dir(dir).args(args).env_remove("WINDLASS_CONFIG");
+    let ran = windlass.envs(variables.iter().copied()).output().unwrap();
+    let text = |b| String::from_utf8(b).unwrap();
+    command::Ran { code: ran.status.code().unwrap(), stdout: text(ran.stdout), stderr: text(ran.stderr) }
+}
+
+#[test]
+fn config_prints_every_value_of_a_command_and_where_it_stands() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = "[agent]\nhistory = 32\nregion = '/r'\npeer = ['http://a', 'http://b']\nwith-parent = true\n";
+    let variables = [("WINDLASS_AGENT_STREAMS", "9"), ("WINDLASS_AGENT_HISTORI", "1")];
+    let show = |args: &[&str]| configured(dir.path(), file, &variables, args);
+    let told = show(&["config", "agent", "--timeout", "5", "--json"]).ok().json();
+    assert_eq!(
+        (&told["file"], &told["ignored"]),
+        (&"windlass.toml".into(), &["WINDLASS_AGENT_HISTORI"][..].into())
+    );
+    let agent = &told["commands"]["agent"];
+    for (key, value, source, from) in [
+        ("history", "32".into(), "file", Some("windlass.toml:2")),
+        ("region", "/r".into(), "file", Some("windlass.toml:3")),
+        ("peer", ["http://a", "http://b"][..].into(), "file", Some("windlass.toml:4")),
+        ("with-parent", true.into(), "file", Some("windlass.toml:5")),
+        ("streams", "9".into(), "environment", Some("WINDLASS_AGENT_STREAMS")),
+        ("timeout", "5".into(), "command line", None),
+        ("bind", "127.0.0.1".into(), "default", None),
+        ("token-file", Value::Null, "unset", None),
+    ] {
+        let row = serde_json::json!({ "value": value, "source": source, "from": from });
+        assert_eq!(agent[key], row, "{key}");
+    }
+    let human = show(&["config", "agent"]).ok().stdout;
+    let line = |start: &str| human.lines().find(|l| l.trim_start().starts_with(start)).unwrap().to_owned();
+    assert!(line("history ").contains("32") && line("history ").ends_with("windlass.toml:2"), "{human}");
+    assert!(line("bind ").ends_with("default") && line("token-file").ends_with("unset"), "{human}");
+    assert!(human.contains("did you mean \"WINDLASS_AGENT_HISTORY\"?"), "{human}");
+    let all = show(&["config"]).ok().stdout;
+    assert!(all.contains("[agent]") && !all.contains("token-file") && !all.contains("[receive]"), "{all}");
+    let all = show(&["config", "--json"]).ok().json();
+    assert_eq!(all["commands"]["bench.codec"]["elements"]["value"], "256Mi");
+    let unknown = show(&["config", "agnt", "--json"]);
+    assert_eq!((unknown.code, unknown.json()["error"]["kind"].as_str()), (2, Some("invalid")));
+    assert_eq!(show(&["config", "bench", "--json"]).code, 2, "a command that has others below it");
+}
+
+#[test]
+fn commands_work_with_what_the_file_says_and_refuse_what_it_misspells() {
+    let dir = tempfile::tempdir().unwrap();
+    save(&dir.path().join("zoo.safetensors"), &zoo(&mut Dice(1), false));
+    let top = |file: &str, variables: &[(&str, &str)], args: &[&str]| {
+        let args = [&["inspect", "zoo.safetensors"], args].concat();
+        configured(dir.path(), file, variables, &args)
+    };
+    let rows = |ran: command::Ran| ran.ok().stdout.lines().filter(|l| l.starts_with("  zoo.")).count();
+    let (file, variable) = ("[inspect]\ntop = 3\n", [("WINDLASS_INSPECT_TOP", "2")]);
+    assert_eq!(rows(top(file, &[], &[])), 3);
+    assert_eq!(rows(top(file, &variable, &[])), 2);
+    assert_eq!(rows(top(file, &variable, &["--top", "1"])), 1);
+    assert_eq!(rows(top(file, &[("WINDLASS_CONFIG", "none"), variable[0]], &["--top", "4"])), 4);
+    let wrong = top("[inspect]\ntpo = 3\n", &[], &["--json"]);
+    let told = wrong.json();
+    assert_eq!((wrong.code, told["error"]["kind"].as_str()), (2, Some("invalid")));
+    let message = told["error"]["message"].as_str().unwrap();
+    assert_eq!(message, "windlass.toml:2: [inspect] has no key \"tpo\"; did you mean \"top\"?");
+    let wrong = top("[inspect]\ntop = -3\n", &[], &[]);
+    assert!(wrong.code == 2 && wrong.stderr.starts_with("error: windlass.toml:2: "), "{}", wrong.stderr);
+    // What clashes is told with where it stands, since the command line does not show it.
+    let clash = "[bench.sync]\nelements = 1\nmodel-bytes = 1\n";
+    let ran = configured(dir.path(), clash, &[], &["bench", "sync"]);
+    assert!(ran.code == 2 && ran.stderr.contains("--elements from windlass.toml:2"), "{}", ran.stderr);
+}

@@ -72,6 +72,7 @@ pub use self::log::MAX_LOG;
 
 use self::log::Log;
 use crate::agent::Whereabouts;
+use crate::config;
 
 /// How often an agent may refuse in a row, for the same reason that lies in what it was asked, before that is said
 /// without waiting for the deadline.
@@ -322,6 +323,9 @@ impl Launch {
         words.extend(["--with-parent", "--json"].map(OsString::from));
         words.extend(spec.options);
         let mut environment: Vec<(OsString, OsString)> = env::vars_os().collect();
+        environment.retain(|(name, _)| name != config::VARIABLE);
+        // The trainer says all that its agent needs.
+        environment.push((config::VARIABLE.into(), config::NONE.into()));
         for (name, value) in spec.environment {
             environment.retain(|(known, _)| *known != name);
             environment.extend(value.map(|v| (name, v)));

@@ -1,0 +1,202 @@
+//! What is wrong with a configuration, and where.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use windlass_core::error::Kind;
+
+use super::{FILE, FLAG, MOST, VARIABLE};
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The file is too long to be one.
+    #[error("the configuration {} has more than {MOST} bytes", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is not TOML.
+    #[error("{at}: {message}")]
+    Syntax {
+        /// Where.
+        at: Place,
+        /// What the parser says.
+        message: String,
+    },
+    /// There is no such command.
+    #[error("{at}: no command {name:?} for the table [{name}]{nearest}")]
+    Table {
+        /// Where.
+        at: Place,
+        /// The name of the table.
+        name: String,
+        /// What may be meant.
+        nearest: Nearest,
+    },
+    /// A value where a table of a command should be.
+    #[error("{at}: {name:?} stands outside of a command's table{nearest}")]
+    Loose {
+        /// Where.
+        at: Place,
+        /// The key.
+        name: String,
+        /// What may be meant.
+        nearest: Nearest,
+    },
+    /// There is no such flag.
+    #[error("{at}: [{table}] has no key {key:?}{nearest}")]
+    Key {
+        /// Where.
+        at: Place,
+        /// The table.
+        table: String,
+        /// The key.
+        key: String,
+        /// What may be meant.
+        nearest: Nearest,
+    },
+    /// A value of a sort that the flag does not take.
+    #[error("{at}: {key} must be {wanted}, not {found}")]
+    Sort {
+        /// Where.
+        at: Place,
+        /// The flag.
+        key: String,
+        /// What it takes.
+        wanted: &'static str,
+        /// What it was given.
+        found: &'static str,
+    },
+    /// A value that the flag does not take.
+    #[error("{at}: {message}")]
+    Value {
+        /// Where.
+        at: Place,
+        /// What the parser says, with the flag and the value.
+        message: String,
+    },
+    /// A variable that is not text.
+    #[error("the environment variable {variable} is not UTF-8")]
+    Encoding {
+        /// Which.
+        variable: String,
+    },
+    /// `windlass config` of a command that there is none of.
+    #[error("no command {name:?} has values to configure{nearest}")]
+    Command {
+        /// What was asked for.
+        name: String,
+        /// What may be meant.
+        nearest: Nearest,
+    },
+}
+
+impl ConfigError {
+    /// The kind of failure.
+    pub fn kind(&self) -> Kind {
+        match self {
+            ConfigError::Read { source, .. } => windlass_data::file::io_kind(source),
+            ConfigError::TooLong { .. }
+            | ConfigError::Syntax { .. }
+            | ConfigError::Table { .. }
+            | ConfigError::Loose { .. }
+            | ConfigError::Key { .. }
+            | ConfigError::Sort { .. }
+            | ConfigError::Value { .. }
+            | ConfigError::Encoding { .. }
+            | ConfigError::Command { .. } => Kind::Invalid,
+        }
+    }
+
+    /// What to do next.
+    pub fn advice(&self) -> String {
+        match self {
+            ConfigError::Read { .. } => {
+                format!(
+                    "check the path of --{FLAG} or {VARIABLE}; without them ./{FILE} is read if it exists"
+                )
+            }
+            ConfigError::TooLong { path } => format!("{} is something else; name another", path.display()),
+            ConfigError::Syntax { .. } => "mend it; tables and keys are those of `windlass config`".into(),
+            ConfigError::Table { .. } | ConfigError::Loose { .. } | ConfigError::Command { .. } => {
+                "tables are named after commands, such as [receive] or [bench.codec]; see `windlass --help`"
+                    .into()
+            }
+            ConfigError::Key { table, .. } => {
+                let command = table.replace('.', " ");
+                format!("keys are the long flags of the command: see `windlass config {command}`")
+            }
+            ConfigError::Sort { .. } | ConfigError::Value { .. } | ConfigError::Encoding { .. } => {
+                "correct the value, or take it out for the default".into()
+            }
+        }
+    }
+}
+
+/// Where a value stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Among the arguments.
+    CommandLine,
+    /// In an environment variable.
+    Environment(String),
+    /// In the file.
+    File(PathBuf, usize),
+    /// Nowhere; the command has it built in.
+    Default,
+    /// Nowhere at all.
+    Unset,
+}
+
+impl Place {
+    pub(super) fn word(&self) -> &'static str {
+        match self {
+            Place::CommandLine => "command line",
+            Place::Environment(_) => "environment",
+            Place::File(..) => "file",
+            Place::Default => "default",
+            Place::Unset => "unset",
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Environment(name) => f.write_str(name),
+            Place::File(path, line) => write!(f, "{}:{line}", path.display()),
+            Place::CommandLine | Place::Default | Place::Unset => f.write_str(self.word()),
+        }
+    }
+}
+
+/// The name that may be meant by one that is not known, as the end of a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nearest(pub(super) Option<String>);
+
+impl Nearest {
+    /// The most similar of the known names, if one is similar at all.
+    pub(super) fn of(name: &str, known: impl IntoIterator<Item = String>) -> Nearest {
+        let plain = |s: &str| s.to_lowercase().replace('_', "-");
+        let name = plain(name);
+        let scored = known.into_iter().map(|k| (strsim::osa_distance(&name, &plain(&k)), k));
+        let most = (name.chars().count() / 3).max(1);
+        let best = scored.min_by_key(|(distance, _)| *distance).filter(|(distance, _)| *distance <= most);
+        Nearest(best.map(|(_, name)| format!("; did you mean {name:?}?")))
+    }
+}
+
+impl fmt::Display for Nearest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.as_deref().unwrap_or_default())
+    }
+}
