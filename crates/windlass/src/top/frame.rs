@@ -381,3 +381,160 @@ fn ago(now: u64, at: u64) -> String {
 pub fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A set of two models with three receivers: one pulls, one is out, one is idle.
+    fn sample() -> Value {
+        let sync = |version: u64, state: &str, latency: Option<f64>| {
+            json!({
+                "version": version, "state": state, "at": 90_000, "models": [], "loading_ms": null,
+                "served_ms": latency, "latency_ms": latency, "pause_ms": latency.map(|_| 9.25), "bytes": 3 << 20,
+                "full": 0, "delta": 6, "staged": 6, "loaded": 6, "failed": 0, "spans": [], "spans_left_out": 0,
+            })
+        };
+        let held = |model: &str, version: u64, doing: Value| {
+            json!({
+                "model_id": model, "loaded": { "incarnation": 1, "version": version }, "staged": [],
+                "staging": if doing["stage"] == "pulling" { json!([8]) } else { json!([]) }, "doing": doing,
+            })
+        };
+        let doing = |stage: &str, more: Value| {
+            let mut one = json!({ "model_id": "actor", "stage": stage, "version": 8 });
+            one.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            one
+        };
+        let engine = |condition: &str| json!({ "engine": "vllm=http://e", "condition": condition, "version": 7 });
+        let pulling = doing("pulling", json!({
+            "bytes": 5 << 20, "of_bytes": 10 << 20, "rate": 1.5 * 1024.0 * 1024.0,
+            "engines": [engine("serving"), engine("fenced")],
+        }));
+        let receiver = |name: &str, live: bool, models: Value, why: Value| {
+            json!({
+                "receiver": name, "session": 1, "host": "h", "release": "0.1.0", "joined": 0, "last_seen": 99_000,
+                "orders": 0, "rate": 0.0, "models": models,
+                "places": [{
+                    "set": "policy", "models": ["actor", "verifier"], "live": live, "loading": null,
+                    "retry_at": if live { Value::Null } else { json!(104_000) }, "why": why,
+                }],
+            })
+        };
+        let idle = || doing("idle", json!({}));
+        json!({
+            "release": "0.1.0", "now": 100_000, "started": 0, "zero_config": false, "waits": 0,
+            "sets": [{
+                "set": "policy", "models": ["actor", "verifier"], "mode": "strict", "required": "all", "floor": 1,
+                "served": { "version": 7, "identities": [
+                    { "model_id": "actor", "incarnation": 1, "version": 7 },
+                    { "model_id": "verifier", "incarnation": 1, "version": 7 },
+                ] },
+                "blocked": "1 receivers are still staging version 8", "up_to_date": false,
+                "rounds": [{
+                    "models": ["actor", "verifier"], "version": 8, "phase": "staging", "waiting": 1, "done": 2,
+                    "deadline": 130_000,
+                }],
+                "receivers": 3, "live": 2,
+                "syncs": [sync(6, "served", Some(400.0)), sync(7, "served", Some(200.0)), sync(8, "open", None)],
+            }],
+            "trainers": [{
+                "model_id": "actor", "set": "policy", "incarnation": 1, "version": 8,
+                "endpoint": "http://10.0.0.5:7000", "last_heard": 95_000, "ahead": 1, "waiting": true,
+                "released": null, "delta_ratio": 0.0084, "delta_sparsity": 0.99,
+            }],
+            "receivers": [
+                receiver("gpu-0", true, json!([held("actor", 7, idle()), held("verifier", 7, idle())]), Value::Null),
+                receiver("gpu-1", false, json!([held("actor", 6, idle())]), json!("load failed")),
+                receiver("gpu-2", true, json!([held("actor", 7, pulling)]), Value::Null),
+            ],
+            "errors": [{
+                "at": 91_000, "count": 3, "who": "gpu-1", "kind": "peer_lost", "message": "load\u{1b}[2J failed",
+                "advice": "look at the engine",
+            }],
+        })
+    }
+
+    fn draw(document: &Value, size: (usize, usize), style: Style) -> String {
+        let status: Status = serde_json::from_value(document.clone()).unwrap();
+        Frame::new("http://c:1", size, style).draw(&status, None)
+    }
+
+    #[test]
+    fn a_frame_says_what_the_document_says() {
+        let text = draw(&sample(), (usize::MAX, 200), Style::Plain);
+        let want = "\
+windlass 0.1.0  http://c:1  up 1 min 40 s  1 error
+
+policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  wire 3.00 MiB
+  1 receivers are still staging version 8
+  v8 staging ███████░░░ 2 of 3
+  MODEL     SERVED  ANNOUNCED     AHEAD   DELTA  AGENT            HEARD
+  actor         v7         v8  1, waits  0.84 %  10.0.0.5:7000  5 s ago
+  verifier      v7          -         -       -  no trainer yet       -
+  last 3 syncs █▄· 200 ms to 400 ms
+
+  RECEIVER  STATE     MODEL     LOADED  DOING
+  gpu-0     live      actor         v7  idle
+                      verifier      v7  idle
+  gpu-1     not live  actor         v6  idle; load failed, again in 4.00 s
+  gpu-2     live      actor         v7  pulling v8 █████░░░░░ 5.00 MiB of 10.00 MiB 1.50 MiB/s; 1 of 2 engines serve; vllm=http://e fenced
+
+  9 s ago  gpu-1 peer_lost (3 times): load·[2J failed
+    look at the engine
+";
+        let tidy = |t: &str| t.lines().map(str::trim_end).collect::<Vec<_>>().join("\n");
+        assert_eq!(tidy(&text), tidy(want), "\n{text}");
+    }
+
+    #[test]
+    fn a_frame_keeps_to_its_size_and_shows_first_what_is_up_to_something() {
+        let mut document = sample();
+        let receivers = document["receivers"].as_array_mut().unwrap();
+        let idle = receivers[0].clone();
+        for i in 0..200 {
+            let mut one = idle.clone();
+            one["receiver"] = json!(format!("a-{i:03}"));
+            receivers.insert(0, one);
+        }
+        for (rows, columns) in [(24, 80), (40, 100), (10, 40), (3, 200)] {
+            let text = draw(&document, (rows, columns), Style::Plain);
+            assert!(text.lines().count() < rows.max(2), "{rows}: {text}");
+            assert!(text.lines().all(|l| l.chars().count() <= columns), "{columns}: {text}");
+        }
+        let text = draw(&document, (24, 80), Style::Plain);
+        let at = |what: &str| text.lines().position(|l| l.contains(what)).unwrap_or_else(|| panic!("{what}: {text}"));
+        assert!(at("gpu-1") < at("gpu-2") && at("gpu-2") < at("… "), "{text}");
+        assert!(text.contains("more") && text.contains("look at the engine"), "{text}");
+    }
+
+    #[test]
+    fn colours_change_no_words_and_nothing_from_outside_moves_the_cursor() {
+        let plain = draw(&sample(), (60, 120), Style::Plain);
+        let colour = draw(&sample(), (60, 120), Style::Colour);
+        assert!(!plain.contains('\x1b') && colour.contains("\x1b[1m"));
+        let mut stripped = String::new();
+        let mut rest = colour.as_str();
+        while let Some((before, after)) = rest.split_once("\x1b[") {
+            stripped.push_str(before);
+            rest = after.split_once('m').unwrap().1;
+        }
+        stripped.push_str(rest);
+        assert_eq!(stripped, plain);
+    }
+
+    #[test]
+    fn an_empty_controller_says_what_to_do() {
+        let mut document = sample();
+        for name in ["sets", "trainers", "receivers", "errors"] {
+            document[name] = json!([]);
+        }
+        let text = draw(&document, (24, 80), Style::Plain);
+        assert!(text.contains("notify_version") && text.contains("windlass receive --controller"), "{text}");
+        let status: Status = serde_json::from_value(document).unwrap();
+        let lost = Frame::new("http://c:1", (24, 80), Style::Plain).draw(&status, Some("it is\x07 gone"));
+        assert!(lost.lines().nth(1).unwrap().starts_with("it is· gone; asking again"), "{lost}");
+    }
+}
