@@ -6,6 +6,7 @@
 
 mod controller;
 mod service;
+mod top;
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -16,6 +17,7 @@ use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
 use self::controller::ParsedController;
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
+use self::top::ParsedTop;
 use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
 use crate::delta::make::Make;
@@ -99,6 +101,10 @@ enum ParsedCommand {
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
     Receive(ParsedReceive),
+    /// Show what a controller sees, as its live page does: models, receivers, what each is doing, errors
+    ///
+    /// On a terminal it is drawn in place until Ctrl-C; --once prints it once, --json as the document of GET /status.
+    Top(ParsedTop),
     /// Print what a command would work with: every value and where it stands
     ///
     /// Values come from the command line, from WINDLASS_<COMMAND>_<FLAG> in the environment, from windlass.toml, or are
@@ -373,6 +379,8 @@ pub enum Command {
     Controller(Box<crate::controller::Controller>),
     /// `receive`.
     Receive(Box<receive::Receive>),
+    /// `top`.
+    Top(crate::top::Top),
     /// `config`.
     Config(config::Show),
     /// `gc`.
@@ -402,6 +410,7 @@ impl Command {
 impl ParsedCommand {
     fn check(self, config_file: Option<PathBuf>) -> Result<Command, Error> {
         Ok(match self {
+            ParsedCommand::Top(top) => Command::Top(top.check()?),
             ParsedCommand::Config { words } => Command::Config(config::Show { words, file: config_file }),
             ParsedCommand::Delta(ParsedDelta::Make {
                 base,
@@ -573,6 +582,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Agent(agent) => agent.run(session)?,
         Command::Controller(controller) => controller.run(session)?,
         Command::Receive(receive) => receive.run(session)?,
+        Command::Top(top) => top.run(session)?,
         Command::Config(show) => show.run(&Parsed::command(), &config::Surroundings::here(), session)?,
         Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),

@@ -19,6 +19,7 @@ use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
 
 use crate::config::ConfigError;
+use crate::controller::client::ControllerError;
 use crate::engines::EngineError;
 use crate::synth::SynthError;
 
@@ -172,6 +173,9 @@ pub enum Error {
     /// A configuration that cannot be used.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// A controller that did not do what it was asked.
+    #[error(transparent)]
+    Controller(#[from] ControllerError),
     /// An engine that cannot be loaded.
     #[error(transparent)]
     Engine(Box<EngineError>),
@@ -271,6 +275,7 @@ impl Error {
             Error::Local(e) => e.kind(),
             Error::Child { kind, .. } | Error::Plane { kind, .. } | Error::Engines { kind, .. } => *kind,
             Error::Config(e) => e.kind(),
+            Error::Controller(e) => e.kind(),
             Error::Engine(e) => e.kind(),
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
@@ -298,6 +303,13 @@ impl Error {
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Config(e) => e.advice(),
+            Error::Controller(ControllerError::Lost { .. }) => {
+                "check that `windlass controller` runs there, and that this is the address it printed".into()
+            }
+            Error::Controller(e) if e.kind() == Kind::Denied => {
+                "give the token of the controller, which it named when it started".into()
+            }
+            Error::Controller(e) => e.kind().row().advice.into(),
             Error::Engine(e) => e.advice().into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()

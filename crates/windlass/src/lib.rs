@@ -27,6 +27,7 @@
 //! | [`controller`] | `windlass controller` |
 //! | [`receive`] | `windlass receive` |
 //! | [`engines`] | engines that load what was received |
+//! | [`top`] | `windlass top` |
 //! | [`gc`] | `windlass gc` |
 
 pub mod agent;
@@ -54,6 +55,7 @@ pub mod session;
 pub mod supervise;
 pub mod synth;
 pub mod token;
+pub mod top;
 pub mod verify;
 
 use windlass_core::kernel::Kernels;

@@ -12,7 +12,7 @@ use crate::controller::{Controller, Settings};
 use crate::error::Error;
 
 /// Where the token is made if no place is given.
-const TOKEN_FILE: &str = "windlass-controller.token";
+pub(super) const TOKEN_FILE: &str = "windlass-controller.token";
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedController {

@@ -6,7 +6,9 @@
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 
-use crate::controller::status::{HeldStatus, ReceiverStatus, SetStatus, Status, Sync, SyncState, TrainerStatus};
+use crate::controller::status::{
+    HeldStatus, ReceiverStatus, SetStatus, Status, Sync, SyncState, TrainerStatus,
+};
 use crate::session::{bytes, percent};
 use windlass_core::barrier::{Mode, Phase};
 
@@ -119,7 +121,9 @@ impl<'a> Frame<'a> {
         let up = took(status.now.saturating_sub(status.started) as f64);
         let line = format!("windlass {}  {}  up {up}  {errors}", clean(&status.release), self.url);
         let mut lines = vec![self.tone(Tone::Strong, &self.cut(&line))];
-        lines.extend(lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; asking again", clean(why))))));
+        lines.extend(
+            lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; asking again", clean(why))))),
+        );
         lines
     }
 
@@ -210,7 +214,8 @@ impl<'a> Frame<'a> {
             let text = "  No receivers: start `windlass receive --controller` with this address.";
             return vec![String::new(), self.cut(text)];
         }
-        let heads = [("RECEIVER", false), ("STATE", false), ("MODEL", false), ("LOADED", true), ("DOING", false)];
+        let heads =
+            [("RECEIVER", false), ("STATE", false), ("MODEL", false), ("LOADED", true), ("DOING", false)];
         let mut table = Columns::new(&heads);
         let mut order: Vec<&ReceiverStatus> = status.receivers.iter().collect();
         let need: usize = order.iter().map(|r| r.models.len().max(1)).sum();
@@ -299,7 +304,10 @@ fn receiver_rows(table: &mut Columns, receiver: &ReceiverStatus, now: u64) {
         let first = |text: String| if i == 0 { text } else { String::new() };
         let mut doing = doing_of(receiver, held);
         if let Some((place, why)) = why.as_ref().filter(|_| i == 0) {
-            let again = place.retry_at.filter(|at| *at > now).map(|at| format!(", again in {}", took((at - now) as f64)));
+            let again = place
+                .retry_at
+                .filter(|at| *at > now)
+                .map(|at| format!(", again in {}", took((at - now) as f64)));
             doing = format!("{doing}; {why}{}", again.unwrap_or_default());
         }
         let loaded = version(held.loaded.map(|l| l.version));
@@ -408,11 +416,15 @@ mod tests {
             one.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             one
         };
-        let engine = |condition: &str| json!({ "engine": "vllm=http://e", "condition": condition, "version": 7 });
-        let pulling = doing("pulling", json!({
-            "bytes": 5 << 20, "of_bytes": 10 << 20, "rate": 1.5 * 1024.0 * 1024.0,
-            "engines": [engine("serving"), engine("fenced")],
-        }));
+        let engine =
+            |condition: &str| json!({ "engine": "vllm=http://e", "condition": condition, "version": 7 });
+        let pulling = doing(
+            "pulling",
+            json!({
+                "bytes": 5 << 20, "of_bytes": 10 << 20, "rate": 1.5 * 1024.0 * 1024.0,
+                "engines": [engine("serving"), engine("fenced")],
+            }),
+        );
         let receiver = |name: &str, live: bool, models: Value, why: Value| {
             json!({
                 "receiver": name, "session": 1, "host": "h", "release": "0.1.0", "joined": 0, "last_seen": 99_000,
@@ -471,9 +483,9 @@ windlass 0.1.0  http://c:1  up 1 min 40 s  1 error
 policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  wire 3.00 MiB
   1 receivers are still staging version 8
   v8 staging ███████░░░ 2 of 3
-  MODEL     SERVED  ANNOUNCED     AHEAD   DELTA  AGENT            HEARD
-  actor         v7         v8  1, waits  0.84 %  10.0.0.5:7000  5 s ago
-  verifier      v7          -         -       -  no trainer yet       -
+  MODEL     SERVED  ANNOUNCED     AHEAD   DELTA  AGENT             HEARD
+  actor         v7         v8  1, waits  0.84 %  10.0.0.5:7000   5 s ago
+  verifier      v7          -         -       -  no trainer yet        -
   last 3 syncs █▄· 200 ms to 400 ms
 
   RECEIVER  STATE     MODEL     LOADED  DOING
@@ -505,7 +517,9 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
             assert!(text.lines().all(|l| l.chars().count() <= columns), "{columns}: {text}");
         }
         let text = draw(&document, (24, 80), Style::Plain);
-        let at = |what: &str| text.lines().position(|l| l.contains(what)).unwrap_or_else(|| panic!("{what}: {text}"));
+        let at = |what: &str| {
+            text.lines().position(|l| l.contains(what)).unwrap_or_else(|| panic!("{what}: {text}"))
+        };
         assert!(at("gpu-1") < at("gpu-2") && at("gpu-2") < at("… "), "{text}");
         assert!(text.contains("more") && text.contains("look at the engine"), "{text}");
     }
