@@ -61,6 +61,24 @@ impl SetConfig {
     pub fn strict(name: SetName, models: Vec<ModelId>) -> SetConfig {
         SetConfig { name, models, mode: Mode::Strict, required: Required::All, floor: 1 }
     }
+
+    /// Checks what concerns this set alone.
+    pub(super) fn validate(&self) -> Result<(), BarrierError> {
+        let (count, max) = (self.models.len(), Config::MAX_MODELS);
+        if !(1..=max).contains(&count) {
+            return Err(BarrierError::SetSize { set: self.name.clone(), count, max });
+        }
+        let mut models = HashSet::new();
+        if let Some(twice) = self.models.iter().find(|m| !models.insert(*m)) {
+            return Err(BarrierError::DuplicateModel(twice.clone()));
+        }
+        positive("floor", self.floor as u64)?;
+        match self.required {
+            Required::All => Ok(()),
+            Required::AtLeast(n) => positive("required.at_least", n as u64),
+            Required::Percent(p) => in_percent("required.percent", p),
+        }
+    }
 }
 
 /// Deadlines and limits, the same for all sets.
@@ -107,6 +125,26 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// Checks that nothing is zero that must not be.
+    pub fn validate(&self) -> Result<(), BarrierError> {
+        for (field, value) in [
+            ("heartbeat_ms", self.heartbeat_ms),
+            ("stage_ms", self.stage_ms),
+            ("load_ms", self.load_ms),
+            ("retry_ms", self.retry_ms),
+            ("max_wait_ms", self.max_wait_ms),
+            ("eval_ms", self.eval_ms),
+            ("max_ahead", self.max_ahead as u64),
+            ("max_receivers", self.max_receivers as u64),
+            ("max_waits", self.max_waits as u64),
+        ] {
+            positive(field, value)?;
+        }
+        Ok(())
+    }
+}
+
 /// Everything the barrier is configured with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -127,48 +165,28 @@ impl Config {
         Config { sets, limits: Limits::default() }
     }
 
+    /// The most sets of one barrier.
+    pub const MAX_SETS: usize = 256;
+
     /// Checks everything that [`Barrier::new`](crate::barrier::Barrier::new) relies on.
     pub fn validate(&self) -> Result<(), BarrierError> {
         if self.sets.is_empty() {
             return Err(BarrierError::NoSets);
         }
+        if self.sets.len() > Self::MAX_SETS {
+            return Err(BarrierError::TooManySets { limit: Self::MAX_SETS });
+        }
         let (mut names, mut models) = (HashSet::new(), HashSet::new());
         for set in &self.sets {
+            set.validate()?;
             if !names.insert(&set.name) {
                 return Err(BarrierError::DuplicateSet(set.name.clone()));
-            }
-            if !(1..=Self::MAX_MODELS).contains(&set.models.len()) {
-                return Err(BarrierError::SetSize {
-                    set: set.name.clone(),
-                    count: set.models.len(),
-                    max: Self::MAX_MODELS,
-                });
             }
             if let Some(twice) = set.models.iter().find(|m| !models.insert(*m)) {
                 return Err(BarrierError::DuplicateModel(twice.clone()));
             }
-            positive("floor", set.floor as u64)?;
-            match set.required {
-                Required::All => {}
-                Required::AtLeast(n) => positive("required.at_least", n as u64)?,
-                Required::Percent(p) => in_percent("required.percent", p)?,
-            }
         }
-        let l = &self.limits;
-        for (field, value) in [
-            ("heartbeat_ms", l.heartbeat_ms),
-            ("stage_ms", l.stage_ms),
-            ("load_ms", l.load_ms),
-            ("retry_ms", l.retry_ms),
-            ("max_wait_ms", l.max_wait_ms),
-            ("eval_ms", l.eval_ms),
-            ("max_ahead", l.max_ahead as u64),
-            ("max_receivers", l.max_receivers as u64),
-            ("max_waits", l.max_waits as u64),
-        ] {
-            positive(field, value)?;
-        }
-        Ok(())
+        self.limits.validate()
     }
 }
 

@@ -135,6 +135,12 @@ pub enum BarrierError {
         /// The longest accepted.
         max: usize,
     },
+    /// There are as many sets as can be kept track of.
+    #[error("{limit} model sets are there already: put models that are served together into one set")]
+    TooManySets {
+        /// The most there may be.
+        limit: usize,
+    },
     /// The pool is full.
     #[error("{limit} receivers are members already: raise max_receivers or let some leave")]
     TooManyReceivers {
@@ -178,7 +184,9 @@ impl BarrierError {
             | BarrierError::StaleIncarnation { .. }
             | BarrierError::StaleWaiter { .. }
             | BarrierError::StaleOrder { .. } => Kind::Stale,
-            BarrierError::TooManyReceivers { .. } | BarrierError::TooManyWaits { .. } => Kind::Exhausted,
+            BarrierError::TooManySets { .. }
+            | BarrierError::TooManyReceivers { .. }
+            | BarrierError::TooManyWaits { .. } => Kind::Exhausted,
         }
     }
 }

@@ -379,13 +379,18 @@ impl Group {
         }
     }
 
+    /// How many announced versions of `model` are not served yet.
+    pub(super) fn ahead(&self, model: usize) -> usize {
+        let above = |v: &&Version| self.service.is_none_or(|s| **v > s);
+        self.lineage(model).map_or(0, |l| l.announced.iter().rev().take_while(above).count())
+    }
+
     /// Tells the trainer of `model` to wait, or to go on, when that has changed.
     pub(super) fn press(&mut self, model: usize, ctx: &mut Ctx<'_>) {
-        let (service, max_ahead) = (self.service, ctx.limits.max_ahead);
+        let ahead = self.ahead(model);
         let Some(model_id) = self.models.get(model).cloned() else { return };
         let Some(lineage) = self.lineage_mut(model) else { return };
-        let ahead = lineage.announced.iter().rev().take_while(|v| service.is_none_or(|s| **v > s)).count();
-        let wait = ahead > max_ahead;
+        let wait = ahead > ctx.limits.max_ahead;
         if std::mem::replace(&mut lineage.pressed, wait) != wait {
             let incarnation = lineage.incarnation;
             ctx.out.push(Action::BackPressure { model: model_id, incarnation, ahead, wait });

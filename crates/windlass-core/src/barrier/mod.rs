@@ -188,36 +188,64 @@ impl Barrier {
     /// A barrier that has heard of nobody yet.
     pub fn new(config: Config) -> Result<Barrier, BarrierError> {
         config.validate()?;
-        let (mut sets, mut groups) = (Vec::new(), Vec::new());
-        let (mut set_names, mut models) = (HashMap::new(), HashMap::new());
-        for set in &config.sets {
-            let first = groups.len();
-            match set.mode {
-                Mode::Strict => groups.push(Group::new(set, set.models.clone())),
-                Mode::Relaxed => groups.extend(set.models.iter().map(|m| Group::new(set, vec![m.clone()]))),
-            }
-            for (group, g) in groups.iter().enumerate().skip(first) {
-                for (model, id) in g.models.iter().enumerate() {
-                    models.insert(id.clone(), Place { set: sets.len(), group, model });
-                }
-            }
-            set_names.insert(set.name.clone(), sets.len());
-            sets.push(Set { groups: first..groups.len(), served: None, revision: 0 });
+        let mut barrier = Barrier::without_sets(config.limits)?;
+        for set in config.sets {
+            barrier.place_set(set);
         }
+        Ok(barrier)
+    }
+
+    /// A barrier whose sets all come by [`Barrier::add_set`], as models turn up.
+    pub fn without_sets(limits: Limits) -> Result<Barrier, BarrierError> {
+        limits.validate()?;
         Ok(Barrier {
+            config: Config { sets: Vec::new(), limits },
             now: 0,
-            waits: Waits::new(sets.len()),
-            sets,
-            set_names,
-            groups,
-            models,
+            sets: Vec::new(),
+            set_names: HashMap::new(),
+            groups: Vec::new(),
+            models: HashMap::new(),
             receivers: BTreeMap::new(),
             spent: VecDeque::new(),
+            waits: Waits::default(),
             last_order: 0,
             wake: None,
             pending: Vec::new(),
-            config,
         })
+    }
+
+    /// Adds a set of models that no other set has. Receivers that are members already serve none of them until they
+    /// join again. One that is refused changes nothing.
+    pub fn add_set(&mut self, set: SetConfig) -> Result<(), BarrierError> {
+        set.validate()?;
+        if self.set_names.contains_key(&set.name) {
+            return Err(BarrierError::DuplicateSet(set.name));
+        }
+        if let Some(taken) = set.models.iter().find(|m| self.models.contains_key(*m)) {
+            return Err(BarrierError::DuplicateModel(taken.clone()));
+        }
+        if self.sets.len() >= Config::MAX_SETS {
+            return Err(BarrierError::TooManySets { limit: Config::MAX_SETS });
+        }
+        self.place_set(set);
+        Ok(())
+    }
+
+    fn place_set(&mut self, set: SetConfig) {
+        let (first, index) = (self.groups.len(), self.sets.len());
+        match set.mode {
+            Mode::Strict => self.groups.push(Group::new(&set, set.models.clone())),
+            Mode::Relaxed => self.groups.extend(set.models.iter().map(|m| Group::new(&set, vec![m.clone()]))),
+        }
+        for (group, g) in self.groups.iter().enumerate().skip(first) {
+            for (model, id) in g.models.iter().enumerate() {
+                self.models.insert(id.clone(), Place { set: index, group, model });
+            }
+        }
+        self.set_names.insert(set.name.clone(), index);
+        self.sets.push(Set { groups: first..self.groups.len(), served: None, revision: 0 });
+        self.waits.add_set();
+        self.config.sets.push(set);
     }
 
     /// Takes in one event and says what to do about it.
@@ -251,6 +279,22 @@ impl Barrier {
     pub fn service_version(&self, set: &SetName) -> Result<Option<&Served>, BarrierError> {
         let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
         Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
+    }
+
+    /// The set of a model.
+    pub fn set_of(&self, model: &ModelId) -> Result<&SetName, BarrierError> {
+        let set = self.place(model)?.set;
+        let name = self.config.sets.get(set).map(|s| &s.name);
+        name.ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+    }
+
+    /// How many announced versions of a model are not served yet, and whether its trainer has been told to wait.
+    pub fn ahead(&self, model: &ModelId) -> Result<(usize, bool), BarrierError> {
+        let place = self.place(model)?;
+        let group = self.groups.get(place.group);
+        Ok(group.map_or((0, false), |g| {
+            (g.ahead(place.model), g.lineage(place.model).is_some_and(|l| l.pressed))
+        }))
     }
 
     /// Why a set does not serve a newer version.
@@ -335,13 +379,14 @@ impl Barrier {
         sync: Option<SyncNotify>,
         out: &mut Vec<Action>,
     ) -> Result<(), BarrierError> {
-        let place = self.place(&identity.model_id)?;
         if !(1..=MAX_ENDPOINT).contains(&endpoint.len()) {
             return Err(BarrierError::Endpoint { length: endpoint.len(), max: MAX_ENDPOINT });
         }
         if let Some(sync) = &sync {
             self.waits.check(sync.id, self.config.limits.max_waits)?;
         }
+        // Last: whoever adds a set for an unknown model does not do so for a notify that is refused anyway.
+        let place = self.place(&identity.model_id)?;
         let Some(group) = self.groups.get_mut(place.group) else { return Ok(()) };
         group.check_alive(place.model, identity)?;
         let before = group.lineage(place.model).map(|l| l.incarnation);
@@ -664,3 +709,5 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
 //      eval_that_never_ends_is_given_up_at_its_deadline,
 //      trainer_that_ran_ahead_alone_is_told_which_models_are_missing
+//
+// Sets that come later: set_added_later_is_as_good_as_one_configured, set_that_is_refused_changes_nothing

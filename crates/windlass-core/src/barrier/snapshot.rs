@@ -64,6 +64,8 @@ pub struct ModelSnapshot {
     pub newest: Option<Version>,
     /// Where receivers pull from.
     pub endpoint: Option<String>,
+    /// How many versions that it announced are not served yet.
+    pub ahead: usize,
     /// Whether it has been told to wait.
     pub back_pressure: bool,
 }
@@ -124,13 +126,14 @@ pub struct ReceiverSnapshot {
 
 impl GroupSnapshot {
     pub(super) fn of(group: &Group) -> GroupSnapshot {
-        let models = group.models.iter().zip(&group.lineages).map(|(model, lineage)| {
+        let models = group.models.iter().zip(&group.lineages).enumerate().map(|(index, (model, lineage))| {
             let lineage = lineage.as_ref();
             ModelSnapshot {
                 model: model.clone(),
                 incarnation: lineage.map(|l| l.incarnation),
                 newest: lineage.and_then(|l| l.announced.last().copied()),
                 endpoint: lineage.map(|l| l.endpoint.clone()),
+                ahead: group.ahead(index),
                 back_pressure: lineage.is_some_and(|l| l.pressed),
             }
         });

@@ -36,15 +36,15 @@ pub(super) struct NewWait {
 }
 
 /// All open waits, with those for a version sorted by it, per set.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Waits {
     open: HashMap<WaitId, Wait>,
     by_version: Vec<BTreeSet<(Version, WaitId)>>,
 }
 
 impl Waits {
-    pub(super) fn new(sets: usize) -> Waits {
-        Waits { open: HashMap::new(), by_version: vec![BTreeSet::new(); sets] }
+    pub(super) fn add_set(&mut self) {
+        self.by_version.push(BTreeSet::new());
     }
 
     pub(super) fn len(&self) -> usize {

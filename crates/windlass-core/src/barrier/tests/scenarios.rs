@@ -432,3 +432,57 @@ fn three_hundred_receivers_of_eight_models_take_one_order_each_per_model() {
     assert_eq!((staged.len(), loaded.len(), receivers.len()), (3 * 300 * 8, 3 * 300, 300));
     assert_eq!(t.live.len(), 300);
 }
+
+#[test]
+fn set_added_later_is_as_good_as_one_configured() {
+    let mut t = Rig::new(vec![strict("other", &["other"])]);
+    assert_eq!(
+        t.try_step(Event::Notify { identity: id("actor", 1, 1), sender_endpoint: "x".into(), sync: None }),
+        Err(BarrierError::UnknownModel(model("actor")))
+    );
+    t.barrier.add_set(strict("set", &PAIR)).unwrap();
+    let relaxed = SetConfig { mode: Mode::Relaxed, ..strict("loose", &["a", "b"]) };
+    t.barrier.add_set(relaxed).unwrap();
+    assert_eq!(t.barrier.set_of(&model("verifier")), Ok(&set("set")));
+    t.join(0, &["actor", "verifier", "a", "b"], &[]);
+    t.gate(7, 1, None);
+    t.serve_pair(&[0], 1, 1);
+    assert_eq!(t.live(), ["r0"]);
+    assert_eq!(t.barrier.ahead(&model("actor")), Ok((0, false)));
+    t.notify(id("a", 1, 5));
+    assert_eq!(t.barrier.ahead(&model("a")), Ok((1, false)));
+    t.stage(0, id("a", 1, 5));
+    t.load(0);
+    assert_eq!(t.barrier.service_version(&set("loose")), Ok(None));
+    t.notify(id("b", 1, 6));
+    t.stage(0, id("b", 1, 6));
+    t.load(0);
+    let served = t.barrier.service_version(&set("loose")).unwrap().unwrap();
+    assert_eq!((served.version, served.identities.len()), (5, 2));
+    let names: Vec<_> = t.barrier.snapshot().sets.iter().map(|s| s.set.to_string()).collect();
+    assert_eq!(names, ["other", "set", "loose"]);
+}
+
+#[test]
+fn set_that_is_refused_changes_nothing() {
+    let mut barrier = Barrier::without_sets(short_limits()).unwrap();
+    barrier.add_set(strict("set", &PAIR)).unwrap();
+    let before = barrier.snapshot();
+    let mut refused = |set: SetConfig| barrier.add_set(set).unwrap_err();
+    assert_eq!(refused(strict("set", &["x"])), BarrierError::DuplicateSet(set("set")));
+    assert_eq!(refused(strict("b", &["x", "actor"])), BarrierError::DuplicateModel(model("actor")));
+    assert_eq!(refused(strict("b", &["x", "x"])), BarrierError::DuplicateModel(model("x")));
+    assert!(matches!(refused(strict("b", &[])), BarrierError::SetSize { .. }));
+    assert!(matches!(
+        refused(SetConfig { floor: 0, ..strict("b", &["x"]) }),
+        BarrierError::OutOfRange { .. }
+    ));
+    assert_eq!(barrier.snapshot(), before);
+    for n in 1..Config::MAX_SETS {
+        barrier.add_set(strict(&format!("s{n}"), &[&format!("m{n}")])).unwrap();
+    }
+    let one_more = barrier.add_set(strict("more", &["more"])).unwrap_err();
+    assert_eq!(one_more, BarrierError::TooManySets { limit: Config::MAX_SETS });
+    assert!(barrier.set_of(&model("more")).is_err());
+    assert!(Barrier::without_sets(Limits { load_ms: 0, ..short_limits() }).is_err());
+}
