@@ -87,7 +87,7 @@ enum ParsedCommand {
     /// Keep images of models on this host at the newest versions of their publishers
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
-    Receive(ParsedReceive),
+    Receive(Box<ParsedReceive>),
     /// Remove regions and images that dead processes left
     ///
     /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an

@@ -205,7 +205,7 @@ fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
 }
 
 /// What an error response says; its status where it says nothing.
-fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
+pub(crate) fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
     #[derive(serde::Deserialize)]
     struct Outer {
         error: Inner,

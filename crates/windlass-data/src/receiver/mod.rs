@@ -407,12 +407,12 @@ impl Receiver {
         }
     }
 
-    /// Begins to fetch the delta to `version` of `incarnation` from what was fetched last, or else from what the image
-    /// has. Waits for the publisher to have that version. The image is not touched; where only image bytes serve, that
+    /// Begins to fetch the delta to `version` of `incarnation` from `after`, which was fetched before, or else from what
+    /// the image has. Waits for the publisher to have that version. The image is not touched; where only image bytes serve, that
     /// is the answer, and [`Receiver::sync_to`] fetches them.
     pub fn fetch(
         &mut self,
-        after: Option<&Fetched>,
+        after: Option<&Known>,
         (incarnation, version): (Incarnation, Version),
         stop: &Stop,
     ) -> Result<Start, ReceiverError> {
@@ -425,7 +425,7 @@ impl Receiver {
             RequestMode::Full => return whole("the receiver asks for full images only"),
             RequestMode::Delta | RequestMode::Auto => {}
         }
-        let base = after.map(Fetched::known).or_else(|| self.current().cloned());
+        let base = after.or_else(|| self.current()).cloned();
         let Some(base) = base.filter(|b| b.identity.incarnation == incarnation) else {
             return whole("there is no version of this incarnation to start from");
         };

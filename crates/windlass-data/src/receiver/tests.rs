@@ -245,7 +245,7 @@ fn nothing_leads_over_a_full_pull_or_into_another_life() {
 
 /// A delta fetched into memory.
 fn fetched(receiver: &mut Receiver, after: Option<&Fetched>, to: (Incarnation, Version)) -> Fetched {
-    match receiver.fetch(after, to, &stop()).unwrap() {
+    match receiver.fetch(after.map(Fetched::known).as_ref(), to, &stop()).unwrap() {
         Start::Delta(fetch) => fetch.run(&stop()).unwrap(),
         Start::Whole { why } => panic!("no delta to {to:?}: {why}"),
     }
@@ -365,7 +365,9 @@ fn a_version_is_shown_while_the_next_is_being_fetched() {
     publisher.publish(3);
     publisher.publish(4);
     let three = fetched(&mut receiver, None, (life, 3));
-    let Start::Delta(fetch) = receiver.fetch(Some(&three), (life, 4), &stop()).unwrap() else { panic!() };
+    let Start::Delta(fetch) = receiver.fetch(Some(&three.known()), (life, 4), &stop()).unwrap() else {
+        panic!()
+    };
     let status = fetch.status();
     // The receiver is free while the transfer has not even begun.
     receiver.show(vec![three], &stop()).unwrap();
