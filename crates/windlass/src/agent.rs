@@ -283,7 +283,7 @@ pub(crate) async fn answer(
     let port = listener.local_addr().map_or(0, |a| a.port());
     let stop = Stop::never();
     let shared = Shared { server: Arc::clone(&server), versions, port, stop: stop.clone() };
-    let router = http::guarded(routes(shared), token, limits);
+    let router = http::guarded(routes(shared), &[], token, limits);
     // Long-polls wait on this channel, so that a thousand of them cost no thread.
     let watch_stop = stop.clone();
     let watcher = tokio::task::spawn_blocking(move || {

@@ -4,6 +4,7 @@
 //! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
 //! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
 
+mod controller;
 mod service;
 
 use std::ffi::OsString;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
+use self::controller::ParsedController;
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
@@ -84,6 +86,11 @@ enum ParsedCommand {
     /// Started by the trainer, which makes the region. Receivers need the token: it is made in the region's
     /// directory unless one is given.
     Agent(ParsedAgent),
+    /// Say who loads which version when, for several models and many receivers, and show it
+    ///
+    /// Trainers tell it what they published, receivers ask it what to do, data loaders wait at its gate. There is a live page
+    /// at its address. It keeps nothing on disk: after a restart it learns everything from receivers and trainers.
+    Controller(ParsedController),
     /// Keep images of models on this host at the newest versions of their publishers
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
@@ -349,6 +356,8 @@ pub enum Command {
     Doctor(doctor::Doctor),
     /// `agent`.
     Agent(Box<agent::Agent>),
+    /// `controller`.
+    Controller(Box<crate::controller::Controller>),
     /// `receive`.
     Receive(Box<receive::Receive>),
     /// `gc`.
@@ -364,7 +373,14 @@ pub enum Command {
 impl Command {
     /// Whether it has anything to log. Others say what they have to say at their end.
     fn runs_for_long(&self) -> bool {
-        matches!(self, Command::Agent(_) | Command::Receive(_) | Command::DemoRank(_) | Command::Guard)
+        matches!(
+            self,
+            Command::Agent(_)
+                | Command::Controller(_)
+                | Command::Receive(_)
+                | Command::DemoRank(_)
+                | Command::Guard
+        )
     }
 }
 
@@ -408,6 +424,7 @@ impl ParsedCommand {
             ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
             ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
             ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
+            ParsedCommand::Controller(controller) => Command::Controller(Box::new(controller.check()?)),
             ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),
             ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
             ParsedCommand::Guard => Command::Guard,
@@ -534,6 +551,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
         Command::Doctor(doctor) => return doctor.run(session),
         Command::Agent(agent) => agent.run(session)?,
+        Command::Controller(controller) => controller.run(session)?,
         Command::Receive(receive) => receive.run(session)?,
         Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),

@@ -1,16 +1,17 @@
 //! HTTP as all services of Windlass speak it: bounded, authenticated, with errors that say what to do.
 //!
 //! Owns: the accept loop with its limits, the check of the token, the rate limit, and the JSON form of errors. Called
-//! by the agent (and later the controller) with a router. Must not: know what the endpoints do.
+//! by the agent and the controller with a router. Must not: know what the endpoints do.
 //!
 //! | bound | value |
 //! |---|---|
 //! | connections | [`Limits::connections`]; more are closed at once |
 //! | time to send a request's head | [`Limits::head`] |
-//! | time of a request, its body included | [`Limits::request`], on top of what a long-poll asks for |
+//! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
 //! | time that a peer may take none of an answer | [`Limits::stall`] |
 //! | body | [`Limits::body`] |
-//! | requests per second, all connections together | [`Limits::rate`], with bursts of twice that |
+//! | requests per second with the token, all connections together | [`Limits::rate`], with bursts of twice that |
+//! | the same without it | [`Limits::strangers`] |
 //!
 //! Requests with the token and those without are counted apart: strangers cannot use up what receivers need.
 
@@ -48,12 +49,16 @@ pub struct Limits {
     pub head: Duration,
     /// How long a request may take.
     pub request: Duration,
+    /// How much longer one may take that waits for something.
+    pub poll: Duration,
     /// How long a peer may take none of what is sent to it.
     pub stall: Duration,
     /// The longest body.
     pub body: usize,
     /// Requests per second.
     pub rate: f64,
+    /// Requests per second without the token.
+    pub strangers: f64,
 }
 
 impl Default for Limits {
@@ -62,14 +67,16 @@ impl Default for Limits {
             connections: 1024,
             head: Duration::from_secs(5),
             request: Duration::from_secs(60),
+            poll: MAX_POLL,
             stall: Duration::from_secs(30),
             body: 16 << 20,
             rate: 2000.0,
+            strangers: 2000.0,
         }
     }
 }
 
-/// The longest that a long-poll may ask to wait.
+/// The longest that a long-poll of an agent may ask to wait.
 pub const MAX_POLL: Duration = Duration::from_secs(60);
 
 /// A failed request.
@@ -104,6 +111,7 @@ impl IntoResponse for Failure {
 
 struct Guard {
     token: Token,
+    open: &'static [&'static str],
     limits: Limits,
     known: Bucket,
     strangers: Bucket,
@@ -134,10 +142,11 @@ impl Bucket {
     }
 }
 
-/// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` needs no token.
-pub fn guarded(router: Router, token: Token, limits: Limits) -> Router {
-    let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.rate));
-    let guard = Arc::new(Guard { token, limits, known, strangers });
+/// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` and the paths in `open` need
+/// no token.
+pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
+    let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.strangers));
+    let guard = Arc::new(Guard { token, open, limits, known, strangers });
     router
         .route("/healthz", axum::routing::get(async || Json(json!({ "ok": true }))))
         .fallback(async |request: Request| {
@@ -161,16 +170,17 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         return response;
     }
-    if request.uri().path() != "/healthz" && !known {
+    let path = request.uri().path();
+    if !known && path != "/healthz" && !guard.open.contains(&path) {
         let failure = Failure::new(
             Kind::Denied,
-            "the token is missing or wrong: send the publisher's as `Authorization: Bearer …`",
+            "the token is missing or wrong: send that of this service as `Authorization: Bearer …`",
         );
         let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         return response;
     }
-    let most = guard.limits.request + MAX_POLL;
+    let most = guard.limits.request + guard.limits.poll;
     match tokio::time::timeout(most, next.run(request)).await {
         Ok(response) => response,
         Err(_) => Failure::new(Kind::Timeout, "the request took too long").into_response(),
@@ -331,7 +341,7 @@ mod tests {
             let router = Router::new()
                 .route("/echo", axum::routing::post(async |body: String| body))
                 .route("/long", axum::routing::get(async || "x".repeat(32 << 20)));
-            let router = guarded(router, Token::new(TOKEN).unwrap(), limits);
+            let router = guarded(router, &[], Token::new(TOKEN).unwrap(), limits);
             let runtime =
                 tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
             let listener = runtime.block_on(bind([127, 0, 0, 1].into(), (0, 0))).unwrap();
@@ -375,6 +385,8 @@ mod tests {
             stall: Duration::from_millis(300),
             body: 1024,
             rate: 1e6,
+            strangers: 1e6,
+            poll: MAX_POLL,
         }
     }
 
@@ -440,7 +452,7 @@ mod tests {
         assert_eq!(service.ask("GET /healthz", b""), Some(429), "less than one request in the bucket");
         let guard = Bucket::new(3.0);
         assert_eq!((0..100).filter(|_| guard.admit()).count(), 3);
-        let limits = Limits { rate: 5.0, connections: 64, ..small() };
+        let limits = Limits { rate: 5.0, strangers: 5.0, connections: 64, ..small() };
         let service = Service::start(limits);
         let mut stranger = service.connect();
         let request = "GET /get_version HTTP/1.1\r\nhost: h\r\n\r\n".repeat(50);

@@ -23,6 +23,7 @@
 //! | [`client`] | HTTP as all clients speak it: with deadlines and a flag |
 //! | [`control`] | the receiver's end of the control connection |
 //! | [`plane`] | both ends of the control connection, for trainers and engines in Rust |
+//! | [`controller`] | `windlass controller` |
 //! | [`receive`] | `windlass receive` |
 //! | [`engines`] | engines that load what was received |
 //! | [`gc`] | `windlass gc` |

@@ -281,6 +281,11 @@ impl Barrier {
         Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
     }
 
+    /// The names of all sets, in the order of the configuration.
+    pub fn sets(&self) -> impl Iterator<Item = &SetName> {
+        self.config.sets.iter().map(|s| &s.name)
+    }
+
     /// The set of a model.
     pub fn set_of(&self, model: &ModelId) -> Result<&SetName, BarrierError> {
         let set = self.place(model)?.set;

@@ -75,12 +75,12 @@ pub(super) struct ParsedAgent {
 pub(super) struct TokenArgs {
     /// The file with the token that both sides must know; WINDLASS_TOKEN holds the token itself
     #[arg(long, value_name = "FILE")]
-    token_file: Option<PathBuf>,
+    pub(super) token_file: Option<PathBuf>,
 }
 
 impl TokenArgs {
     /// The token of the environment, if no file is named.
-    fn in_environment(&self) -> Result<Option<Token>, Error> {
+    pub(super) fn in_environment(&self) -> Result<Option<Token>, Error> {
         if self.token_file.is_some() {
             return Ok(None);
         }
@@ -408,7 +408,7 @@ impl ParsedGc {
 }
 
 /// A port, or a first and a last one.
-fn parse_ports(text: &str) -> Result<(u16, u16), String> {
+pub(super) fn parse_ports(text: &str) -> Result<(u16, u16), String> {
     let port = |t: &str| t.trim().parse::<u16>().map_err(|_| format!("{t:?} is not a port"));
     let (first, last) = match text.split_once('-') {
         Some((first, last)) => (port(first)?, port(last)?),
@@ -421,7 +421,7 @@ fn parse_ports(text: &str) -> Result<(u16, u16), String> {
 }
 
 /// A positive number of seconds.
-fn parse_seconds(text: &str) -> Result<f64, String> {
+pub(super) fn parse_seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|s| *s > 0.0 && *s <= DAY);
     seconds.ok_or_else(|| format!("{text:?} is not a number of seconds up to {DAY}"))
 }

@@ -7,14 +7,14 @@
 //! | endpoint | request | answer |
 //! |---|---|---|
 //! | `POST /notify_version` | [`NotifyVersion`] | [`Notified`] |
-//! | `GET /service_version?set=&at_least=&model_id=&incarnation=&timeout_ms=` | – | [`Service`] |
+//! | `GET /service_version` with [`Gate`] as its query | – | [`Service`] |
 //! | `POST /register_receiver` | [`Join`] | [`Joined`] |
 //! | `POST /poll_orders` | [`Poll`] | [`Orders`] |
 //! | `POST /report` | [`Report`] | [`Done`] |
 //! | `POST /leave` | [`Peer`] | [`Done`] |
 //! | `POST /take_eval` | [`TakeEval`] | [`EvalTask`], or none within the time |
 //! | `POST /eval_done` | [`EvalDone`] | [`Done`] |
-//! | `GET /status` | – | the state, as the live page shows it |
+//! | `GET /status` | – | [`Status`](super::status::Status): the state, as the live page shows it |
 //! | `GET /events` | – | the same as server-sent events, whenever something has changed |
 //! | `GET /metrics` | – | Prometheus text |
 //! | `GET /openapi.json`, `GET /`, `GET /healthz` | – | without a token |
@@ -24,6 +24,19 @@
 //! Only the controller listens. Receivers hold a poll open, which is their heartbeat too, and orders come as its
 //! answers: nobody needs a port for the controller to reach. An order is given again until a poll says that it was taken
 //! ([`Poll::after`]), so an answer that is lost on the way loses no order.
+//!
+//! # What is refused
+//!
+//! Every failure is `{"ok": false, "error": {"kind", "message", "advice"}}` with the status of its kind
+//! ([`Kind::row`]). What a caller must tell apart:
+//!
+//! | status | what it means | what to do |
+//! |---|---|---|
+//! | 404 | to a receiver: it is not a member (it was silent, or the controller restarted) | join again, with a greater session |
+//! | 409 | a word of an earlier session, order or incarnation | drop it; with an earlier session or incarnation, stop |
+//! | 504 | a gate or a synchronous notify: its time is over, and the message says what it waited for | ask again, if there is time |
+//! | 503 | the controller is ending | ask again |
+//! | 429, 507 | too much at once | wait |
 //!
 //! # Time
 //!
@@ -118,6 +131,31 @@ pub struct Notified {
     /// What the eval returned, if one was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<Value>,
+    /// Why the eval returned nothing, if it failed. The version is served all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_error: Option<String>,
+}
+
+/// The query of the gate. Without `at_least` it is answered at once with what is served; with it, when at least that is
+/// served, and at the end of the time with 504.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gate {
+    /// Which set. That of `model_id` if not given, or the only one there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub set: Option<SetName>,
+    /// The lowest version that will do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub at_least: Option<Version>,
+    /// On behalf of this model's trainer. Together with `incarnation`, versions of an earlier life never open the gate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_id: Option<ModelId>,
+    /// Which life of that trainer; a superseded one is refused with 409.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incarnation: Option<Incarnation>,
+    /// How long to wait; half a minute if not given, and never longer than the controller's longest wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
 }
 
 /// What a set serves.
@@ -283,6 +321,9 @@ pub enum Task {
     Live {
         /// The set.
         set: SetName,
+        /// The models that this is about: all that it serves of a strict set, one of a relaxed one.
+        #[serde(default)]
+        models: Vec<ModelId>,
         /// Whether.
         live: bool,
         /// Why not, for people.
