@@ -74,6 +74,7 @@ from windlass.sync_info import (
 
 if TYPE_CHECKING:
     from windlass.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+    from windlass.controller import Controller, EvalTask, Notified, Served, gate, serve_evals
     from windlass.extract import (
         DeepSpeedWeightExtractor,
         FSDPWeightExtractor,
@@ -95,6 +96,7 @@ __all__ = [
     "AgentWeightSyncInfo",
     "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
+    "Controller",
     "CudaIpcTransferStrategy",
     "CudaIpcWeightUpdateRequest",
     "DeepSpeedWeightExtractor",
@@ -103,6 +105,7 @@ __all__ = [
     "EmptyWeightSyncInitInfo",
     "EngineShape",
     "EnginesFailed",
+    "EvalTask",
     "FSDPWeightExtractor",
     "Follower",
     "Identity",
@@ -117,6 +120,7 @@ __all__ = [
     "LoraTransferStrategy",
     "MegatronWeightExtractor",
     "ModuleWeightExtractor",
+    "Notified",
     "Offloaded",
     "PackedCudaIpcTransferStrategy",
     "PackedCudaIpcWeightUpdateRequest",
@@ -128,6 +132,7 @@ __all__ = [
     "RemoteWeightLoader",
     "Selection",
     "SenderAgentConfig",
+    "Served",
     "SourceMap",
     "StoreWeightSyncInfo",
     "StoreWeightUpdateRequest",
@@ -167,6 +172,7 @@ __all__ = [
     "collect_lora",
     "each_tensor",
     "engine_rank",
+    "gate",
     "is_lora",
     "packed_layout",
     "parse_request",
@@ -174,6 +180,7 @@ __all__ = [
     "rank_offsets",
     "register_strategy",
     "save_lora",
+    "serve_evals",
     "strategy_from_config",
     "world_size",
 ]
@@ -181,9 +188,11 @@ __all__ = [
 #: What needs torch or is not needed by everybody, and where it is: imported when it is first asked for.
 _LAZY = {
     "BroadcastTransferStrategy": "windlass.strategies.broadcast",
+    "Controller": "windlass.controller",
     "CudaIpcTransferStrategy": "windlass.strategies.ipc",
     "DeepSpeedWeightExtractor": "windlass.extract",
     "EnginesFailed": "windlass.client",
+    "EvalTask": "windlass.controller",
     "FSDPWeightExtractor": "windlass.extract",
     "InferenceEngine": "windlass.client",
     "InferenceEngineClient": "windlass.client",
@@ -191,17 +200,21 @@ _LAZY = {
     "LoraTransferStrategy": "windlass.strategies.lora",
     "MegatronWeightExtractor": "windlass.extract",
     "ModuleWeightExtractor": "windlass.extract",
+    "Notified": "windlass.controller",
     "Offloaded": "windlass.manager",
     "PackedCudaIpcTransferStrategy": "windlass.strategies.packed",
     "RemoteWeightLoader": "windlass.remote",
+    "Served": "windlass.controller",
     "TcpTransferStrategy": "windlass.strategies.tcp",
     "WeightExtractor": "windlass.extract",
     "WeightManager": "windlass.manager",
     "WeightSource": "windlass.manager",
     "WeightSyncManager": "windlass.sync",
     "collect_lora": "windlass.lora",
+    "gate": "windlass.controller",
     "is_lora": "windlass.lora",
     "save_lora": "windlass.lora",
+    "serve_evals": "windlass.controller",
 }
 
 

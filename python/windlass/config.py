@@ -225,7 +225,8 @@ class WeightManagerConfig(Config):
     weight's own. ``include`` and ``exclude`` are patterns of image names; nothing given means all, and none.
     ``extras`` says what to do with weights that the checkpoint does not have, or, where none is known, that have the
     usual name of a value head. ``buffers`` publishes all persistent buffers of a model, not only those that its
-    checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that :meth:`notify_version` tells.
+    checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that :meth:`notify_version` tells,
+    and ``controller_token_file`` the file with its token (without one, that of ``WINDLASS_TOKEN``).
     ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
     and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
     """
@@ -241,6 +242,7 @@ class WeightManagerConfig(Config):
     buffers: bool = False
     timeout: float = 120.0
     controller: str | None = None
+    controller_token_file: str | None = None
     strict: bool = False
     group_readable: bool = False
     memfd: Literal["auto", "never", "always"] = "auto"
@@ -262,6 +264,7 @@ class WeightManagerConfig(Config):
         self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
         self._by_core("controller", _windlass.check_endpoint)
+        self._text("controller_token_file", optional=True)
         self._choice("memfd", "auto", "never", "always")
         self._part("agent", SenderAgentConfig)
         self._part("engine", TransferEngineConfig)

@@ -25,6 +25,7 @@ from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
+from windlass.controller import Controller, Notified, Span
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
@@ -35,11 +36,12 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.exchange import Alone, Exchange, exchange_for, together
+from windlass.http import HttpClient
 from windlass.memory import flat
 from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
 from windlass.names.conversion import persistent_buffers
-from windlass.notify import notify
 from windlass.plan import Naming, Plan, Source
+from windlass.request import Identity
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,6 +56,8 @@ log = logging.getLogger("windlass")
 
 #: How long the first rank waits at the end for the others to leave the region.
 LEAVE_S = 5.0
+#: How long the agent may take to say what its delta is like.
+ASK_S = 2.0
 #: How long another rank's region may take to be let go of by a trainer that has just died.
 TAKE_S = 10.0
 
@@ -125,7 +129,7 @@ class WeightManager:
     ``names`` says what parameters are called in a checkpoint; without it, :meth:`offload` derives it from a
     transformers model if it is given one, and otherwise takes wrappers and PEFT off the names. ``group`` is the
     process group of the ranks that publish, if that is not the default one. ``node`` names this host where its own
-    name will not do.
+    name will not do. ``controller_token`` is the secret of the configured controller, if that is in no file.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class WeightManager:
         names: SourceMap | None = None,
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
+        controller_token: str | None = None,
         **fields: Any,
     ) -> None:
         if config is None:
@@ -171,6 +176,10 @@ class WeightManager:
         self._ports: tuple[str, str] | None = None
         self._token: tuple[bytes, int] | None = None
         self._complaint: object = None
+        #: The last version that was offloaded here and when that began and ended; and when it was seen to be sealed.
+        self._offloaded: tuple[int, float, float, int] | None = None
+        self._sealed: tuple[int, float] | None = None
+        self._controller_token = controller_token
         self._notifier: ThreadPoolExecutor | None = None
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
@@ -224,30 +233,43 @@ class WeightManager:
             if newest is None:
                 raise WindlassNotFound("nothing was offloaded yet")
             version = newest[0]
-        seconds = self._seconds(timeout)
-        try:
-            return publisher.wait_sealed(version, seconds)
-        except WindlassTimeout as e:
-            raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
+        return self._wait_sealed(publisher, version, self._seconds(timeout))
 
     def notify_version(
-        self, version: int | None = None, *, timeout: float | None = None, **more: Any
-    ) -> dict[str, Any] | None:
+        self,
+        version: int | None = None,
+        *,
+        sync: bool = False,
+        eval: Any = None,
+        timeout: float | None = None,
+    ) -> Notified | None:
         """Tells the controller that ``version`` (the newest if not given) is there, and returns its answer.
 
+        With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
+        should wait at the gate (:func:`windlass.gate`) before it publishes more. Returns at once, unless ``sync`` is
+        set: then when the version is served. With ``eval``, plain data for whoever runs evals
+        (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
+
         Only the first rank speaks; the others return ``None`` at once. Without a controller in the configuration
-        nothing needs to be told: receivers ask the agent themselves.
+        nothing needs to be told: receivers ask the agent themselves. ``timeout`` is the config's if not given, and for
+        everything: give a synchronous notify the time that the load and the eval need.
         """
-        speak = self._announcement(version, timeout, more)
+        speak = self._announcement(version, timeout, sync, eval, sealed=sync or eval is not None)
         return None if speak is None else speak()
 
     def notify_version_async(
-        self, version: int | None = None, *, timeout: float | None = None, **more: Any
-    ) -> Future[dict[str, Any] | None]:
-        """:meth:`notify_version` in the background. The future carries the answer or the error."""
-        speak = self._announcement(version, timeout, more)
+        self,
+        version: int | None = None,
+        *,
+        sync: bool = False,
+        eval: Any = None,
+        timeout: float | None = None,
+    ) -> Future[Notified | None]:
+        """:meth:`notify_version` in the background, once the agent has sealed the version. The future carries the answer
+        or the error."""
+        speak = self._announcement(version, timeout, sync, eval, sealed=True)
         if speak is None:
-            done: Future[dict[str, Any] | None] = Future()
+            done: Future[Notified | None] = Future()
             done.set_result(None)
             return done
         if self._notifier is None:
@@ -628,6 +650,7 @@ class WeightManager:
             publisher.abort()
             raise
         ended = time.monotonic()
+        self._offloaded = (version, start, ended, plan.bytes)
         self._check_agent()
         return Offloaded(
             version,
@@ -725,10 +748,19 @@ class WeightManager:
             return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
         return "rank 0 has the agent and knows more"
 
+    def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
+        try:
+            digest = publisher.wait_sealed(version, seconds)
+        except WindlassTimeout as e:
+            raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
+        if self._sealed is None or self._sealed[0] != version:
+            self._sealed = (version, time.monotonic())
+        return digest
+
     def _announcement(
-        self, version: int | None, timeout: float | None, more: dict[str, Any]
-    ) -> Callable[[], dict[str, Any]] | None:
-        """What tells the controller, if this rank is to tell it anything."""
+        self, version: int | None, timeout: float | None, sync: bool, eval: Any, *, sealed: bool
+    ) -> Callable[[], Notified] | None:
+        """What tells the controller, if this rank is to tell it anything; once the version is sealed, if so asked."""
         self._check_usable()
         controller, agent = self.config.controller, self._agent
         if self._open is not None and (agent is None or controller is None or self._open.plan.host != 0):
@@ -740,18 +772,70 @@ class WeightManager:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
         assert controller is not None
         assert agent is not None
-        seconds = self._seconds(timeout)
-        words = {"model_id": self.config.model_id, "incarnation": publisher.incarnation, "version": version}
+        seconds, named = self._seconds(timeout), version
+        there = Controller(
+            controller,
+            token=self._controller_token,
+            token_file=self.config.controller_token_file if self._controller_token is None else None,
+        )
+        identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)
 
-        def speak() -> dict[str, Any]:
+        def speak() -> Notified:
             until = time.monotonic() + seconds
-            words["sender_endpoint"] = agent.endpoint(seconds)
-            return notify(controller, {**words, **more}, _left(until))
+            endpoint = agent.endpoint(seconds)
+            if sealed:
+                self._wait_sealed(publisher, named, _left(until))
+            delta = self._delta(endpoint, named) if self._is_sealed(publisher, named) else {}
+            return there.notify_version(
+                identity,
+                endpoint,
+                sync=sync,
+                eval=eval,
+                timeout=_left(until),
+                spans=self._spans(named),
+                **delta,
+            )
 
         return speak
 
+    @staticmethod
+    def _is_sealed(publisher: Publisher, version: int) -> bool:
+        newest = publisher.newest()
+        return newest is not None and newest[0] == version and newest[1] is not None
+
+    def _spans(self, version: int) -> list[Span]:
+        """What it took to publish a version, as far as this rank knows."""
+        if self._offloaded is None or self._offloaded[0] != version:
+            return []
+        _, began, ended, written = self._offloaded
+        spans = [Span("trainer", "offload", began, ended, written)]
+        if self._sealed is not None and self._sealed[0] == version:
+            spans.append(Span("agent", "seal", ended, max(ended, self._sealed[1])))
+        return spans
+
+    def _delta(self, endpoint: str, version: int) -> dict[str, float]:
+        """How much of the image the delta to a version changes and takes; nothing where the agent cannot say."""
+        opened, token_file = self._open, self.token_file
+        if opened is None or token_file is None:
+            return {}
+        try:
+            agent = HttpClient(endpoint, name="the agent", token=Path(token_file).read_text().strip())
+            said = agent.get("/get_capabilities", stage="ask about the delta", timeout=ASK_S).object()
+        except (WindlassError, OSError) as e:
+            log.debug("nothing is known about the delta to version %d: %s", version, e)
+            return {}
+        if not said.get("delta_ready") or said.get("delta_version") != version:
+            return {}
+        image = max(1, opened.plan.layout.data_bytes)
+        found = {
+            "delta_sparsity": said.get("delta_sparsity"),
+            "delta_ratio": (said.get("delta_size_bytes") or 0) / image,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
     def _leave(self) -> None:
         opened, self._open = self._open, None
+        self._offloaded = self._sealed = None
         self._end.detach()
         agent, self._agent = self._agent, None
         try:

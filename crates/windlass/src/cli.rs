@@ -100,7 +100,7 @@ enum ParsedCommand {
     /// Keep images of models on this host at the newest versions of their publishers
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
-    Receive(ParsedReceive),
+    Receive(Box<ParsedReceive>),
     /// Show what a controller sees, as its live page does: models, receivers, what each is doing, errors
     ///
     /// On a terminal it is drawn in place until Ctrl-C; --once prints it once, --json as the document of GET /status.

@@ -11,8 +11,23 @@
 //! With engines, every whole version is loaded by each of them when it is free ([`crate::engines`]), while the next one
 //! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
 //!
+//! With a controller ([`member`]) it is told which version to bring here when, and when to load it, for several models at
+//! once; it names the agents, too.
+//!
+//! | module | what it owns |
+//! |---|---|
+//! | `member` | the life with a controller |
+//! | `model` | one model's image and engines, and the threads that work for them |
+//! | `desk` | a controller's orders about one model, and what to do next |
+//! | `link` | what is said to the controller |
+//!
 //! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
 //! versions and did not is interrupted.
+
+mod desk;
+mod link;
+mod member;
+mod model;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,10 +49,12 @@ use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 
 use crate::control::HttpControl;
-use crate::engines::{EngineOptions, EngineSpec, Engines, Place, Teller};
+use crate::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::error::Error;
 use crate::image;
 use crate::session::{Session, bytes};
+
+pub use self::member::Controlled;
 
 /// Who is followed.
 #[derive(Clone, Debug)]
@@ -86,7 +103,9 @@ pub struct Receive {
     /// End when standard input ends: the parent is gone.
     pub with_parent: bool,
     /// The engines that load what is received, and how.
-    pub engines: Option<(Vec<EngineSpec>, EngineOptions)>,
+    pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// The controller that says what to do; then there are no publishers.
+    pub controller: Option<Controlled>,
 }
 
 /// How long to wait for a publisher that is away: at first, and at most.
@@ -104,6 +123,12 @@ impl Receive {
         if self.with_parent {
             let stop = stop.clone();
             session.with_parent(move || stop.set())?;
+        }
+        let endless = self.versions.is_none() && self.until.is_none();
+        let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
+        if let Some(controller) = &self.controller {
+            let result = member::run(self, controller, session, stop);
+            return if regular(&result) { Ok(()) } else { result };
         }
         let alone = self.publishers.len() + self.in_place.len() == 1;
         // With several, the end of one must not wait for that of the others to be told.
@@ -127,8 +152,6 @@ impl Receive {
                 .map(|t| t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into()))))
                 .collect()
         });
-        let endless = self.versions.is_none() && self.until.is_none();
-        let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
         results.into_iter().filter(|r| !regular(r)).collect()
     }
 
@@ -202,11 +225,12 @@ impl Receive {
 
     /// Starts to look after the engines; they load what they are told to want.
     fn engines(&self, model_id: &ModelId, session: &Session) -> Result<Option<Engines>, Error> {
-        let Some((specs, options)) = &self.engines else { return Ok(None) };
+        let Some((engines, options)) = &self.engines else { return Ok(None) };
+        let specs: Vec<EngineSpec> = engines.iter().map(|e| e.spec.clone()).collect();
         let session = session.clone();
         let teller: Teller = Arc::new(move |event| session.event(&event.json(), || event.line()));
         let place = Place::of(self.dir.join(model_id.as_str()));
-        Engines::start(specs, options, place, &teller).map(Some)
+        Engines::start(&specs, options, place, &teller).map(Some)
     }
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.

@@ -2,7 +2,7 @@
 
 use windlass_core::delta::DeltaError;
 use windlass_core::error::Kind;
-use windlass_core::identity::Incarnation;
+use windlass_core::identity::{Identity, Incarnation};
 use windlass_core::wire::TicketError;
 
 use super::{ControlError, Stage};
@@ -97,6 +97,26 @@ pub enum ReceiverError {
         /// The newest that was followed.
         ours: Incarnation,
     },
+    /// The publisher is of another incarnation than the version that was asked for.
+    #[error(
+        "{peer} is of incarnation {theirs}, the version that was asked for is of {wanted}: ask for one of its own"
+    )]
+    OtherLife {
+        /// Who was asked.
+        peer: String,
+        /// Its incarnation.
+        theirs: Incarnation,
+        /// The one that was asked for.
+        wanted: Incarnation,
+    },
+    /// What was fetched does not start from what the image has.
+    #[error("what was fetched leads on from {base}, and the image has {held}: fetch it again")]
+    NotNext {
+        /// Where it starts from.
+        base: Identity,
+        /// What the image has.
+        held: String,
+    },
     /// A manifest that is not the announced one.
     #[error(
         "the manifest of {peer} is of layout {found}, but it announces {announced}: check what listens there"
@@ -138,7 +158,10 @@ impl ReceiverError {
             ReceiverError::Tcp(e) => e.kind(),
             ReceiverError::Ticket { source, .. } => source.kind(),
             ReceiverError::OtherTicket { .. } | ReceiverError::OtherLayout { .. } => Kind::Corrupt,
-            ReceiverError::NewLife { .. } | ReceiverError::OldLife { .. } => Kind::Stale,
+            ReceiverError::NewLife { .. }
+            | ReceiverError::OldLife { .. }
+            | ReceiverError::OtherLife { .. }
+            | ReceiverError::NotNext { .. } => Kind::Stale,
             ReceiverError::Delta { source, .. } => source.kind(),
             ReceiverError::Refused { kind, .. } => *kind,
             ReceiverError::NothingYet { .. } => Kind::NotFound,

@@ -21,9 +21,20 @@
 //!    changed.
 //!
 //! The version recorded is the one in the ticket, never one that was announced.
+//!
+//! # To a named version
+//!
+//! [`Receiver::sync`] goes to the newest version, [`Receiver::sync_to`] to a named one, by a delta from the publisher's
+//! history. Image bytes are always of the newest version: where no delta leads to the named one, the image is brought to
+//! the newest, and the result says so.
+//!
+//! Whoever stages now and shows later does it in two steps: [`Receiver::fetch`] begins a delta that is fetched into
+//! memory of its own ([`Fetch::run`], which does not need the receiver), also from one that was fetched and not yet
+//! shown; [`Receiver::show`] applies what was fetched. Until then the image is as it was.
 
 mod control;
 mod error;
+mod fetch;
 mod kept;
 mod status;
 
@@ -33,27 +44,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use windlass_core::address::{Host, HostPort};
+use windlass_core::address::Host;
 use windlass_core::delta::Delta;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Have, Refused, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Have, Refused, Registration, RequestMode, TransferAnswer, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{Mode, Ticket};
 
 pub use self::control::{Control, ControlError};
 pub use self::error::ReceiverError;
+use self::fetch::Puller;
+pub use self::fetch::{Fetch, Fetched, Start};
 use self::kept::Kept;
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::history::Limits;
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
 use crate::region::RegionError;
-use crate::shm::Mapping;
 use crate::stop::{Stop, Stopped};
-use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
+use crate::tcp::PullConfig;
 
 /// How a receiver is run.
 #[derive(Clone)]
@@ -107,6 +119,19 @@ pub struct Synced {
     pub total_ms: f64,
 }
 
+impl Synced {
+    /// What another part of the way took.
+    fn add(&mut self, part: &Synced) {
+        self.wire_bytes += part.wire_bytes;
+        self.transfers += part.transfers;
+        self.laps += part.laps;
+        self.refetched += part.refetched;
+        self.ask_ms += part.ask_ms;
+        self.wire_ms += part.wire_ms;
+        self.total_ms += part.total_ms;
+    }
+}
+
 /// How many new lives of the publisher a sync follows before it gives up.
 const LIVES: u32 = 3;
 /// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
@@ -136,13 +161,6 @@ impl fmt::Debug for Receiver {
             .field("image", &self.image)
             .finish_non_exhaustive()
     }
-}
-
-/// A delta that was fetched and not applied.
-struct Staged {
-    ticket: Ticket,
-    base: Version,
-    buffers: Vec<Mapping>,
 }
 
 impl Receiver {
@@ -218,16 +236,44 @@ impl Receiver {
         Ok(self.control.version(Some(seen.unwrap_or((Incarnation(0), 0))), stop)?)
     }
 
+    /// Speaks to another publisher of the same model from now on: its agent moved, or another one took over.
+    pub fn turn_to(&mut self, control: Arc<dyn Control>) {
+        self.control = control;
+        self.instance = None;
+    }
+
     /// Brings the image to the newest version of the publisher.
     pub fn sync(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
-        let mut result = self.sync_once(stop);
+        let mut result = self.sync_once(None, stop);
         for _ in 0..LIVES {
             match &result {
-                Err(ReceiverError::NewLife { .. }) if !stop.is_set() => result = self.sync_once(stop),
+                Err(ReceiverError::NewLife { .. }) if !stop.is_set() => result = self.sync_once(None, stop),
                 Ok(_) | Err(_) => break,
             }
         }
+        self.settle(result, start)
+    }
+
+    /// Brings the image to `version` of `incarnation`, and waits for the publisher to have it. Where no delta leads
+    /// there, the image is brought to the newest version instead: the answer says which one it has. Nothing is done if
+    /// it has that version, or a newer one of this incarnation.
+    pub fn sync_to(
+        &mut self,
+        (incarnation, version): (Incarnation, Version),
+        stop: &Stop,
+    ) -> Result<Synced, ReceiverError> {
+        let start = Instant::now();
+        let result = self.sync_once(Some((incarnation, version)), stop);
+        self.settle(result, start)
+    }
+
+    /// Notes what came of a sync, and tells it.
+    fn settle(
+        &mut self,
+        result: Result<Synced, ReceiverError>,
+        start: Instant,
+    ) -> Result<Synced, ReceiverError> {
         let shown = self.current().cloned();
         self.status.set(|s| {
             s.stage = Stage::Idle;
@@ -235,7 +281,7 @@ impl Receiver {
             s.error = result.as_ref().err().map(ToString::to_string);
         });
         let mut synced = result?;
-        synced.total_ms = millis(start);
+        synced.total_ms += millis(start);
         if let Some(image) = &synced.image {
             self.status.set(|s| {
                 s.image = Some(image.clone());
@@ -246,54 +292,66 @@ impl Receiver {
         Ok(synced)
     }
 
-    fn sync_once(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
-        let mut synced = Synced { mode: "none", ..Synced::default() };
-        let asked = Instant::now();
+    /// What the publisher has, once it has the version that is named.
+    fn ask_version(
+        &self,
+        to: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ReceiverError> {
+        let peer = || self.control.peer();
         self.status.set(|s| s.stage = Stage::Asking);
-        let info = self.control.version(None, stop)?;
-        let Some(target) = info.identity() else {
-            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
-        };
+        let mut info = self.control.version(None, stop)?;
+        if let Some((wanted, version)) = to {
+            while info.incarnation == wanted && info.version.is_none_or(|v| v < version) {
+                stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;
+                // Whatever is newer than the one before it, and there is none before the first.
+                let before = version.checked_sub(1).map(|v| (wanted, v));
+                let before = before.unwrap_or((Incarnation(wanted.0.saturating_sub(1)), Version::MAX));
+                info = self.control.version(Some(before), stop)?;
+            }
+            if info.incarnation != wanted {
+                return Err(ReceiverError::OtherLife { peer: peer(), theirs: info.incarnation, wanted });
+            }
+        }
+        if info.identity().is_none() {
+            return Err(ReceiverError::NothingYet { peer: peer() });
+        }
         if info.model_id != self.config.image.model_id {
             return Err(ReceiverError::OtherModel {
-                peer: self.control.peer(),
+                peer: peer(),
                 theirs: info.model_id.to_string(),
                 ours: self.config.image.model_id.to_string(),
             });
         }
-        if let Some(ours) = self.incarnation.filter(|ours| info.incarnation < *ours) {
-            return Err(ReceiverError::OldLife { peer: self.control.peer(), theirs: info.incarnation, ours });
+        match self.incarnation.filter(|ours| info.incarnation < *ours) {
+            Some(ours) => Err(ReceiverError::OldLife { peer: peer(), theirs: info.incarnation, ours }),
+            None => Ok(info),
         }
+    }
+
+    fn sync_once(
+        &mut self,
+        to: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<Synced, ReceiverError> {
+        let mut synced = Synced { mode: "none", ..Synced::default() };
+        let asked = Instant::now();
+        let info = self.ask_version(to, stop)?;
         self.prepare(&info, stop)?;
         if let Some(image) = &self.image {
             self.kept.follow(image, &self.config.image.model_id, info.incarnation);
         }
         synced.ask_ms += millis(asked);
-        if self.current().is_some_and(|k| k.identity == target && Some(k.digest) == info.digest) {
+        let there = |k: &Known| match to {
+            Some((_, version)) => k.identity.version >= version,
+            None => Some(&k.identity) == info.identity().as_ref() && Some(k.digest) == info.digest,
+        };
+        if self.current().is_some_and(there) {
             return Ok(synced);
         }
         let mut run = Run { synced, first: None, tried_sums: false };
-        let staged = self.first_ticket(&mut run, stop)?;
-        // Taken out for the time of the refresh, which borrows it, and put back whatever happens.
-        let Some(mut image) = self.image.take() else {
-            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
-        };
-        let result = self.bring(&mut image, staged, &mut run, &info, stop);
-        if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
-            // Something is not what it was thought to be. The sums will tell what.
-            image.forget();
-        }
-        // Only these can be lifted by a delta any more.
-        let held = image.versions();
-        self.digests.retain(|version, _| held.contains(version));
-        self.image = Some(image);
-        let known = result?;
-        run.synced.image = Some(known);
-        run.synced.mode = match (run.synced.transfers, run.synced.mode) {
-            (0 | 1, mode) => mode,
-            (_, _) => "fuzzy",
-        };
-        Ok(run.synced)
+        let fetched = self.first_ticket(to.map(|(_, version)| version), &info, &mut run, stop)?;
+        self.bring(fetched.into_iter().collect(), run, &info, stop)
     }
 
     /// Makes sure that there is an image of the publisher's layout and incarnation.
@@ -329,17 +387,104 @@ impl Receiver {
     }
 
     /// Asks for what a whole image needs, and fetches it if it is a delta. A full ticket is kept for later.
-    fn first_ticket(&mut self, run: &mut Run, stop: &Stop) -> Result<Option<Staged>, ReceiverError> {
+    fn first_ticket(
+        &mut self,
+        to: Option<Version>,
+        info: &VersionInfo,
+        run: &mut Run,
+        stop: &Stop,
+    ) -> Result<Option<Fetched>, ReceiverError> {
         let blocks = self.layout.as_ref().map_or(0, |m| m.cuts().blocks());
         // There is nothing to ask for in an image without blocks.
         let Some(known) = self.current().cloned().filter(|_| blocks > 0) else { return Ok(None) };
-        let ticket = self.ask(self.config.mode, Some(&known.identity), None, None, run, stop)?;
+        let ticket = self.ask(self.config.mode, Some(&known.identity), to, None, run, stop)?;
         match &ticket.mode {
             Mode::Full => {
                 run.first = Some(ticket);
                 Ok(None)
             }
-            Mode::Delta { .. } => self.stage(ticket, run, stop).map(Some),
+            Mode::Delta { .. } => self.puller().stage(ticket, info.clone(), &mut run.synced, stop).map(Some),
+        }
+    }
+
+    /// Begins to fetch the delta to `version` of `incarnation` from `after`, which was fetched before, or else from what
+    /// the image has. Waits for the publisher to have that version. The image is not touched; where only image bytes serve, that
+    /// is the answer, and [`Receiver::sync_to`] fetches them.
+    pub fn fetch(
+        &mut self,
+        after: Option<&Known>,
+        (incarnation, version): (Incarnation, Version),
+        stop: &Stop,
+    ) -> Result<Start, ReceiverError> {
+        let asked = Instant::now();
+        let info = self.ask_version(Some((incarnation, version)), stop);
+        self.status.set(|s| s.stage = Stage::Idle);
+        let info = info?;
+        let whole = |why: &str| Ok(Start::Whole { why: why.to_owned() });
+        match self.config.mode {
+            RequestMode::Full => return whole("the receiver asks for full images only"),
+            RequestMode::Delta | RequestMode::Auto => {}
+        }
+        let base = after.or_else(|| self.current()).cloned();
+        let Some(base) = base.filter(|b| b.identity.incarnation == incarnation) else {
+            return whole("there is no version of this incarnation to start from");
+        };
+        let layout = self.layout.as_ref().map(|m| (m.layout_hash(), m.cuts_hash()));
+        if layout != Some((info.layout_hash, info.cuts_hash)) {
+            return whole("the publisher has another layout");
+        }
+        self.digests.insert(base.identity.version, base.digest);
+        let mut run = Run { synced: Synced::default(), first: None, tried_sums: false };
+        let ticket = self.ask(RequestMode::Delta, Some(&base.identity), Some(version), None, &mut run, stop);
+        self.status.set(|s| s.stage = Stage::Idle);
+        match ticket {
+            Ok(ticket) => {
+                run.synced.ask_ms = millis(asked);
+                Ok(Start::Delta(Box::new(Fetch::new(self.puller(), ticket, info, run.synced))))
+            }
+            Err(ReceiverError::Refused { reason, .. }) if self.config.mode == RequestMode::Auto => {
+                Ok(Start::Whole { why: reason })
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Applies what was fetched, each from where the one before leads, and makes the last of it visible.
+    pub fn show(&mut self, fetched: Vec<Fetched>, stop: &Stop) -> Result<Synced, ReceiverError> {
+        let start = Instant::now();
+        let Some(info) = fetched.last().map(|f| f.info().clone()) else {
+            return Ok(Synced { mode: "none", ..Synced::default() });
+        };
+        let mut held = self.current().map(|k| k.identity.clone());
+        let mut synced = Synced { mode: "delta", ..Synced::default() };
+        for fetched in &fetched {
+            let base = fetched.base();
+            if held.as_ref() != Some(&base) {
+                let held = held.map_or_else(|| "nothing whole".into(), |h| h.to_string());
+                return Err(ReceiverError::NotNext { base, held });
+            }
+            let known = fetched.known();
+            self.digests.insert(known.identity.version, known.digest);
+            held = Some(known.identity);
+            synced.add(fetched.synced());
+        }
+        if let Some(image) = &self.image {
+            self.kept.follow(image, &self.config.image.model_id, info.incarnation);
+        }
+        let run = Run { synced, first: None, tried_sums: false };
+        let result = self.bring(fetched, run, &info, stop);
+        self.settle(result, start)
+    }
+
+    fn puller(&self) -> Puller {
+        Puller {
+            control: Arc::clone(&self.control),
+            status: self.status.clone(),
+            listener: self.listener.clone(),
+            allow: self.config.allow.clone(),
+            pull: self.config.pull,
+            image_bytes: self.layout.as_ref().map_or(0, |m| m.data_bytes()),
+            instance: self.instance.clone().unwrap_or_default(),
         }
     }
 
@@ -477,80 +622,42 @@ impl Receiver {
         }
     }
 
-    fn begin_transfer(&self, ticket: &Ticket, bytes: u64, run: &mut Run) -> Arc<Watch> {
-        let mode = ticket.mode.as_str();
-        run.synced.transfers += 1;
-        run.synced.mode = mode;
-        let watch = Arc::new(Watch::default());
-        self.status.shown().watch = Arc::clone(&watch);
-        self.status.set(|s| {
-            s.stage = Stage::Pulling;
-            s.target = Some(ticket.identity.clone());
-            s.mode = Some(mode);
-            s.bytes = bytes;
-        });
-        let (why, identity) = (ticket.why.clone(), ticket.identity.clone());
-        self.tell(&Event::Transfer { mode, why, identity, bytes });
-        watch
-    }
-
-    /// Pulls what the ticket is for, and notes what it took.
-    fn pull(
-        &self,
-        ticket: &Ticket,
-        landing: &dyn Landing,
-        bytes: u64,
-        run: &mut Run,
+    /// Brings the image to one version: applies what was fetched, and fetches what is missing.
+    fn bring(
+        &mut self,
+        fetched: Vec<Fetched>,
+        mut run: Run,
+        info: &VersionInfo,
         stop: &Stop,
-    ) -> Result<(), TcpError> {
-        let watch = self.begin_transfer(ticket, bytes, run);
-        let start = Instant::now();
-        let allow = |e: &HostPort| self.config.allow.as_ref().is_none_or(|hosts| hosts.contains(e.host()));
-        let config = PullConfig { allow: &allow, ..self.config.pull };
-        let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
-        run.synced.wire_ms += millis(start);
-        run.synced.wire_bytes += watch.see().bytes;
-        pulled.map(drop)
-    }
-
-    /// Fetches a delta into memory of its own.
-    fn stage(&self, ticket: Ticket, run: &mut Run, stop: &Stop) -> Result<Staged, ReceiverError> {
-        let peer = || self.control.peer();
-        let Mode::Delta { base, payloads } = &ticket.mode else {
-            return Err(ReceiverError::OtherTicket { peer: peer(), what: "a full image".into() });
+    ) -> Result<Synced, ReceiverError> {
+        // Taken out for the time of the refresh, which borrows it, and put back whatever happens.
+        let Some(mut image) = self.image.take() else {
+            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
         };
-        let image = self.layout.as_ref().map_or(0, |m| m.data_bytes());
-        let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
-        // The densest delta is the image with its records; anything beyond that is not one of ours.
-        if bytes > image.saturating_add(image / 8).saturating_add(16 << 20) {
-            let what = format!("a delta of {bytes} bytes to an image of {image}");
-            return Err(ReceiverError::OtherTicket { peer: peer(), what });
+        let deltas = fetched.len();
+        let result = self.refresh(&mut image, fetched, &mut run, info, stop);
+        if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
+            // Something is not what it was thought to be. The sums will tell what.
+            image.forget();
         }
-        let memory =
-            |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
-        let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
-        let base = base.identity.version;
-        self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, run, stop)?;
-        self.report_done(&ticket, stop);
-        Ok(Staged { ticket, base, buffers })
-    }
-
-    /// Completion is also said on the control connection. The transfer is over either way.
-    fn report_done(&self, ticket: &Ticket, stop: &Stop) {
-        let done = TransferDone {
-            instance_id: self.instance.clone().unwrap_or_default(),
-            completion: ticket.completion(),
+        // Only these can be lifted by a delta any more.
+        let held = image.versions();
+        self.digests.retain(|version, _| held.contains(version));
+        self.image = Some(image);
+        run.synced.image = Some(result?);
+        run.synced.mode = match (run.synced.transfers, run.synced.mode) {
+            (0 | 1, mode) => mode,
+            (n, mode) if n as usize == deltas => mode,
+            (_, _) => "fuzzy",
         };
-        if let Err(error) = self.control.done(&done, stop) {
-            tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
-        }
+        Ok(run.synced)
     }
 
     /// Opens the image and repeats until every block is of one version.
-    fn bring(
+    fn refresh(
         &mut self,
         image: &mut Image,
-        staged: Option<Staged>,
+        fetched: Vec<Fetched>,
         run: &mut Run,
         info: &VersionInfo,
         stop: &Stop,
@@ -559,13 +666,13 @@ impl Receiver {
         let start = Instant::now();
         let refresh = image.refresh(&stop.with_timeout(self.config.open_timeout))?;
         run.synced.open_ms += millis(start);
-        let mut placed = None;
-        if let Some(staged) = staged {
-            let parts = self.parts(&staged)?;
-            self.apply(&refresh, &staged, &parts, run, stop)?;
+        let (mut placed, alone) = (None, fetched.len() == 1);
+        for fetched in fetched {
+            let parts = self.parts(&fetched)?;
+            self.apply(&refresh, &fetched, &parts, run, stop)?;
             // Before the version can be seen, so that whoever sees it finds this too.
-            if run.synced.refetched == 0 {
-                placed = self.kept.place(refresh.manifest(), &staged.ticket, &parts);
+            if alone && run.synced.refetched == 0 {
+                placed = self.kept.place(refresh.manifest(), fetched.ticket(), &parts);
             }
         }
         if run.first.is_some() {
@@ -576,7 +683,7 @@ impl Receiver {
             let (versions, unknown) = (refresh.versions(), refresh.unknown());
             let (oldest, newest) = (versions.first().copied(), versions.last().copied());
             match (oldest, newest) {
-                (Some(old), Some(new)) if old < new => self.lift(&refresh, old, new, run, stop)?,
+                (Some(old), Some(new)) if old < new => self.lift(&refresh, old, new, run, info, stop)?,
                 _ if !unknown.is_empty() => self.fill(&refresh, unknown, run, info, stop)?,
                 (_, newest) => {
                     // An image without blocks is of any version.
@@ -616,6 +723,7 @@ impl Receiver {
         old: Version,
         new: Version,
         run: &mut Run,
+        info: &VersionInfo,
         stop: &Stop,
     ) -> Result<(), ReceiverError> {
         let have = self.incarnation.map(|incarnation| Identity {
@@ -625,9 +733,9 @@ impl Receiver {
         });
         match self.ask(RequestMode::Delta, have.as_ref(), Some(new), None, run, stop) {
             Ok(ticket) => {
-                let staged = self.stage(ticket, run, stop)?;
-                let parts = self.parts(&staged)?;
-                self.apply(refresh, &staged, &parts, run, stop)
+                let fetched = self.puller().stage(ticket, info.clone(), &mut run.synced, stop)?;
+                let parts = self.parts(&fetched)?;
+                self.apply(refresh, &fetched, &parts, run, stop)
             }
             Err(ReceiverError::Refused { reason, .. }) => {
                 tracing::info!(old, new, reason, "no delta for the blocks behind; they are fetched again");
@@ -638,8 +746,8 @@ impl Receiver {
         }
     }
 
-    fn parts<'s>(&self, staged: &'s Staged) -> Result<Vec<Delta<'s>>, ReceiverError> {
-        let parts = staged.buffers.iter().map(|b| Delta::parse(b.bytes(0..b.len())));
+    fn parts<'f>(&self, fetched: &'f Fetched) -> Result<Vec<Delta<'f>>, ReceiverError> {
+        let parts = fetched.buffers().iter().map(|b| Delta::parse(b.bytes(0..b.len())));
         let parts: Result<Vec<_>, _> = parts.collect();
         parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })
     }
@@ -647,23 +755,22 @@ impl Receiver {
     fn apply(
         &self,
         refresh: &Refresh<'_>,
-        staged: &Staged,
+        fetched: &Fetched,
         parts: &[Delta<'_>],
         run: &mut Run,
         stop: &Stop,
     ) -> Result<(), ReceiverError> {
         self.status.set(|s| s.stage = Stage::Applying);
         let start = Instant::now();
-        let target = staged.ticket.identity.version;
+        let (base, target) = (fetched.base(), fetched.ticket().identity.clone());
         for part in parts {
-            let (base, to) = (part.header.base_identity(), part.header.target_identity());
-            let expected = Identity { version: staged.base, ..staged.ticket.identity.clone() };
-            if (&base, &to) != (&expected, &staged.ticket.identity) {
-                let what = format!("a delta from {base} to {to}");
+            let (from, to) = (part.header.base_identity(), part.header.target_identity());
+            if (&from, &to) != (&base, &target) {
+                let what = format!("a delta from {from} to {to}");
                 return Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
             }
         }
-        let Applied { refetch, .. } = refresh.apply((staged.base, target), parts, stop)?;
+        let Applied { refetch, .. } = refresh.apply((base.version, target.version), parts, stop)?;
         run.synced.refetched += refetch.len();
         run.synced.apply_ms += millis(start);
         Ok(())
@@ -695,10 +802,12 @@ impl Receiver {
             None => self.ask(RequestMode::Full, None, None, Some(unknown), run, stop)?,
         };
         let bytes = refresh.manifest().bytes_of(&ticket.wanted);
-        let pulled = refresh.land(&ticket, |landing| self.pull(&ticket, landing, bytes, run, stop));
+        let puller = self.puller();
+        let pulled =
+            refresh.land(&ticket, |landing| puller.pull(&ticket, landing, bytes, &mut run.synced, stop));
         match pulled {
             Ok(()) => {
-                self.report_done(&ticket, stop);
+                puller.report_done(&ticket, stop);
                 Ok(())
             }
             Err(e) if e.kind() == Kind::Stale => {

@@ -242,3 +242,157 @@ fn nothing_leads_over_a_full_pull_or_into_another_life() {
     worker.sparse(&dir).unwrap();
     assert_eq!(worker.memory, worker.expected(&dir));
 }
+
+/// A delta fetched into memory.
+fn fetched(receiver: &mut Receiver, after: Option<&Fetched>, to: (Incarnation, Version)) -> Fetched {
+    match receiver.fetch(after.map(Fetched::known).as_ref(), to, &stop()).unwrap() {
+        Start::Delta(fetch) => fetch.run(&stop()).unwrap(),
+        Start::Whole { why } => panic!("no delta to {to:?}: {why}"),
+    }
+}
+
+fn shown(dir: &Path) -> (Version, Vec<u8>) {
+    let view = ImageView::open(dir, Duration::from_secs(9), &stop()).unwrap();
+    (view.known().identity.version, view.data().to_vec())
+}
+
+#[test]
+fn a_sync_to_a_named_version_stops_there_and_the_next_goes_on() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    publisher.publish(1);
+    assert_eq!(receiver.sync_to((life, 1), &stop()).unwrap().mode, "full");
+    for version in 2..7 {
+        publisher.publish(version);
+    }
+    // Versions 2 and 3 as one, then 4; the publisher is at 6.
+    for version in [3, 4] {
+        let synced = receiver.sync_to((life, version), &stop()).unwrap();
+        assert_eq!((synced.mode, synced.image.unwrap().identity.version), ("delta", version));
+        assert_eq!(shown(&dir).0, version);
+    }
+    // What it has, and what it is past, is nothing to do.
+    for version in [4, 2] {
+        let synced = receiver.sync_to((life, version), &stop()).unwrap();
+        assert_eq!((synced.mode, synced.image.is_none(), shown(&dir).0), ("none", true, 4));
+    }
+    assert_eq!(receiver.sync(&stop()).unwrap().image.unwrap().identity.version, 6);
+    let other = receiver.sync_to((Incarnation(life.0 + 1), 7), &stop()).unwrap_err();
+    assert!(matches!(other, ReceiverError::OtherLife { .. }) && other.kind() == Kind::Stale, "{other}");
+    // One that is not published yet is waited for, as long as there is time.
+    let soon = receiver.sync_to((life, 7), &Stop::after(Duration::from_millis(50))).unwrap_err();
+    assert_eq!(soon.kind(), Kind::Timeout, "{soon}");
+}
+
+#[test]
+fn where_no_delta_leads_to_a_named_version_the_newest_comes_and_says_so() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    for version in 1..6 {
+        publisher.publish(version);
+    }
+    // There is nothing here that a delta could start from.
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    assert!(matches!(receiver.fetch(None, (life, 3), &stop()).unwrap(), Start::Whole { .. }));
+    let synced = receiver.sync_to((life, 3), &stop()).unwrap();
+    assert_eq!((synced.mode, synced.image.unwrap().identity.version, shown(&dir).0), ("full", 5, 5));
+    // A receiver that takes full images only.
+    drop(receiver);
+    let mut receiver = publisher.receiver(&dir, RequestMode::Full, 0);
+    publisher.publish(6);
+    publisher.publish(7);
+    assert!(matches!(receiver.fetch(None, (life, 6), &stop()).unwrap(), Start::Whole { .. }));
+    assert_eq!(receiver.sync_to((life, 6), &stop()).unwrap().image.unwrap().identity.version, 7);
+}
+
+#[test]
+fn fetched_deltas_queue_and_the_image_stays_until_they_are_shown() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 4);
+    publisher.publish(1);
+    receiver.sync(&stop()).unwrap();
+    let before = shown(&dir);
+    for version in 2..6 {
+        publisher.publish(version);
+    }
+    let two = fetched(&mut receiver, None, (life, 2));
+    let four = fetched(&mut receiver, Some(&two), (life, 4));
+    let five = fetched(&mut receiver, Some(&four), (life, 5));
+    assert_eq!((four.base().version, five.known().identity.version), (2, 5));
+    assert!(two.bytes() > 0 && two.synced().wire_bytes == two.bytes(), "{two:?}");
+    assert_eq!(shown(&dir), before, "nothing is shown");
+    let synced = receiver.show(vec![two], &stop()).unwrap();
+    assert_eq!((synced.mode, synced.transfers, shown(&dir).0), ("delta", 1, 2));
+    // Out of turn.
+    let again = fetched(&mut receiver, None, (life, 3));
+    let out = receiver.show(vec![five], &stop()).unwrap_err();
+    assert!(matches!(out, ReceiverError::NotNext { .. }) && out.kind() == Kind::Stale, "{out}");
+    assert_eq!(shown(&dir).0, 2, "a refusal leaves the image as it was");
+    // Two at once.
+    let five = fetched(&mut receiver, Some(&four), (life, 5));
+    let synced = receiver.show(vec![four, five], &stop()).unwrap();
+    assert_eq!((synced.mode, synced.transfers, shown(&dir).0), ("delta", 2, 5));
+    drop(again);
+    // It is what a receiver that went there directly has.
+    let straight = home.path().join("straight");
+    publisher.receiver(&straight, RequestMode::Auto, 0).sync(&stop()).unwrap();
+    assert_eq!(shown(&dir), shown(&straight));
+    // Workers that load what changed find the way over single steps, and no way over the double one.
+    publisher.publish(6);
+    let mut worker = Worker::new(&dir);
+    worker.dense(&dir);
+    let six = fetched(&mut receiver, None, (life, 6));
+    receiver.show(vec![six], &stop()).unwrap();
+    worker.sparse(&dir).unwrap();
+    assert_eq!(worker.memory, worker.expected(&dir));
+}
+
+#[test]
+fn a_version_is_shown_while_the_next_is_being_fetched() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    for version in 1..3 {
+        publisher.publish(version);
+        receiver.sync(&stop()).unwrap();
+    }
+    publisher.publish(3);
+    publisher.publish(4);
+    let three = fetched(&mut receiver, None, (life, 3));
+    let Start::Delta(fetch) = receiver.fetch(Some(&three.known()), (life, 4), &stop()).unwrap() else {
+        panic!()
+    };
+    let status = fetch.status();
+    // The receiver is free while the transfer has not even begun.
+    receiver.show(vec![three], &stop()).unwrap();
+    assert_eq!((shown(&dir).0, status.get().stage), (3, Stage::Idle));
+    let four = fetch.run(&stop()).unwrap();
+    assert_eq!((status.get().bytes, status.get().bytes_done), (four.bytes(), four.bytes()));
+    receiver.show(vec![four], &stop()).unwrap();
+    assert_eq!(shown(&dir).0, 4);
+}
+
+#[test]
+fn a_receiver_turns_to_the_agent_that_took_over() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let dir = home.path().join("image");
+    let mut publisher = Publisher::new(&home.path().join("old"), Some(Incarnation(3)));
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    publisher.publish(8);
+    receiver.sync_to((Incarnation(3), 8), &stop()).unwrap();
+    let mut publisher = Publisher::new(&home.path().join("new"), Some(Incarnation(5)));
+    publisher.publish(4);
+    receiver.turn_to(Arc::clone(&publisher.server) as Arc<dyn Control>);
+    // Nothing of the old life leads into the new one, however the versions compare.
+    assert!(matches!(receiver.fetch(None, (Incarnation(5), 4), &stop()).unwrap(), Start::Whole { .. }));
+    assert_eq!(shown(&dir).0, 8);
+    let known = receiver.sync_to((Incarnation(5), 4), &stop()).unwrap().image.unwrap();
+    assert_eq!((known.identity.incarnation, known.identity.version), (Incarnation(5), 4));
+    assert_eq!(shown(&dir).0, 4);
+}

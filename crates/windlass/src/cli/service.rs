@@ -1,21 +1,23 @@
 //! Arguments of the commands that run for long: `agent`, `receive`, and of `gc`.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use windlass_core::address::{Host, Token};
+use windlass_core::barrier::ReceiverId;
+use windlass_core::identity::ModelId;
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
 
 use super::{Command, Threads, parse_count};
 use crate::agent::Agent;
 use crate::engines::prove::Prove;
-use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, PauseMode};
+use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::error::Error;
 use crate::gc::Gc;
-use crate::receive::{Publisher, Receive};
+use crate::receive::{Controlled, Publisher, Receive};
 use crate::token;
 use crate::verify::Verify;
 
@@ -131,7 +133,7 @@ enum ParsedMode {
 }
 
 #[derive(Debug, Args)]
-#[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place"])))]
+#[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place", "controller"])))]
 pub(super) struct ParsedReceive {
     /// The agent of a publisher, such as http://10.0.0.5:7000; may be given several times, one for each model
     #[arg(long, value_name = "URL")]
@@ -142,6 +144,15 @@ pub(super) struct ParsedReceive {
     /// The region of a publisher on this host, read where it is instead of copied
     #[arg(long, value_name = "DIR")]
     in_place: Vec<PathBuf>,
+    /// The controller that says which versions to bring here from which agents, and when to load them
+    #[arg(long, value_name = "URL", requires = "model", conflicts_with_all = ["from", "region", "in_place"])]
+    controller: Option<String>,
+    /// The file with the controller's token; the agents' token if not given
+    #[arg(long, value_name = "FILE", requires = "controller")]
+    controller_token_file: Option<PathBuf>,
+    /// A model that this receiver serves; may be given several times, with a controller
+    #[arg(long, value_name = "ID", requires = "controller")]
+    model: Vec<ModelId>,
     #[command(flatten)]
     token: TokenArgs,
     /// Where images are kept, each in a directory named after its model
@@ -184,9 +195,9 @@ const DAY: f64 = 86_400.0;
 #[command(next_help_heading = "Engines")]
 struct ParsedEngines {
     /// An engine on this host that loads what is received: vllm=http://HOST:PORT or sglang=http://HOST:PORT; may be
-    /// given several times
-    #[arg(long = "engine", value_name = "KIND=URL")]
-    engines: Vec<EngineSpec>,
+    /// given several times. Where several models are served, after the model that it is for: actor:vllm=http://…
+    #[arg(long = "engine", value_name = "[MODEL:]KIND=URL")]
+    engines: Vec<ModelEngine>,
     /// The file with the token of our plugin in the engines; WINDLASS_TOKEN if not given
     #[arg(long, value_name = "FILE", requires = "engines")]
     engine_token_file: Option<PathBuf>,
@@ -220,13 +231,26 @@ impl ParsedEngines {
         self,
         token: Option<&Token>,
         group: bool,
-    ) -> Result<Option<(Vec<EngineSpec>, EngineOptions)>, Error> {
+        models: &[ModelId],
+    ) -> Result<Option<(Vec<ModelEngine>, EngineOptions)>, Error> {
         if self.engines.is_empty() {
             return Ok(None);
         }
         for (i, engine) in self.engines.iter().enumerate() {
-            if self.engines.get(..i).is_some_and(|before| before.contains(engine)) {
-                return Err(Error::Usage(format!("{} is given twice", engine.name())));
+            let name = engine.spec.name();
+            if self.engines.get(..i).is_some_and(|before| before.iter().any(|b| b.spec == engine.spec)) {
+                return Err(Error::Usage(format!("{name} is given twice")));
+            }
+            match &engine.model_id {
+                Some(id) if !models.contains(id) => {
+                    return Err(Error::Usage(format!("{name} is for model {id}, which no --model names")));
+                }
+                None if models.len() > 1 => {
+                    let first = models.first().map_or("", ModelId::as_str);
+                    let how = format!("say which it serves: --engine {first}:{name}");
+                    return Err(Error::Usage(format!("there are {} models, {how}", models.len())));
+                }
+                Some(_) | None => {}
             }
         }
         if let Some(config) = self.config.as_deref().filter(|c| !c.is_dir()) {
@@ -243,6 +267,7 @@ impl ParsedEngines {
             config: self.config,
             extras: self.extras,
             group,
+            exact: false,
         };
         Ok(Some((self.engines, options)))
     }
@@ -263,12 +288,17 @@ impl ParsedReceive {
         });
         let mut publishers: Vec<Publisher> = remote.collect::<Result<_, _>>()?;
         publishers.extend(self.region.into_iter().map(|dir| Publisher::Region(dir, token.clone())));
-        let engines = self.engines.check(token.as_ref(), self.group)?;
-        if engines.is_some() && (publishers.len() != 1 || !self.in_place.is_empty()) {
+        let engines = self.engines.check(token.as_ref(), self.group, &self.model)?;
+        let controlled = self.controller.is_some();
+        if engines.is_some() && !controlled && (publishers.len() != 1 || !self.in_place.is_empty()) {
             let why = "engines load one model from an image of their own: give one --from or --region with --engine";
             return Err(Error::Usage(format!("{why}, and run a receiver for each model")));
         }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let controller = self.controller.map(|url| {
+            let id = self.name.clone().unwrap_or_else(|| receiver_id(&host, &self.dir));
+            controlled_by(url, &id, self.controller_token_file.as_deref(), token, self.model)
+        });
         Ok(Receive {
             publishers,
             in_place: self.in_place,
@@ -287,8 +317,37 @@ impl ParsedReceive {
             group: self.group,
             with_parent: self.with_parent,
             engines,
+            controller: controller.transpose()?,
         })
     }
+}
+
+/// The name of a receiver that has none: its host, and where it keeps its images, which no other does.
+fn receiver_id(host: &str, dir: &Path) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_') { c } else { '-' };
+    let place: String = dir.display().to_string().trim_matches('/').chars().map(plain).collect();
+    format!("{host}:{place}").chars().take(ReceiverId::MAX_LEN).collect()
+}
+
+fn controlled_by(
+    url: String,
+    id: &str,
+    token_file: Option<&Path>,
+    agents: Option<Token>,
+    models: Vec<ModelId>,
+) -> Result<Controlled, Error> {
+    let agents = agents.ok_or_else(|| {
+        let how = format!("give its file with --token-file, or set {}", token::VARIABLE);
+        Error::Usage(format!("the agents that the controller names need a token: {how}"))
+    })?;
+    let token = token_file.map(token::read).transpose()?.unwrap_or_else(|| agents.clone());
+    let id = ReceiverId::new(id).map_err(|e| Error::Usage(format!("--name: {e}")))?;
+    for (i, model) in models.iter().enumerate() {
+        if models.get(..i).is_some_and(|before| before.contains(model)) {
+            return Err(Error::Usage(format!("--model {model} is given twice")));
+        }
+    }
+    Ok(Controlled { url, token, agents, id, models })
 }
 
 #[derive(Debug, Args)]

@@ -339,6 +339,12 @@ impl Follower {
         if label < wanted {
             return Next::After(Stop::GLANCE);
         }
+        if self.options.exact && label > wanted {
+            // It is staged, and may be loaded when that is wanted.
+            let condition = if found.fenced { Condition::Fenced } else { Condition::Serving };
+            self.shared.update(|s| s.status.condition = condition);
+            return Next::After(POLL);
+        }
         self.list(extras);
         let manifest = Arc::clone(view.manifest());
         let (outcome, engine) = match &found.way {
@@ -474,6 +480,7 @@ impl Follower {
             lease: self.options.lease.as_secs_f64(),
             timeout: self.options.timeout.as_secs_f64(),
             prepare: !self.prepared || found.label.is_none(),
+            exact: self.options.exact,
             // An engine that does not know what it has is not asked to find out what changed.
             how: if found.label.is_none() || found.fenced { How::Dense } else { How::Auto },
         }

@@ -117,6 +117,8 @@ pub struct Job {
     pub timeout: f64,
     /// Whether the engine has to be prepared.
     pub prepare: bool,
+    /// This version and no newer one.
+    pub exact: bool,
     /// How to load.
     pub how: How,
 }
@@ -434,6 +436,10 @@ fn take(job: &Job, dirty: bool, stop: &Stop) -> Result<(ImageView, Order), Engin
     let wanted = Label { incarnation: Incarnation(job.incarnation), version: job.version };
     if Label::from(view.known()) < wanted {
         let why = format!("the image holds {}, which is older than {wanted}", view.known().identity);
+        return Err(transaction::stale(&job.target.engine, why));
+    }
+    if job.exact && Label::from(view.known()) > wanted {
+        let why = format!("the image holds {}, and only {wanted} may be loaded", view.known().identity);
         return Err(transaction::stale(&job.target.engine, why));
     }
     let how = if dirty { How::Dense } else { job.how };

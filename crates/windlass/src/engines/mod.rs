@@ -54,6 +54,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use windlass_core::address::{Endpoint, Token};
 use windlass_core::error::Kind;
+use windlass_core::identity::ModelId;
 use windlass_data::image::Known;
 use windlass_data::stop::Stop;
 
@@ -61,7 +62,7 @@ use self::check::Baseline;
 pub use self::error::EngineError;
 pub use self::event::EngineEvent;
 use self::follow::Follower;
-use self::order::Label;
+pub use self::order::Label;
 pub use self::pause::{CachePolicy, PauseMode};
 use crate::error::Error;
 
@@ -162,6 +163,33 @@ pub struct EngineOptions {
     pub extras: Extras,
     /// The group may read the image, and write reports.
     pub group: bool,
+    /// Only the version that is wanted is loaded, never a newer one that the image happens to hold: somebody else says
+    /// when.
+    pub exact: bool,
+}
+
+/// An engine, and the model that it serves where there are several: `[MODEL:]vllm=URL`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelEngine {
+    /// Which model; the only one if it is not said.
+    pub model_id: Option<ModelId>,
+    /// The engine.
+    pub spec: EngineSpec,
+}
+
+impl FromStr for ModelEngine {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<ModelEngine, String> {
+        // The kind is before the first `=`, and neither it nor a model's name contains a colon.
+        let kind = text.split('=').next().unwrap_or_default();
+        let Some((model, _)) = kind.split_once(':') else {
+            return Ok(ModelEngine { model_id: None, spec: text.parse()? });
+        };
+        let model_id = ModelId::new(model).map_err(|e| e.to_string())?;
+        let spec = text.get(model.len() + 1..).unwrap_or_default().parse()?;
+        Ok(ModelEngine { model_id: Some(model_id), spec })
+    }
 }
 
 /// How an engine is.
@@ -318,6 +346,24 @@ impl Engines {
         self.shared.iter().map(|s| s.state().status.clone()).collect()
     }
 
+    /// What every engine serves, if that is one and the same version of ours.
+    pub fn serving(&self) -> Option<Label> {
+        let mut labels = self.shared.iter().map(|s| {
+            let state = s.state();
+            state.live.filter(|_| state.status.condition == Condition::Serving)
+        });
+        let first = labels.next()??;
+        labels.all(|l| l == Some(first)).then_some(first)
+    }
+
+    /// Whether every engine has been asked what it has.
+    pub fn asked(&self) -> bool {
+        self.shared.iter().all(|s| {
+            let state = s.state();
+            state.status.condition != Condition::Away || state.status.error.is_some()
+        })
+    }
+
     /// Waits until every engine has this version or a newer one. An error with the engines that have not, once nobody
     /// tries any more or the time for a load is over.
     pub fn settle(&self, known: &Known, stop: &Stop) -> Result<(), Error> {
@@ -408,6 +454,18 @@ mod tests {
         for bad in ["", "vllm", "vllm=", "tgi=http://a:1", "vllm=https://a:1", "vllm=http://a", "http://a:1"]
         {
             assert!(bad.parse::<EngineSpec>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn an_engine_may_name_the_model_that_it_serves() {
+        let engine: ModelEngine = "actor-7b:vllm=http://127.0.0.1:8000".parse().unwrap();
+        assert_eq!(engine.model_id.unwrap().as_str(), "actor-7b");
+        assert_eq!(engine.spec.name(), "vllm=http://127.0.0.1:8000");
+        let engine: ModelEngine = "sglang=node-3:30000".parse().unwrap();
+        assert_eq!((engine.model_id, engine.spec.dialect), (None, Dialect::Sglang));
+        for bad in ["actor:", "actor:http://a:1", ":vllm=http://a:1", "a/b:vllm=http://a:1", "actor:vllm"] {
+            assert!(bad.parse::<ModelEngine>().is_err(), "{bad:?}");
         }
     }
 }

@@ -1,0 +1,214 @@
+//! A delta on its way: fetched into memory of its own, and applied later.
+//!
+//! Owns: [`Puller`], what a transfer needs of a receiver, so that it can run while the receiver does something else, and
+//! [`Fetch`] and [`Fetched`], a delta before and after its transfer. Called by the receiver, and by whoever stages a
+//! version before it may be shown. Must not: touch an image.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use windlass_core::address::{Host, HostPort};
+use windlass_core::identity::Identity;
+use windlass_core::wire::control::{TransferDone, VersionInfo};
+use windlass_core::wire::{Mode, Ticket};
+
+use super::status::{Event, Listener, Stage, StatusHandle};
+use super::{Control, ReceiverError, Synced, millis};
+use crate::image::Known;
+use crate::shm::Mapping;
+use crate::stop::Stop;
+use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
+
+/// How the way to a version begins.
+#[derive(Debug)]
+pub enum Start {
+    /// With a delta, whose ticket is granted.
+    Delta(Box<Fetch>),
+    /// Only image bytes serve.
+    Whole {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A delta that can be fetched now.
+pub struct Fetch {
+    puller: Puller,
+    ticket: Ticket,
+    info: VersionInfo,
+    synced: Synced,
+}
+
+impl fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fetch").field("to", &self.ticket.identity).finish_non_exhaustive()
+    }
+}
+
+impl Fetch {
+    /// With a status of its own: the receiver may be showing another version meanwhile.
+    pub(super) fn new(puller: Puller, ticket: Ticket, info: VersionInfo, synced: Synced) -> Fetch {
+        let puller = Puller { status: StatusHandle::default(), ..puller };
+        Fetch { puller, ticket, info, synced }
+    }
+
+    /// How far it is; can be kept and read from other threads.
+    pub fn status(&self) -> StatusHandle {
+        self.puller.status.clone()
+    }
+
+    /// Fetches it.
+    pub fn run(self, stop: &Stop) -> Result<Fetched, ReceiverError> {
+        let Fetch { puller, ticket, info, mut synced } = self;
+        let start = Instant::now();
+        let mut fetched = puller.stage(ticket, info, &mut synced, stop)?;
+        puller.status.set(|s| s.stage = Stage::Idle);
+        synced.total_ms = synced.ask_ms + millis(start);
+        fetched.synced = synced;
+        Ok(fetched)
+    }
+}
+
+/// A delta in memory, to be applied.
+pub struct Fetched {
+    ticket: Ticket,
+    base: Identity,
+    buffers: Vec<Mapping>,
+    /// What the publisher said when it was asked for.
+    info: VersionInfo,
+    synced: Synced,
+}
+
+impl fmt::Debug for Fetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fetched")
+            .field("from", &self.base)
+            .field("to", &self.ticket.identity)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Fetched {
+    /// The version that it leads from.
+    pub fn base(&self) -> Identity {
+        self.base.clone()
+    }
+
+    /// The version that it leads to.
+    pub fn known(&self) -> Known {
+        Known { identity: self.ticket.identity.clone(), digest: self.ticket.digest }
+    }
+
+    /// The memory that it takes.
+    pub fn bytes(&self) -> u64 {
+        self.buffers.iter().map(Mapping::len).sum()
+    }
+
+    /// What it took to fetch it.
+    pub fn synced(&self) -> &Synced {
+        &self.synced
+    }
+
+    pub(super) fn ticket(&self) -> &Ticket {
+        &self.ticket
+    }
+
+    pub(super) fn buffers(&self) -> &[Mapping] {
+        &self.buffers
+    }
+
+    pub(super) fn info(&self) -> &VersionInfo {
+        &self.info
+    }
+}
+
+/// What a transfer needs of a receiver.
+pub(super) struct Puller {
+    pub(super) control: Arc<dyn Control>,
+    pub(super) status: StatusHandle,
+    pub(super) listener: Option<Listener>,
+    pub(super) allow: Option<Vec<Host>>,
+    pub(super) pull: PullConfig<'static>,
+    /// The size of the image.
+    pub(super) image_bytes: u64,
+    /// What the publisher calls this receiver.
+    pub(super) instance: String,
+}
+
+impl Puller {
+    fn begin_transfer(&self, ticket: &Ticket, bytes: u64, synced: &mut Synced) -> Arc<Watch> {
+        let mode = ticket.mode.as_str();
+        synced.transfers += 1;
+        synced.mode = mode;
+        let watch = Arc::new(Watch::default());
+        self.status.shown().watch = Arc::clone(&watch);
+        self.status.set(|s| {
+            s.stage = Stage::Pulling;
+            s.target = Some(ticket.identity.clone());
+            s.mode = Some(mode);
+            s.bytes = bytes;
+        });
+        if let Some(listener) = &self.listener {
+            let (why, identity) = (ticket.why.clone(), ticket.identity.clone());
+            listener(&Event::Transfer { mode, why, identity, bytes });
+        }
+        watch
+    }
+
+    /// Pulls what the ticket is for, and notes what it took.
+    pub(super) fn pull(
+        &self,
+        ticket: &Ticket,
+        landing: &dyn Landing,
+        bytes: u64,
+        synced: &mut Synced,
+        stop: &Stop,
+    ) -> Result<(), TcpError> {
+        let watch = self.begin_transfer(ticket, bytes, synced);
+        let start = Instant::now();
+        let allow = |e: &HostPort| self.allow.as_ref().is_none_or(|hosts| hosts.contains(e.host()));
+        let config = PullConfig { allow: &allow, ..self.pull };
+        let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
+        synced.wire_ms += millis(start);
+        synced.wire_bytes += watch.see().bytes;
+        pulled.map(drop)
+    }
+
+    /// Fetches a delta into memory of its own.
+    pub(super) fn stage(
+        &self,
+        ticket: Ticket,
+        info: VersionInfo,
+        synced: &mut Synced,
+        stop: &Stop,
+    ) -> Result<Fetched, ReceiverError> {
+        let peer = || self.control.peer();
+        let Mode::Delta { base, payloads } = &ticket.mode else {
+            return Err(ReceiverError::OtherTicket { peer: peer(), what: "a full image".into() });
+        };
+        let image = self.image_bytes;
+        let bytes = payloads.iter().map(|p| p.bytes).fold(0, u64::saturating_add);
+        // The densest delta is the image with its records; anything beyond that is not one of ours.
+        if bytes > image.saturating_add(image / 8).saturating_add(16 << 20) {
+            let what = format!("a delta of {bytes} bytes to an image of {image}");
+            return Err(ReceiverError::OtherTicket { peer: peer(), what });
+        }
+        let memory =
+            |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
+        let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
+        let base = base.identity.clone();
+        self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
+        self.report_done(&ticket, stop);
+        Ok(Fetched { ticket, base, buffers, info, synced: Synced::default() })
+    }
+
+    /// Completion is also said on the control connection. The transfer is over either way.
+    pub(super) fn report_done(&self, ticket: &Ticket, stop: &Stop) {
+        let done = TransferDone { instance_id: self.instance.clone(), completion: ticket.completion() };
+        if let Err(error) = self.control.done(&done, stop) {
+            tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
+        }
+    }
+}
