@@ -89,7 +89,7 @@ class Member:
         self.controller.ask("/report", report)
 
     def carry_out(self, task: Json) -> None:
-        """Does a task well: a pull of 40 ms and an apply, or a pause of 12.5 ms and a load."""
+        """Does a task well: a pull of 40 ms and an apply, or a pause of 12.25 ms and a load."""
         if task["do"] == "stage":
             spans = [
                 {"lane": "wire", "what": "pull delta", "began_ms_ago": 60.0, "ended_ms_ago": 20.0, "bytes": 3 * MIB},
@@ -98,8 +98,8 @@ class Member:
             self.report(task["order"], task["identity"], "staged", spans, mode="delta")
         if task["do"] == "load":
             for identity in task["identities"]:
-                spans = [{"lane": "engine", "what": "load", "began_ms_ago": 12.5, "ended_ms_ago": 0.0}]
-                self.report(task["order"], identity, "loaded", spans, pause_ms=12.5)
+                spans = [{"lane": "engine", "what": "load", "began_ms_ago": 12.25, "ended_ms_ago": 0.0}]
+                self.report(task["order"], identity, "loaded", spans, pause_ms=12.25)
 
     def fail(self, task: Json, reason: str) -> None:
         phase = {"stage": "staging", "load": "loading"}[task["do"]]

@@ -328,7 +328,7 @@ def test_what_others_say_never_becomes_markup(controller: Controller, open_page:
     page.shows("[data-error='0'] [data-f=message]", evil)
     page.shows("[data-receiver=gpu-0]", evil[:20])
     page.shows("[data-receiver=gpu-0] [data-f=stage]", "<b>pulling")
-    assert page.page.evaluate("[window.evil, document.querySelectorAll('#main img, #main b, #main script').length]") == [None, 0]
+    assert page.page.evaluate("[window.evil, document.querySelectorAll('#main img, #main i, #main script, #receivers b').length]") == [None, 0]
     assert page.complaints == []
 
 

@@ -119,10 +119,14 @@ enum ParsedCommand {
     /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an
     /// image keep what they have mapped, and no longer find it by its path.
     Gc(ParsedGc),
-    /// Train a made-up model with several processes, and keep receivers in sync with it
+    /// Train made-up models with several processes, and keep receivers in sync with them
     ///
-    /// Starts real processes: ranks that own and change the weights, an agent, receivers. Kills one receiver and the
-    /// agent on the way. In the end every image is compared with the ranks' own memory.
+    /// Starts real processes: two trainers whose ranks own and change the weights, an agent for each, a controller, whose
+    /// live page can be watched, and receivers that serve both models. One receiver joins late, one is killed. In the end
+    /// every image is compared with the ranks' own memory.
+    ///
+    /// With --no-controller there is one model, whose receivers follow its agent by themselves; one of them and the agent
+    /// are killed on the way and come back.
     Demo(ParsedDemo),
     #[command(hide = true)]
     DemoRank(ParsedRank),
@@ -262,22 +266,28 @@ struct ParsedDemo {
     /// Receivers kept in sync
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
     receivers: u16,
-    /// Training steps
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
-    steps: u32,
+    /// Training steps [default: 12, without a controller 5]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
+    steps: Option<u32>,
     /// TCP streams of a transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
     streams: u16,
     /// Where region and images are kept while it runs
     #[arg(long, default_value = "/dev/shm", value_name = "DIR")]
     dir: PathBuf,
+    /// One model, and no controller
+    #[arg(long)]
+    no_controller: bool,
+    /// Stay after the last step until Ctrl-C, so that the live page can be looked at
+    #[arg(long, conflicts_with = "no_controller")]
+    stay: bool,
 }
 
 #[derive(Debug, Args)]
 struct ParsedDemoModel {
-    /// Bytes of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
-    #[arg(long, default_value = "1Gi", value_parser = parse_count, value_name = "BYTES")]
-    model_bytes: u64,
+    /// Bytes of a made-up bf16 model; k, M, G and Ki, Mi, Gi are understood [default: 128Mi each, without a controller 1Gi]
+    #[arg(long, value_parser = parse_count, value_name = "BYTES")]
+    model_bytes: Option<u64>,
     /// Take the shapes from the config.json of a Llama or Qwen style model instead
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -290,8 +300,9 @@ struct ParsedDemoModel {
 }
 
 impl ParsedDemoModel {
-    fn check(self) -> Result<demo::Model, Error> {
-        let ParsedDemoModel { model_bytes: bytes, config, change, seed } = self;
+    fn check(self, bytes: u64) -> Result<demo::Model, Error> {
+        let ParsedDemoModel { model_bytes, config, change, seed } = self;
+        let bytes = model_bytes.unwrap_or(bytes);
         if config.is_none() {
             check_model(bytes / 2, change, seed)?;
         }
@@ -454,12 +465,22 @@ impl ParsedCommand {
             ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
             ParsedCommand::Guard => Command::Guard,
             ParsedCommand::Demo(d) => {
-                let ParsedDemo { model, ranks, receivers, steps, streams, dir } = d;
-                Command::Demo(demo::Demo { model: model.check()?, ranks, receivers, steps, streams, dir })
+                let ParsedDemo { model, ranks, receivers, steps, streams, dir, no_controller, stay } = d;
+                let controller = !no_controller;
+                let (bytes, default_steps) = if controller { (128 << 20, 12) } else { (1 << 30, 5) };
+                let (model, steps) = (model.check(bytes)?, steps.unwrap_or(default_steps));
+                let demo = demo::Demo { model, ranks, receivers, steps, streams, dir, controller, stay };
+                Command::Demo(demo)
             }
             ParsedCommand::DemoRank(ParsedRank { model, model_id, region, rank, ranks }) => {
                 let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
-                Command::DemoRank(demo::rank::Rank { region, model_id, rank, ranks, model: model.check()? })
+                Command::DemoRank(demo::rank::Rank {
+                    region,
+                    model_id,
+                    rank,
+                    ranks,
+                    model: model.check(1 << 30)?,
+                })
             }
         })
     }

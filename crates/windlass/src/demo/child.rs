@@ -115,6 +115,15 @@ impl Child {
         }
     }
 
+    /// An error if it has ended, though nobody ended it.
+    pub(super) fn check(&mut self) -> Result<(), Error> {
+        match self.process.try_wait() {
+            Ok(Some(status)) => Err(self.failed(Kind::PeerLost, format!("ended with {status}"))),
+            Ok(None) => Ok(()),
+            Err(e) => Err(self.failed(Kind::Bug, format!("cannot be looked at: {e}"))),
+        }
+    }
+
     /// SIGKILL: no chance to clean up.
     pub(super) fn kill(&mut self) {
         let _ = self.process.kill();

@@ -29,6 +29,9 @@ impl Style {
     }
 }
 
+/// From a low bar to a high one.
+const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
 /// How a piece of text is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tone {
@@ -199,7 +202,6 @@ impl<'a> Frame<'a> {
         if most <= 0.0 {
             return Vec::new();
         }
-        const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
         let bar = |s: &Sync| match latency(s) {
             Some(ms) => BARS[((ms / most * 8.0).ceil() as usize).clamp(1, 8) - 1],
             None => '·',

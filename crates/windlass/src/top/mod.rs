@@ -74,10 +74,10 @@ impl Top {
     fn watch(&self, session: &Session) -> Result<(), Error> {
         // What is wrong from the start is told where it can still be read afterwards.
         let mut last = self.ask(session)?;
-        let screen = Screen::open()?;
+        let _screen = Screen::open()?;
         let mut lost = None;
         loop {
-            screen.show(&self.frame(size(), Style::of_stdout()).draw(&last, lost.as_deref()))?;
+            Screen::show(&self.frame(size(), Style::of_stdout()).draw(&last, lost.as_deref()))?;
             if !pause(self.interval, session.cancel()) {
                 return Ok(());
             }
@@ -135,7 +135,7 @@ impl Screen {
     }
 
     /// Writes over what is there; what is longer than the new text is cleared.
-    fn show(&self, text: &str) -> Result<(), Error> {
+    fn show(text: &str) -> Result<(), Error> {
         let lines: Vec<String> = text.lines().map(|l| format!("{l}\x1b[K")).collect();
         print(&format!("\x1b[H{}\x1b[J", lines.join("\r\n")))
     }
