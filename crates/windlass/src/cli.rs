@@ -12,6 +12,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
@@ -275,6 +276,9 @@ struct ParsedDemo {
     /// Where region and images are kept while it runs
     #[arg(long, default_value = "/dev/shm", value_name = "DIR")]
     dir: PathBuf,
+    /// The least time of the actor's training step, in seconds; the verifier takes nearly twice as long
+    #[arg(long, default_value_t = 0.5, value_parser = service::parse_seconds, value_name = "S", conflicts_with = "no_controller")]
+    pace: f64,
     /// One model, and no controller
     #[arg(long)]
     no_controller: bool,
@@ -465,11 +469,11 @@ impl ParsedCommand {
             ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
             ParsedCommand::Guard => Command::Guard,
             ParsedCommand::Demo(d) => {
-                let ParsedDemo { model, ranks, receivers, steps, streams, dir, no_controller, stay } = d;
-                let controller = !no_controller;
+                let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, no_controller, stay } = d;
+                let (controller, pace) = (!no_controller, Duration::from_secs_f64(pace));
                 let (bytes, default_steps) = if controller { (128 << 20, 12) } else { (1 << 30, 5) };
                 let (model, steps) = (model.check(bytes)?, steps.unwrap_or(default_steps));
-                let demo = demo::Demo { model, ranks, receivers, steps, streams, dir, controller, stay };
+                let demo = demo::Demo { model, ranks, receivers, steps, streams, dir, controller, pace, stay };
                 Command::Demo(demo)
             }
             ParsedCommand::DemoRank(ParsedRank { model, model_id, region, rank, ranks }) => {

@@ -33,15 +33,29 @@ fn nothing_left(dir: &Path) {
     assert_eq!(processes_about(dir), []);
 }
 
+/// The two plays.
+#[derive(Clone, Copy, Debug)]
+enum Play {
+    /// One model, whose receivers follow its agent.
+    Alone,
+    /// Two models and a controller.
+    Pool,
+}
+
 /// A demo that goes on until something happens to it, with all its processes at work.
-fn long_demo(dir: &Path) -> Process {
+fn long_demo(dir: &Path, play: Play) -> Process {
     let dir_arg = format!("--dir={}", dir.display());
-    let args = ["demo", "--model-bytes=16Mi", "--steps=64", "--receivers=2", "--ranks=2", &dir_arg];
-    let demo = Process::start(args);
+    let common = ["demo", "--steps=64", "--ranks=2", &dir_arg];
+    let (args, processes, image) = match play {
+        Play::Alone => (vec!["--no-controller", "--model-bytes=16Mi", "--receivers=2"], 6, "receiver-1/demo"),
+        // The third receiver comes later.
+        Play::Pool => (vec!["--model-bytes=4Mi", "--receivers=3"], 10, "receiver-1/verifier"),
+    };
+    let demo = Process::start(common.into_iter().chain(args));
     until("all processes at work", || {
         let running = processes_about(dir);
-        let images = format!("windlass-demo-{}/receiver-1/demo/header", demo.pid());
-        (running.len() == 6 && dir.join(images).exists()).then_some(())
+        let image = format!("windlass-demo-{}/{image}/header", demo.pid());
+        (running.len() == processes && dir.join(image).exists()).then_some(())
     });
     demo
 }
@@ -65,6 +79,7 @@ fn the_demo_keeps_every_receiver_equal_through_two_kills_and_leaves_nothing() {
     let ran = run!(
         "demo",
         "--json",
+        "--no-controller",
         "--model-bytes",
         "4Mi",
         "--steps",
@@ -109,6 +124,7 @@ fn the_demo_takes_its_shapes_from_a_config() {
         run!(
             "demo",
             "--json",
+            "--no-controller",
             "--config",
             config,
             "--steps",
@@ -133,10 +149,42 @@ fn the_demo_takes_its_shapes_from_a_config() {
 }
 
 #[test]
+fn the_demo_serves_two_models_through_a_late_join_and_a_kill_and_leaves_nothing() {
+    let home = home();
+    let dir = format!("--dir={}", home.path().display());
+    let args = ["demo", "--model-bytes=4Mi", "--steps=6", "--pace=0.05", &dir];
+    let mut demo = Process::start(args);
+    let listening = demo.event("listening");
+    let page = listening["page"].as_str().unwrap();
+    assert!(page.starts_with("http://127.0.0.1:"), "{listening}");
+    assert_eq!(demo.ends_within(Duration::from_secs(120)), 0);
+    let told = demo.rest().pop().unwrap();
+    assert_eq!((&told["ok"], &told["served"]), (&json!(true), &json!(6)), "{told}");
+    let incidents: Vec<&Value> = told["incidents"].as_array().unwrap().iter().map(|i| &i["what"]).collect();
+    assert_eq!(incidents, ["receiver-2 joins", "receiver-0 killed"]);
+    let names: Vec<&Value> = told["models"].as_array().unwrap().iter().map(|m| &m["model_id"]).collect();
+    assert_eq!(names, ["actor", "verifier"]);
+    let digests: Vec<&Value> = told["models"].as_array().unwrap().iter().map(|m| &m["digest"]).collect();
+    assert_ne!(digests[0], digests[1], "two models, not one twice");
+    let images = told["images"].as_array().unwrap();
+    assert_eq!(images.len(), 2, "{told}");
+    for image in images {
+        assert_eq!(image["digests"].as_array().unwrap().iter().collect::<Vec<_>>(), digests, "{image}");
+    }
+    let syncs = told["syncs"].as_array().unwrap();
+    let last = syncs.last().unwrap();
+    assert_eq!((&last["version"], &last["state"]), (&json!(6), &json!("served")));
+    assert!(syncs.iter().all(|s| s["state"] == "served" || s["state"] == "skipped"), "{told}");
+    assert!(last["delta_ratios"].as_array().unwrap().iter().all(|r| r.as_f64().unwrap() < 0.05), "{last}");
+    assert!(syncs.iter().any(|s| s["delta"].as_u64().unwrap() > 0), "{told}");
+    nothing_left(home.path());
+}
+
+#[test]
 fn an_interrupted_demo_leaves_no_process_and_no_file() {
     let home = home();
-    for signal in [Signal::INT, Signal::TERM] {
-        let mut demo = long_demo(home.path());
+    for (signal, play) in [(Signal::INT, Play::Alone), (Signal::TERM, Play::Alone), (Signal::INT, Play::Pool)] {
+        let mut demo = long_demo(home.path(), play);
         demo.signal(signal);
         assert_eq!(demo.ends_within(PATIENCE), 130);
         let last = demo.rest().pop().unwrap();
@@ -152,8 +200,14 @@ fn a_demo_whose_part_fails_names_it_and_leaves_nothing() {
     let ran = run!("demo", "--json", "--model-bytes", "4Mi", "--dir", &absent);
     assert_eq!(ran.code, 3);
     assert!(ran.stdout.contains(absent.to_str().unwrap()), "{}", ran.stdout);
-    for part in ["--rank=1", "--name=receiver-1"] {
-        let mut demo = long_demo(home.path());
+    for (part, play) in [
+        ("--rank=1", Play::Alone),
+        ("--name=receiver-1", Play::Alone),
+        ("--model-id=verifier --rank=1", Play::Pool),
+        ("--name=receiver-1", Play::Pool),
+        (" controller ", Play::Pool),
+    ] {
+        let mut demo = long_demo(home.path(), play);
         let all = processes_about(home.path());
         let (pid, _) = all.iter().find(|(_, line)| line.contains(part)).unwrap();
         kill_process(Pid::from_raw(*pid as i32).unwrap(), Signal::KILL).unwrap();
@@ -161,19 +215,23 @@ fn a_demo_whose_part_fails_names_it_and_leaves_nothing() {
         let last = demo.rest().pop().unwrap();
         assert!(code > 1 && code != 70, "{code}: {last}");
         let message = last["error"]["message"].as_str().unwrap();
-        assert!(message.contains("rank") || message.contains("receiver-1"), "{message}");
+        let named = ["rank", "receiver-1", "controller"].iter().any(|name| message.contains(name));
+        assert!(named, "{message}");
         nothing_left(home.path());
     }
 }
 
 #[test]
 fn a_killed_demo_leaves_no_process_and_only_what_gc_removes() {
-    let home = home();
-    let mut demo = long_demo(home.path());
-    demo.kill();
-    until("all processes gone", || processes_about(home.path()).is_empty().then_some(()));
-    assert_eq!(command::names(home.path()).len(), 1);
-    let told = run!("gc", "--json", home.path()).ok().json();
-    assert_eq!(told["removed"].as_array().unwrap().len(), 3, "a region and two images: {told}");
-    nothing_left(home.path());
+    // A region and two images; two regions and two images of two receivers.
+    for (play, left) in [(Play::Alone, 3), (Play::Pool, 6)] {
+        let home = home();
+        let mut demo = long_demo(home.path(), play);
+        demo.kill();
+        until("all processes gone", || processes_about(home.path()).is_empty().then_some(()));
+        assert_eq!(command::names(home.path()).len(), 1);
+        let told = run!("gc", "--json", home.path()).ok().json();
+        assert_eq!(told["removed"].as_array().unwrap().len(), left, "{play:?}: {told}");
+        nothing_left(home.path());
+    }
 }

@@ -81,6 +81,8 @@ pub struct Demo {
     pub dir: PathBuf,
     /// With a controller and two models.
     pub controller: bool,
+    /// The least time of the actor's training step.
+    pub pace: Duration,
     /// Goes on after the last step until it is told to end, so that the page can be looked at.
     pub stay: bool,
 }

@@ -36,9 +36,8 @@ use crate::token;
 
 /// The set.
 const SET: &str = "policy";
-/// The models, and the least time that a step of each takes.
-const MODELS: [(&str, Duration); 2] =
-    [("actor", Duration::from_millis(500)), ("verifier", Duration::from_millis(900))];
+/// The models, and how long a step of each takes over one of the first.
+const MODELS: [(&str, f64); 2] = [("actor", 1.0), ("verifier", 1.8)];
 /// A receiver that is silent for so long is out, in seconds.
 const HEARTBEAT: f64 = 2.0;
 /// A trainer that is told to wait waits until no more than this many versions before its last one are not served.
@@ -92,7 +91,7 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
             .zip(MODELS)
             .zip(&expected)
             .map(|((trainer, (_, pace)), expected)| {
-                let (client, token) = (stage.client.clone(), token.clone());
+                let (client, token, pace) = (stage.client.clone(), token.clone(), demo.pace.mul_f64(pace));
                 let lesson = Lesson { trainer, pace, client, token, steps: demo.steps, session };
                 scope.spawn(move || lesson.learn(expected))
             })

@@ -1,0 +1,142 @@
+//! What people and machines see of a controller: `windlass top`, and documents about metrics that name what is there.
+
+mod command;
+mod process;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use process::{Agent, PATIENCE, Process, Trainer};
+use rustix::process::Signal;
+use serde_json::json;
+
+/// A controller with one set, and how to talk to it. Requests are the same as to an agent.
+fn controller(home: &Path) -> (Agent, PathBuf) {
+    let token_file = home.join("token");
+    let token_arg = format!("--token-file={}", token_file.display());
+    let process = Process::start(["controller", "--set=policy=actor,verifier", &token_arg, "--with-parent"]);
+    let listening = process.event("listening");
+    let endpoint = listening["endpoint"].as_str().unwrap().to_owned();
+    let token = std::fs::read_to_string(&token_file).unwrap();
+    (Agent { process, endpoint, data_port: 0, token }, token_file)
+}
+
+fn notify(controller: &Agent, model: &str, version: u64) {
+    let body = json!({
+        "model_id": model, "incarnation": 1, "version": version, "sender_endpoint": "http://10.0.0.5:7000",
+        "delta_ratio": 0.0123,
+    });
+    assert_eq!(controller.post("/notify_version", &body).status, 200);
+}
+
+fn join(controller: &Agent, name: &str) {
+    let body = json!({ "peer": { "receiver": name, "session": 1 }, "models": ["actor", "verifier"], "host": "h" });
+    assert_eq!(controller.post("/register_receiver", &body).status, 200);
+}
+
+/// The names that a page of metrics says there are.
+fn metrics(service: &Agent) -> BTreeSet<String> {
+    let text = String::from_utf8(service.get("/metrics").body).unwrap();
+    let types = text.lines().filter_map(|l| l.strip_prefix("# TYPE "));
+    types.map(|l| l.split(' ').next().unwrap().to_owned()).collect()
+}
+
+/// All words of a text that look like the name of a metric.
+fn names(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|w| w.starts_with("windlass_")).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_dashboard_and_the_glossary_name_the_metrics_that_there_are() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (controller, _) = controller(home.path());
+    let mut trainer = Trainer::start(&home.path().join("region"));
+    let agent = Agent::start(&trainer.region, &[]);
+    trainer.publish(0);
+    agent.sealed(0);
+    let there: BTreeSet<String> = metrics(&controller).union(&metrics(&agent)).cloned().collect();
+    assert!(there.len() > 30, "{there:?}");
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+
+    let glossary = names(&std::fs::read_to_string(docs.join("metrics.md")).unwrap());
+    let missing: Vec<_> = there.difference(&glossary).collect();
+    let invented: Vec<_> = glossary.difference(&there).collect();
+    assert!(missing.is_empty() && invented.is_empty(), "not in the glossary: {missing:?}; only there: {invented:?}");
+
+    let text = std::fs::read_to_string(docs.join("grafana.json")).unwrap();
+    let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut queries = Vec::new();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            queries.push(target["expr"].as_str().unwrap().to_owned());
+        }
+    }
+    for variable in dashboard["templating"]["list"].as_array().unwrap() {
+        queries.extend(variable["definition"].as_str().map(str::to_owned));
+    }
+    assert!(queries.len() > 25);
+    for query in &queries {
+        let used = names(query);
+        assert!(!used.is_empty(), "{query}");
+        for name in used {
+            let base = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
+            let histogram = base.is_some_and(|b| b.ends_with("_seconds") && there.contains(b));
+            assert!(there.contains(&name) || histogram, "{name} in {query}");
+        }
+    }
+}
+
+#[test]
+fn top_prints_the_document_of_the_controller_once_or_as_json() {
+    let home = tempfile::tempdir().unwrap();
+    let (controller, token) = controller(home.path());
+    join(&controller, "gpu-0");
+    notify(&controller, "actor", 7);
+    let url = &controller.endpoint;
+    let top = run!("top", "--controller", url, "--token-file", &token, "--once").ok().stdout;
+    for part in [url.as_str(), "policy  strict  serving nothing yet  0 of 1 live", "v7", "1.23 %", "10.0.0.5:7000", "gpu-0"] {
+        assert!(top.contains(part), "{part} in {top}");
+    }
+    assert!(!top.contains('\x1b'), "plain where there is no terminal: {top:?}");
+    let told = run!("top", "--controller", url, "--token-file", &token, "--json").ok().json();
+    let status = controller.get("/status").json();
+    for part in ["release", "started", "sets", "trainers", "errors"] {
+        assert_eq!(told[part], status[part], "{part}");
+    }
+    // Without the token, without a controller, and without either.
+    let wrong = home.path().join("wrong");
+    std::fs::write(&wrong, "wrong").unwrap();
+    std::fs::set_permissions(&wrong, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let denied = run!("top", "--controller", url, "--token-file", &wrong, "--once", "--json");
+    assert_eq!(denied.json()["error"]["kind"], "denied", "{}", denied.stdout);
+    let lost = run!("top", "--controller", "http://127.0.0.1:1", "--token-file", &token, "--once", "--json");
+    assert_eq!(lost.json()["error"]["kind"], "peer_lost", "{}", lost.stdout);
+    assert!(lost.json()["error"]["advice"].as_str().unwrap().contains("windlass controller"), "{}", lost.stdout);
+}
+
+#[test]
+fn top_goes_on_until_it_is_told_to_end_and_waits_for_a_controller_that_is_away() {
+    let home = tempfile::tempdir().unwrap();
+    let (mut controller, token) = controller(home.path());
+    let mut windlass = command::windlass();
+    let args = ["top", "--interval=0.05", "--controller", &controller.endpoint, "--token-file"];
+    windlass.args(args).arg(&token).stderr(std::process::Stdio::null());
+    let mut top = Process::spawn(windlass);
+    let shows = |text: &str| {
+        for _ in 0..10_000 {
+            let line = top.any_line();
+            if line.as_str().is_some_and(|l| l.contains(text)) {
+                return;
+            }
+        }
+        panic!("never: {text}");
+    };
+    shows("No receivers");
+    join(&controller, "late");
+    shows("late");
+    controller.process.kill();
+    top.signal(Signal::INT);
+    assert_eq!(top.ends_within(PATIENCE.min(Duration::from_secs(10))), 0);
+}
