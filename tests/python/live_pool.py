@@ -85,14 +85,27 @@ class Member:
         return [o["task"] for o in orders]
 
     def report(self, order: int, identity: Json, outcome: Any, spans: list[Json], **more: Any) -> None:
-        report = {"peer": self.peer, "order": order, "identity": identity, "outcome": outcome, "spans": spans, **more}
+        report = {
+            "peer": self.peer,
+            "order": order,
+            "identity": identity,
+            "outcome": outcome,
+            "spans": spans,
+            **more,
+        }
         self.controller.ask("/report", report)
 
     def carry_out(self, task: Json) -> None:
         """Does a task well: a pull of 40 ms and an apply, or a pause of 12.25 ms and a load."""
         if task["do"] == "stage":
             spans = [
-                {"lane": "wire", "what": "pull delta", "began_ms_ago": 60.0, "ended_ms_ago": 20.0, "bytes": 3 * MIB},
+                {
+                    "lane": "wire",
+                    "what": "pull delta",
+                    "began_ms_ago": 60.0,
+                    "ended_ms_ago": 20.0,
+                    "bytes": 3 * MIB,
+                },
                 {"lane": "wire", "what": "apply", "began_ms_ago": 20.0, "ended_ms_ago": 0.0},
             ]
             self.report(task["order"], task["identity"], "staged", spans, mode="delta")
@@ -104,7 +117,9 @@ class Member:
     def fail(self, task: Json, reason: str) -> None:
         phase = {"stage": "staging", "load": "loading"}[task["do"]]
         identity = task.get("identity") or task["identities"][0]
-        self.report(task["order"], identity, {"failed": {"phase": phase, "kind": "peer_lost", "reason": reason}}, [])
+        self.report(
+            task["order"], identity, {"failed": {"phase": phase, "kind": "peer_lost", "reason": reason}}, []
+        )
 
 
 def settle(members: list[Member]) -> None:

@@ -48,13 +48,17 @@ def controller(tmp_path: pathlib.Path) -> Iterator[Controller]:
 class Page:
     """A page and everything it complained about."""
 
-    def __init__(self, browser: Any, controller: Controller, *, token: str | None = "", **context: Any) -> None:
+    def __init__(
+        self, browser: Any, controller: Controller, *, token: str | None = "", **context: Any
+    ) -> None:
         self.context = browser.new_context(**{"viewport": DESK, **context})
         self.page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE_MS)
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on(
+            "console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None
+        )
         self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
         self.page.on("request", lambda r: self.requests.append(r.url))
         token = controller.token if token == "" else token
@@ -106,7 +110,12 @@ def busy_pool(controller: Controller) -> list[Member]:
                 member.carry_out(task)
     engines = [
         {"engine": "vllm=http://127.0.0.1:8000", "condition": "serving", "version": 3},
-        {"engine": "vllm=http://127.0.0.1:8001", "condition": "fenced", "version": 2, "error": "it answered 500"},
+        {
+            "engine": "vllm=http://127.0.0.1:8001",
+            "condition": "fenced",
+            "version": 2,
+            "error": "it answered 500",
+        },
     ]
     controller.notify("actor", 4, 0.0123)
     for i, member in enumerate(members):
@@ -143,7 +152,9 @@ def version(v: int | None) -> str:
     return "–" if v is None else f"v{v}"
 
 
-def test_values_on_the_page_are_those_of_the_status(controller: Controller, open_page: Callable[..., Page]) -> None:
+def test_values_on_the_page_are_those_of_the_status(
+    controller: Controller, open_page: Callable[..., Page]
+) -> None:
     busy_pool(controller)
     page = open_page()
     page.shows("[data-receiver=gpu-0] [data-f=bytes]", "5.00 MiB of 8.00 MiB")
@@ -157,7 +168,9 @@ def test_values_on_the_page_are_those_of_the_status(controller: Controller, open
     assert page.text("#now [data-f=live] dd").startswith(f"{policy['live']} of {policy['receivers']}")
     assert page.text("#now [data-f=latency] dd") == f"{ms(last['latency_ms'])} v{last['version']}, to served"
     assert page.text("#now [data-f=pause] dd").startswith(ms(last["pause_ms"]))
-    assert page.text("#now [data-f=rate] dd").startswith(f"{size(sum(r['rate'] for r in status['receivers']))}/s")
+    assert page.text("#now [data-f=rate] dd").startswith(
+        f"{size(sum(r['rate'] for r in status['receivers']))}/s"
+    )
     ratios = sorted(t["delta_ratio"] for t in status["trainers"])
     assert page.text("#now [data-f=delta] dd").startswith(f"{percent(ratios[0])[:-2]}–{percent(ratios[1])}")
 
@@ -182,13 +195,18 @@ def test_values_on_the_page_are_those_of_the_status(controller: Controller, open
             assert page.text(f"{row} [data-f=why]").startswith(place["why"])
         for held in receiver["models"]:
             part = f"{row} [data-model={held['model_id']}]"
-            assert page.text(f"{part} [data-f=loaded]") == (version(held["loaded"]["version"]) if held["loaded"] else "none")
+            assert page.text(f"{part} [data-f=loaded]") == (
+                version(held["loaded"]["version"]) if held["loaded"] else "none"
+            )
             doing = held["doing"]
             about = "" if doing["stage"] == "idle" else f" {version(doing['version'])}"
             assert page.text(f"{part} [data-f=stage]") == f"{doing['stage']}{about}"
             if doing["rate"]:
                 assert page.text(f"{part} [data-f=rate]") == f"{size(doing['rate'])}/s"
-                assert page.text(f"{part} [data-f=bytes]") == f"{size(doing['bytes'])} of {size(doing['of_bytes'])}"
+                assert (
+                    page.text(f"{part} [data-f=bytes]")
+                    == f"{size(doing['bytes'])} of {size(doing['of_bytes'])}"
+                )
             for engine in doing["engines"]:
                 said = page.text(f'{row} [data-engine="{engine["engine"]}"]')
                 assert f"{engine['condition']} {version(engine['version'])}" in said
@@ -243,7 +261,9 @@ def test_the_page_is_whole_at_two_sizes_in_light_and_dark(
     assert page.complaints == []
 
 
-def test_the_page_follows_without_being_loaded_again(controller: Controller, open_page: Callable[..., Page]) -> None:
+def test_the_page_follows_without_being_loaded_again(
+    controller: Controller, open_page: Callable[..., Page]
+) -> None:
     page = open_page()
     page.shows("#receivers", "No receiver has joined")
     page.shows("[data-f=serving]", "Serving nothing yet")
@@ -328,11 +348,15 @@ def test_what_others_say_never_becomes_markup(controller: Controller, open_page:
     page.shows("[data-error='0'] [data-f=message]", evil)
     page.shows("[data-receiver=gpu-0]", evil[:20])
     page.shows("[data-receiver=gpu-0] [data-f=stage]", "<b>pulling")
-    assert page.page.evaluate("[window.evil, document.querySelectorAll('#main img, #main i, #main script, #receivers b').length]") == [None, 0]
+    assert page.page.evaluate(
+        "[window.evil, document.querySelectorAll('#main img, #main i, #main script, #receivers b').length]"
+    ) == [None, 0]
     assert page.complaints == []
 
 
-def test_a_chosen_sync_shows_what_took_how_long(controller: Controller, open_page: Callable[..., Page]) -> None:
+def test_a_chosen_sync_shows_what_took_how_long(
+    controller: Controller, open_page: Callable[..., Page]
+) -> None:
     busy_pool(controller)
     page = open_page()
     page.page.click('#syncs [data-version="2"] button')
@@ -367,10 +391,10 @@ def test_three_hundred_receivers_are_drawn_quickly_and_can_be_sifted(
     page.page.click("[data-act=every]")
     assert page.page.locator("[data-receiver]").count() == 300
     begun = time.monotonic()
-    took = page.page.evaluate("(() => { const t = performance.now(); draw(); return performance.now() - t; })()")
+    took = page.page.evaluate(
+        "(() => { const t = performance.now(); draw(); return performance.now() - t; })()"
+    )
     assert took < 2000 and time.monotonic() - begun < 10, "four times a second is meant to be possible"
     page.page.click("[data-value=away]")
     page.shows("#receivers", "All are live")
     assert page.complaints == []
-
-
