@@ -31,7 +31,7 @@ use super::{events, metrics, openapi, page};
 use crate::http::Failure;
 
 /// How long a request's body may take to arrive.
-const BODY: Duration = Duration::from_secs(10);
+const BODY: Duration = Duration::from_secs(5);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
 /// The most bytes of what a trainer says about an eval.

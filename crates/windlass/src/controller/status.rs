@@ -316,7 +316,7 @@ pub(super) fn status(
                 joined: base + about.map_or(0, |a| a.joined),
                 last_seen: base + r.last_seen,
                 orders: orders(&r.receiver),
-                rate: about.map_or(0.0, |a| a.doing.iter().map(|d| d.rate).sum()),
+                rate: about.map_or(0.0, |a| a.doing.iter().fold(0.0, |all, d| all + d.rate)),
                 places: Vec::new(),
                 models: Vec::new(),
             }
