@@ -237,7 +237,7 @@ fn a_synchronous_notify_answers_after_the_load_with_the_results_of_its_eval() {
         let again = client.eval_done(&done(None, None), &stop()).unwrap_err();
         assert_eq!(again.status(), Some(404), "an answer counts once: {again}");
 
-        let failing = scope.spawn(|| sync(3, Some(Value::Null), 20_000));
+        let failing = scope.spawn(|| sync(3, Some(json!(true)), 20_000));
         controller.waits(1);
         light.obey(client);
         light.obey(client);
@@ -562,7 +562,7 @@ fn requests_that_are_refused_leave_nothing_behind() {
         http.request(&format!("POST {path}"), &format!("{bearer}{json}"), b"{").error(400, "invalid");
         http.request(&format!("POST {path}"), &bearer, b"{}").error(415, "invalid");
         http.post(path, &json!({ "surprise": 1 })).error(422, "invalid");
-        http.post(path, &json!([1, "x"])).error(422, "invalid");
+        http.post(path, &json!([[]])).error(422, "invalid");
         let deep = format!("{}{}", "[".repeat(1000), "]".repeat(1000));
         assert!(matches!(
             http.request(&format!("POST {path}"), &format!("{bearer}{json}"), deep.as_bytes()).status,

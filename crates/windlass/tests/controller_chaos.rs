@@ -114,16 +114,17 @@ impl World {
     fn event(&mut self) {
         let dice = self.dice.roll() % 1000;
         match dice {
-            0..130 => self.publish(),
-            130..170 => self.repeat(),
-            170..178 => self.resume(),
-            178..240 => self.join(),
-            240..255 => self.leave(),
-            255..270 => self.kill(),
-            270..600 => self.poll(),
-            600..930 => self.work(),
-            930..970 => self.gate(),
-            970..994 => thread::sleep(Duration::from_millis(self.dice.roll() % 30)),
+            0..60 => self.publish_together(),
+            60..85 => self.publish(),
+            85..115 => self.repeat(),
+            115..120 => self.resume(),
+            120..145 => self.join(),
+            145..153 => self.leave(),
+            153..161 => self.kill(),
+            161..500 => self.poll(),
+            500..940 => self.work(),
+            940..970 => self.gate(),
+            970..996 => thread::sleep(Duration::from_millis(self.dice.roll() % 30)),
             _ => self.restart(),
         }
         self.judge();
@@ -138,6 +139,19 @@ impl World {
         trainer.version += 1;
         let identity = id(model.as_str(), trainer.incarnation, trainer.version);
         self.announce(identity);
+    }
+
+    /// The trainers of a set come to the same version, one after the other.
+    fn publish_together(&mut self) {
+        let (_, models) = self.pick(&SETS).unwrap();
+        let next = models.iter().map(|m| self.trainers[&model(m)].version).max().unwrap() + 1;
+        for name in models {
+            let trainer = self.trainers.get_mut(&model(name)).unwrap();
+            trainer.version = next;
+            let identity = id(name, trainer.incarnation, next);
+            self.announce(identity);
+            self.judge();
+        }
     }
 
     fn announce(&mut self, identity: Identity) {
@@ -517,13 +531,9 @@ impl World {
 
     /// Nothing fails any more: everybody catches up with what both trainers announce, and is live.
     fn calm_down(&mut self) {
-        for name in ["r0", "r1"] {
-            if !self.lives.get(name).is_some_and(|l| l.running) {
-                let session = self.lives.get(name).map_or(0, |l| l.light.peer.session);
-                let light = Light::new(name, session, &["actor", "verifier", "judge"]);
-                self.begin(name.into(), light, BTreeSet::new());
-            }
-        }
+        // Whatever is left of the others, every model has one that serves it.
+        let light = Light::new("last", 0, &["actor", "verifier", "judge"]);
+        self.begin("last".into(), light, BTreeSet::new());
         let top = self.trainers.values().map(|t| t.version).max().unwrap() + 1;
         let last: Vec<_> = self.trainers.iter().map(|(m, t)| id(m.as_str(), t.incarnation, top)).collect();
         for identity in last {
@@ -609,7 +619,7 @@ fn run(seed: u64, events: usize) -> BTreeMap<&'static str, usize> {
 fn no_chaos_makes_the_controller_break_its_word() {
     let seeds = std::env::var("WINDLASS_CHAOS_SEEDS").unwrap_or_else(|_| "1,2,3,4".into());
     let seeds: Vec<u64> = seeds.split(',').map(|s| s.parse().unwrap()).collect();
-    let events = std::env::var("WINDLASS_CHAOS_EVENTS").ok().map_or(600, |n| n.parse().unwrap());
+    let events = std::env::var("WINDLASS_CHAOS_EVENTS").ok().map_or(1500, |n| n.parse().unwrap());
     let worlds: Vec<_> = seeds.iter().map(|&seed| thread::spawn(move || run(seed, events))).collect();
     let mut total: BTreeMap<&'static str, usize> = BTreeMap::new();
     for (world, seed) in worlds.into_iter().zip(&seeds) {
@@ -622,21 +632,21 @@ fn no_chaos_makes_the_controller_break_its_word() {
     // A run in which nothing happens proves nothing.
     for (what, least) in [
         ("served", 40),
-        ("loaded", 80),
+        ("loaded", 50),
         ("staged", 200),
         ("superseded", 4),
         ("restarted", 4),
         ("killed", 8),
         ("left", 8),
-        ("was out", 8),
-        ("joined", 60),
+        ("was out", 4),
+        ("joined", 50),
         ("repeated", 20),
         ("lost an answer", 20),
-        ("failed to load", 4),
+        ("failed to load", 2),
         ("failed to stage", 10),
         ("opened", 8),
     ] {
         let n = total.get(what).copied().unwrap_or(0);
-        assert!(n >= least || events < 600 || seeds.len() < 4, "{what} happened {n} times: {total:?}");
+        assert!(n >= least || events < 1500 || seeds.len() < 4, "{what} happened {n} times: {total:?}");
     }
 }

@@ -301,6 +301,7 @@ pub(super) fn status(
     snapshot: Snapshot,
     record: &Record,
     orders: impl Fn(&ReceiverId) -> usize,
+    blocked: impl Fn(&SetName) -> Blocked,
     base: Unix,
 ) -> Status {
     let mut receivers: Vec<ReceiverStatus> = snapshot
@@ -327,13 +328,10 @@ pub(super) fn status(
     let (mut sets, mut trainers) = (Vec::new(), Vec::new());
     for set in snapshot.sets {
         let (mut members, mut rounds, mut models) = (HashMap::new(), Vec::new(), Vec::new());
-        let mut blocked = Blocked::UpToDate;
+        let blocked = blocked(&set.set);
         for group in set.groups {
             let names: Vec<ModelId> = group.models.iter().map(|m| m.model.clone()).collect();
             models.extend(names.iter().cloned());
-            if blocked == Blocked::UpToDate {
-                blocked = group.blocked;
-            }
             rounds.extend(group.round.map(|round| RoundStatus {
                 models: names,
                 version: round.version,
