@@ -30,7 +30,7 @@ from windlass.errors import (
 )
 from windlass.follow import Follower, Loaded
 from windlass.names import DtypeRules, Selection, SourceMap, View
-from windlass.receiver import Image, Receiver
+from windlass.receiver import Image, Receiver, open_image
 from windlass.request import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
@@ -174,6 +174,7 @@ __all__ = [
     "engine_rank",
     "gate",
     "is_lora",
+    "open_image",
     "packed_layout",
     "parse_request",
     "parse_sync_info",

@@ -217,7 +217,7 @@ class Controller:
             body = {**words, "spans": [span.words(now) for span in spans]}
             if sync and left is not None:
                 body["timeout_ms"] = _millis(left)
-            seconds = _patience(left) if sync else min(self._http.timeout, _patience(left))
+            seconds = _patience(left) if sync else self._http.timeout if left is None else left
             return _notified(self._post("/notify_version", body, what, seconds), what)
 
         return self._patiently(ask, timeout) if sync else ask(timeout)

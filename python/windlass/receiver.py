@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-__all__ = ["Image", "Receiver"]
+__all__ = ["Image", "Receiver", "open_image"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,23 @@ class Receiver:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def open_image(directory: str | Path, seconds: float = 300.0, timeout: float = 60.0) -> Iterator[Image]:
+    """The version in the image of a ``windlass receive`` on this host, by the image's directory alone.
+
+    >>> with open_image("/dev/shm/actor") as image:                                      # doctest: +SKIP
+    ...     model.load_state_dict(image.tensors, strict=False)
+
+    It does not change while it is held, for at most ``seconds``; a receiver that has a newer one waits for that. An error
+    at the end if it had to be taken back. An image that is being changed is waited for, for at most ``timeout``.
+    """
+    held = _windlass.open_image(Path(directory), seconds, timeout)
+    try:
+        yield Image(held.version, held.incarnation, held.digest, Path(held.path), _Tensors(held))
+    finally:
+        held.finish()
 
 
 class _NoTensor(WindlassNotFound, KeyError):

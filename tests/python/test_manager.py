@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from windlass import (
+    Notified,
     Receiver,
     SourceMap,
     WeightManager,
@@ -657,11 +658,14 @@ def test_without_an_agent_the_wait_says_that_there_is_none(quiet: WeightManager)
     assert quiet.notify_version() is None
 
 
+NOTIFIED = b'{"ok": true, "wait": false, "ahead": 1, "set": "told", "served": null}'
+
+
 class Controller(http.server.ThreadingHTTPServer):
     """A controller that answers as it is told to."""
 
     daemon_threads = True
-    answer: tuple[int, bytes] | None = (200, b'{"ok": true}')
+    answer: tuple[int, bytes] | None = (200, NOTIFIED)
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -695,34 +699,44 @@ def test_the_controller_hears_of_versions_and_its_failures_are_told_apart(home: 
             with pytest.raises(WindlassNotFound, match="nothing was offloaded"):
                 wm.notify_version()
             wm.offload({"a": torch.ones(2)}, 4, 0, 1)
-            assert wm.notify_version(step=12) == {"ok": True}
-            assert controller.heard == [
-                {
-                    "path": "/notify_version",
-                    "model_id": "told",
-                    "incarnation": wm.incarnation,
-                    "version": 4,
-                    "sender_endpoint": wm.endpoint,
-                    "step": 12,
-                }
-            ]
-            assert wm.notify_version_async(3).result(30.0) == {"ok": True}
-            assert controller.heard[-1]["version"] == 3
+            assert wm.notify_version() == Notified(wait=False, ahead=1, set="told")
+            heard = controller.heard.pop()
+            (span,) = heard.pop("spans")[:1]
+            assert (span["lane"], span["what"], span["bytes"]) == ("trainer", "offload", 8)
+            assert span["began_ms_ago"] > span["ended_ms_ago"] >= 0
+            assert heard == {
+                "path": "/notify_version",
+                "model_id": "told",
+                "incarnation": int(wm.incarnation or "", 16),
+                "version": 4,
+                "sender_endpoint": wm.endpoint,
+                "sync": False,
+            }
+            wm.offload({"a": torch.full((2,), 2.0)}, 5, 0, 1)
+            controller.answer = (200, NOTIFIED.replace(b"false", b"true"))
+            told = wm.notify_version_async(5).result(30.0)
+            assert told is not None
+            assert told.wait
+            heard = controller.heard[-1]
+            # Of a version that was sealed, more is known.
+            assert [s["what"] for s in heard["spans"]] == ["offload", "seal"]
+            assert heard["delta_ratio"] > 0
+            assert 0 <= heard["delta_sparsity"] <= 1
             failures: list[tuple[tuple[int, bytes], type[Exception], str]] = [
-                ((409, b"gate is closed"), WindlassInvalid, "409: gate is closed"),
+                ((409, b"gate is closed"), WindlassStale, "409: gate is closed"),
                 ((401, b"no"), WindlassDenied, "401"),
-                ((500, b"\xff broken"), WindlassInvalid, "500"),
+                ((500, b"\xff broken"), WindlassPeerLost, "500"),
                 ((200, b"<html>"), WindlassInvalid, "not JSON"),
-                ((200, b"[1]"), WindlassInvalid, "not an object"),
+                ((200, b"[1]"), WindlassInvalid, "not a JSON object"),
+                ((200, b""), WindlassInvalid, "makes no sense"),
+                ((200, b'{"wait": false, "ahead": "x", "set": "s"}'), WindlassInvalid, "makes no sense"),
             ]
             for answer, kind, text in failures:
                 controller.answer = answer
                 with pytest.raises(kind, match=text):
                     wm.notify_version()
-                with pytest.raises(kind, match="version 4 of 'told'"):
+                with pytest.raises(kind, match="version 5 of 'told'"):
                     wm.notify_version_async().result(30.0)
-            controller.answer = (200, b"")
-            assert wm.notify_version() == {}
             controller.answer = None
             begun = time.monotonic()
             with pytest.raises(WindlassTimeout, match=r"within 0\.\d+ s"):

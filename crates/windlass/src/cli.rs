@@ -210,6 +210,18 @@ enum ParsedBench {
     Sync(ParsedPlane),
     /// The same version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry
     Fanout(ParsedPlane),
+    /// Orders from the controller to 3, 30 and 300 receivers, beside as many requests that do nothing
+    Controller {
+        /// Numbers of receivers
+        #[arg(long, default_value = "3,30,300", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=4096), value_name = "N,N…")]
+        receivers: Vec<u16>,
+        /// Models of the set that every receiver serves
+        #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
+        models: u16,
+        /// Rounds of each measurement; the median counts
+        #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
+        repeats: u16,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -384,6 +396,8 @@ pub enum Command {
     BenchSync(PlaneConfig),
     /// `bench fanout`.
     BenchFanout(PlaneConfig),
+    /// `bench controller`.
+    BenchController(bench::controller::ControllerConfig),
     /// `bench digest`.
     BenchDigest(BenchConfig),
     /// `doctor`.
@@ -462,6 +476,11 @@ impl ParsedCommand {
             ParsedCommand::Bench(ParsedBench::Sync(p)) => Command::BenchSync(p.check(128 << 20)?),
             // Every receiver has an image of its own.
             ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Controller { receivers, models, repeats }) => {
+                let receivers = receivers.into_iter().map(usize::from).collect();
+                let (models, repeats) = (models.into(), repeats.into());
+                Command::BenchController(bench::controller::ControllerConfig { receivers, models, repeats })
+            }
             ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
             ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
             ParsedCommand::Controller(controller) => Command::Controller(Box::new(controller.check()?)),
@@ -601,6 +620,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::BenchTcp(config) => bench::tcp::run(&config, session)?,
         Command::BenchSync(config) => bench::sync::run(&config, session)?,
         Command::BenchFanout(config) => bench::fanout::run(&config, session)?,
+        Command::BenchController(config) => bench::controller::run(&config, session)?,
         Command::BenchCodec(config) => bench::codec::run(&config, session)?,
         Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
         Command::Doctor(doctor) => return doctor.run(session),

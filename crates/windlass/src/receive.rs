@@ -18,16 +18,16 @@
 //! |---|---|
 //! | `member` | the life with a controller |
 //! | `model` | one model's image and engines, and the threads that work for them |
+//! | `together` | the models of one load order, which are loaded together |
 //! | `desk` | a controller's orders about one model, and what to do next |
-//! | `link` | what is said to the controller |
 //!
 //! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
 //! versions and did not is interrupted.
 
 mod desk;
-mod link;
 mod member;
 mod model;
+mod together;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

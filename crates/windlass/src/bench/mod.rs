@@ -6,6 +6,7 @@
 
 pub mod baseline;
 pub mod codec;
+pub mod controller;
 pub mod digest;
 pub mod fanout;
 pub mod load;

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::Value;
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use windlass_core::barrier::{
-    Action, Barrier, BarrierError, Config, Event, EvictReason, FenceReason, GateFailure, LagReason, Limits,
-    Millis, NotifyOutcome, Peer, Phase, ReceiverId, Served, SetConfig, SetName, SyncNotify, WaitId,
+    Action, Barrier, BarrierError, Blocked, Config, Event, EvictReason, FenceReason, GateFailure, LagReason,
+    Limits, Millis, NotifyOutcome, Peer, Phase, ReceiverId, Served, SetConfig, SetName, SyncNotify, WaitId,
 };
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, ModelId};
@@ -263,7 +263,8 @@ impl State {
 
     fn status(&self, base: Unix) -> Status {
         let orders = |id: &ReceiverId| self.outboxes.get(id).map_or(0, Outbox::len);
-        let made = status(self.barrier.snapshot(), &self.record, orders, base);
+        let blocked = |set: &SetName| self.barrier.blocked(set).unwrap_or(Blocked::UpToDate);
+        let made = status(self.barrier.snapshot(), &self.record, orders, blocked, base);
         Status { zero_config: self.zero_config(), ..made }
     }
 

@@ -174,7 +174,7 @@ pub(super) fn text(status: &Status, counters: &Counters, orders: usize) -> Strin
     page.one("receivers", GAUGE, "Receivers that are members.", status.receivers.len() as f64);
     page.one("waits", GAUGE, "Gates and synchronous notifies that wait.", status.waits as f64);
     page.one("orders_waiting", GAUGE, "Orders that receivers have not taken yet.", orders as f64);
-    let rate = status.receivers.iter().map(|r| r.rate).sum();
+    let rate = status.receivers.iter().fold(0.0, |all, r| all + r.rate);
     page.one("receive_bytes_per_second", GAUGE, "What all receivers pull, by their own words.", rate);
     page.one("memory_bytes", GAUGE, "Resident memory of the controller.", resident() as f64);
     counts(&mut page, counters);

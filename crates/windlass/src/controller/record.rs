@@ -374,3 +374,89 @@ fn tenths(ms: f64) -> f64 {
 pub(super) fn cut(text: &str, most: usize) -> String {
     text.chars().take(most).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set() -> SetName {
+        SetName::new("s").unwrap()
+    }
+
+    fn identity(version: Version) -> Identity {
+        Identity { model_id: ModelId::new("m").unwrap(), incarnation: Incarnation(1), version }
+    }
+
+    fn notify(version: Version, spans: usize) -> NotifyVersion {
+        let span = Span {
+            lane: Lane::Trainer,
+            what: "w".repeat(500),
+            began_ms_ago: 3.0,
+            ended_ms_ago: 1.0,
+            bytes: None,
+        };
+        NotifyVersion {
+            model_id: identity(version).model_id,
+            incarnation: Incarnation(1),
+            version,
+            sender_endpoint: "h:1".into(),
+            sync: false,
+            eval: None,
+            timeout_ms: None,
+            spans: vec![span; spans],
+            delta_sparsity: None,
+            delta_ratio: None,
+        }
+    }
+
+    fn served(version: Version) -> Served {
+        Served { version, identities: vec![identity(version)] }
+    }
+
+    #[test]
+    fn the_record_keeps_the_newest_and_is_bounded() {
+        let mut record = Record::default();
+        for version in 0..=SYNCS as u64 {
+            record.announced(version, &set(), &notify(version, 2), false);
+        }
+        let syncs = record.syncs(&set(), 1000);
+        assert_eq!((syncs.len(), syncs[0].version, syncs[0].at), (SYNCS, 1, 1001));
+        assert_eq!(syncs.iter().filter(|s| !s.spans.is_empty()).count(), WITH_SPANS);
+        assert_eq!(syncs[SYNCS - 1].spans[0].what.len(), 64);
+        record.announced(90, &set(), &notify(99, SPANS + 5), false);
+        let last = record.syncs(&set(), 0).pop().unwrap();
+        assert_eq!((last.spans.len(), last.spans_left_out), (SPANS, 5));
+        for n in 0..2 * ERRORS {
+            record.error(n as u64, "r".into(), Kind::Timeout, format!("{n}"));
+            record.error(n as u64, "r".into(), Kind::Timeout, format!("{n}"));
+        }
+        let errors = record.errors(0);
+        assert_eq!((errors.len(), errors[0].message.as_str(), errors[0].count), (ERRORS, "99", 2));
+    }
+
+    #[test]
+    fn a_sync_is_served_skipped_or_superseded() {
+        let mut record = Record::default();
+        for (at, version) in [(10, 1), (20, 2), (30, 3)] {
+            record.announced(at, &set(), &notify(version, 0), false);
+        }
+        record.announced(35, &set(), &notify(3, 0), false);
+        record.loading(40, &set(), &[identity(2)]);
+        let latencies = record.served(50, &set(), &served(2));
+        assert_eq!(latencies.iter().map(|l| l.seconds).collect::<Vec<_>>(), [0.03]);
+        let next = Incarnation(2);
+        record.superseded(&set(), &identity(0).model_id, next);
+        let states: Vec<_> = record.syncs(&set(), 0).iter().map(|s| s.state).collect();
+        assert_eq!(states, [SyncState::Skipped, SyncState::Served, SyncState::Superseded]);
+        let second = &record.syncs(&set(), 0)[1];
+        assert_eq!(
+            (second.loading_ms, second.served_ms, second.latency_ms),
+            (Some(20.0), Some(30.0), Some(30.0))
+        );
+        record.announced(60, &set(), &NotifyVersion { incarnation: next, ..notify(3, 0) }, false);
+        assert_eq!(record.syncs(&set(), 0).len(), 4, "the same number in another life is another sync");
+        record.announced(70, &set(), &NotifyVersion { incarnation: next, ..notify(1, 0) }, true);
+        assert_eq!(record.syncs(&set(), 0).len(), 4, "what is served already is no sync");
+        assert_eq!(record.trainer(&identity(0).model_id).unwrap().newest(next), Some(3));
+    }
+}

@@ -31,7 +31,7 @@ use super::{events, metrics, openapi, page};
 use crate::http::Failure;
 
 /// How long a request's body may take to arrive.
-const BODY: Duration = Duration::from_secs(10);
+const BODY: Duration = Duration::from_secs(5);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
 /// The most bytes of what a trainer says about an eval.
@@ -328,7 +328,13 @@ async fn known_set(hub: &Hub, gate: &Gate, until: Instant) -> Result<SetName, Fa
 }
 
 async fn take_eval(State(hub): Shared, Body(take): Body<TakeEval>) -> Result<Json<EvalTask>, Failure> {
-    let longest = hub.with(|state, _| state.limits.max_wait_ms);
+    let longest = hub.with(|state, _| match &take.set {
+        // Where sets are made as models turn up, this one may be about to.
+        Some(set) if !state.zero_config() => {
+            state.barrier.service_version(set).map(|_| state.limits.max_wait_ms)
+        }
+        Some(_) | None => Ok(state.limits.max_wait_ms),
+    })?;
     let until = Instant::now() + Duration::from_millis(take.timeout_ms.min(longest));
     loop {
         let (eval, mut news) = hub.with(|state, _| (state.take_eval(take.set.as_ref()), state.news()));

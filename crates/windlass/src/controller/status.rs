@@ -301,6 +301,7 @@ pub(super) fn status(
     snapshot: Snapshot,
     record: &Record,
     orders: impl Fn(&ReceiverId) -> usize,
+    blocked: impl Fn(&SetName) -> Blocked,
     base: Unix,
 ) -> Status {
     let mut receivers: Vec<ReceiverStatus> = snapshot
@@ -316,7 +317,7 @@ pub(super) fn status(
                 joined: base + about.map_or(0, |a| a.joined),
                 last_seen: base + r.last_seen,
                 orders: orders(&r.receiver),
-                rate: about.map_or(0.0, |a| a.doing.iter().map(|d| d.rate).sum()),
+                rate: about.map_or(0.0, |a| a.doing.iter().fold(0.0, |all, d| all + d.rate)),
                 places: Vec::new(),
                 models: Vec::new(),
             }
@@ -327,13 +328,10 @@ pub(super) fn status(
     let (mut sets, mut trainers) = (Vec::new(), Vec::new());
     for set in snapshot.sets {
         let (mut members, mut rounds, mut models) = (HashMap::new(), Vec::new(), Vec::new());
-        let mut blocked = Blocked::UpToDate;
+        let blocked = blocked(&set.set);
         for group in set.groups {
             let names: Vec<ModelId> = group.models.iter().map(|m| m.model.clone()).collect();
             models.extend(names.iter().cloned());
-            if blocked == Blocked::UpToDate {
-                blocked = group.blocked;
-            }
             rounds.extend(group.round.map(|round| RoundStatus {
                 models: names,
                 version: round.version,

@@ -362,10 +362,6 @@ impl Follower {
                 let label = done.version.parse().unwrap_or(label);
                 let _ = Baseline::note(&self.taken(), &manifest);
                 (self.told, self.tries) = (None, Tries::default());
-                self.shared.update(|s| {
-                    (s.live, s.given_up, s.error_kind) = (Some(label), None, None);
-                    (s.status.error, s.status.condition) = (None, Condition::Serving);
-                });
                 self.list(done.extras);
                 self.announced = Some(label);
                 self.tell(&EngineEvent::Loaded {
@@ -375,6 +371,11 @@ impl Follower {
                     pause_ms: Some(done.pause_ms).filter(|ms| !ms.is_nan()),
                     load_ms: done.load_ms,
                     retried: done.retried,
+                });
+                // After that, so that whoever waits for the load has heard what it took.
+                self.shared.update(|s| {
+                    (s.live, s.given_up, s.error_kind) = (Some(label), None, None);
+                    (s.status.error, s.status.condition) = (None, Condition::Serving);
                 });
                 Next::Now
             }

@@ -26,8 +26,9 @@ use windlass_core::identity::ModelId;
 use windlass_data::stop::Stop;
 
 use super::Receive;
-use super::link::{HttpLink, Link, LinkError};
 use super::model::{EngineLoad, EngineLoads, Model, Opening, Sending, Took};
+use super::together::Together;
+use crate::controller::client::{ControllerClient, ControllerError};
 use crate::controller::wire::{Join, Joined, MAX_SPANS, Poll, Report, Task};
 use crate::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 use crate::error::Error;
@@ -66,7 +67,7 @@ pub(super) fn run(
     stop: &Stop,
 ) -> Result<(), Error> {
     std::fs::create_dir_all(&receive.dir).map_err(Error::io("create", &receive.dir))?;
-    let link = HttpLink::new(&place.url, place.token.clone())?;
+    let link = ControllerClient::new(&place.url, place.token.clone())?;
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {
         let engines = engines_of(receive, id, place.models.len(), session)?;
@@ -104,6 +105,14 @@ pub(super) fn run(
         member.leave();
         result
     })
+}
+
+/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end.
+fn passes(e: &ControllerError) -> bool {
+    match e.status() {
+        None => true,
+        Some(status) => status == 429 || status >= 500,
+    }
 }
 
 /// Starts to look after the engines of a model.
@@ -145,7 +154,7 @@ struct Away {
 
 struct Member<'a> {
     receive: &'a Receive,
-    link: &'a dyn Link,
+    link: &'a ControllerClient,
     id: &'a ReceiverId,
     models: &'a [Model],
     /// The session that counts; 0 between two lives.
@@ -227,14 +236,14 @@ impl Member<'_> {
                     self.session.event(&event, || format!("joined {} as {}", self.link.peer(), self.id));
                     return Ok(Some(joined));
                 }
-                Err(LinkError::Refused { kind: Kind::Stale, .. }) => {
+                Err(ControllerError::Refused { kind: Kind::Stale, .. }) => {
                     // The clock was ahead in an earlier life.
                     self.last_session =
                         self.last_session.saturating_add(Duration::from_hours(1).as_nanos() as u64);
                     self.wait_a_while();
                 }
                 // Nothing was served by its orders yet: whoever started this is told what is wrong.
-                Err(e) if !before && !e.passes() && !self.stop.is_set() => {
+                Err(e) if !before && !passes(&e) && !self.stop.is_set() => {
                     return Err(Error::Plane {
                         doing: "follow the controller",
                         kind: e.kind(),
@@ -273,12 +282,19 @@ impl Member<'_> {
                 Ok(orders) => {
                     self.back();
                     for numbered in orders.orders {
-                        after = after.max(numbered.seq);
+                        if numbered.seq <= after {
+                            continue;
+                        }
+                        after = numbered.seq;
                         self.take(&numbered.task);
                     }
                 }
                 Err(_) if self.stop.is_set() => return End::Enough,
-                Err(e @ LinkError::Refused { kind: Kind::NotFound | Kind::Stale | Kind::Invalid, .. }) => {
+                Err(
+                    e @ ControllerError::Refused {
+                        kind: Kind::NotFound | Kind::Stale | Kind::Invalid, ..
+                    },
+                ) => {
                     return End::Again(e.to_string());
                 }
                 Err(e) => self.unanswered(&e),
@@ -296,11 +312,12 @@ impl Member<'_> {
                 }
             }
             Task::Load { order, set, identities } => {
-                for identity in identities {
+                let ours: Vec<_> = identities.iter().filter_map(|i| Some((model(&i.model_id)?, i))).collect();
+                let together = Arc::new(Together::new(ours.len()));
+                for (model, identity) in ours {
                     let identities = vec![identity.clone()];
-                    if let Some(model) = model(&identity.model_id) {
-                        model.take(&Task::Load { order: *order, set: set.clone(), identities });
-                    }
+                    let load = Task::Load { order: *order, set: set.clone(), identities };
+                    model.take_load(&load, *order, &together);
                 }
             }
             Task::Live { set, live, why, .. } => {
@@ -323,7 +340,7 @@ impl Member<'_> {
         }
     }
 
-    fn unanswered(&mut self, e: &LinkError) {
+    fn unanswered(&mut self, e: &ControllerError) {
         if self.stop.is_set() {
             return;
         }
@@ -359,7 +376,7 @@ impl Member<'_> {
 
 /// Delivers reports, one after the other.
 struct Reporter<'a> {
-    link: &'a dyn Link,
+    link: &'a ControllerClient,
     id: &'a ReceiverId,
     models: &'a [Model],
     life: &'a AtomicU64,
@@ -398,8 +415,8 @@ impl Reporter<'_> {
                 pause_ms: sending.pause_ms,
             };
             match self.link.report(&report, self.stop) {
-                Ok(()) => return true,
-                Err(e) if e.passes() && !self.stop.is_set() => {
+                Ok(_) => return true,
+                Err(e) if passes(&e) && !self.stop.is_set() => {
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(PAUSE.1);
                 }

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use windlass_core::address::Token;
-use windlass_core::barrier::SetName;
+use windlass_core::barrier::{Order, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
     Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
+use windlass_data::image::Known;
 use windlass_data::receiver::{
     Control, ControlError, Fetched, Receiver, ReceiverConfig, ReceiverError, Stage as Doings, Start,
     StatusHandle, Synced,
@@ -25,6 +26,7 @@ use windlass_data::receiver::{
 use windlass_data::stop::Stop;
 
 use super::desk::{Answer, Desk, Loading, Stage, Staging};
+use super::together::Together;
 use crate::control::HttpControl;
 use crate::controller::wire::{Doing, EngineDoing, Lane, Outcome, Span, Task};
 use crate::engines::{Engines, Label};
@@ -88,8 +90,10 @@ struct State {
     progress: Option<StatusHandle>,
     /// Ends the pull under way.
     pulling: Option<Stop>,
-    /// Ends the wait for engines.
+    /// Ends the wait for engines, and for the other models of the order.
     settling: Option<Stop>,
+    /// Where the models of the last load order meet.
+    together: Option<(Order, Arc<Together>)>,
     /// What the controller takes for served here.
     claimed: Option<Identity>,
     /// What was found to be served when that was last looked at.
@@ -173,6 +177,7 @@ impl Model {
             progress: None,
             pulling: None,
             settling: None,
+            together: None,
             claimed: None,
             seen: None,
             unsent: 0,
@@ -229,6 +234,9 @@ impl Model {
     pub(super) fn begin(&self, session: u64) -> Option<Identity> {
         let mut state = self.state();
         state.desk.rejoined();
+        if let Some((_, together)) = state.together.take() {
+            together.fail(self.id.as_str());
+        }
         state.session = session;
         let truth = self.truth(&state);
         state.claimed.clone_from(&truth);
@@ -263,12 +271,12 @@ impl Model {
                 let claimed = state.claimed.take();
                 state.claimed = claimed.filter(|c| c.incarnation >= identity.incarnation);
             }
-            Task::Load { .. } => {
-                if let Some(stop) = &state.settling {
-                    stop.set();
+            Task::Abandon { order, .. } => {
+                if let Some((_, together)) = state.together.as_ref().filter(|(o, _)| o == order) {
+                    together.fail(self.id.as_str());
                 }
             }
-            Task::Abandon { .. } | Task::Live { .. } => {}
+            Task::Load { .. } | Task::Live { .. } => {}
         }
         if state.desk.take(task)
             && let Some(stop) = &state.pulling
@@ -277,6 +285,19 @@ impl Model {
         }
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Takes in a load order, whose models meet before their engines are told. One that is at it gives up.
+    pub(super) fn take_load(&self, task: &Task, order: Order, together: &Arc<Together>) {
+        let mut state = self.state();
+        if let Some(stop) = &state.settling {
+            stop.set();
+        }
+        if let Some((_, before)) = state.together.replace((order, Arc::clone(together))) {
+            before.fail(self.id.as_str());
+        }
+        drop(state);
+        self.take(task);
     }
 
     /// A report was delivered, or is of no use any more.
@@ -542,46 +563,50 @@ impl Model {
             match step {
                 Loading::Missing(answer) => {
                     let session = state.session;
+                    if let Some((_, together)) = &state.together {
+                        together.fail(self.id.as_str());
+                    }
                     drop(state);
                     self.send(out, session, answer, None, Vec::new(), None);
                 }
                 Loading::Load { order, set, identity, apply } => {
                     let (session, deltas) = (state.session, state.desk.take_deltas(apply));
+                    let together = state.together.as_ref().filter(|(o, _)| *o == order);
+                    let together = together.map(|(_, t)| Arc::clone(t));
                     drop(state);
                     let event = json!({
                         "event": "loading", "receiver": self.name, "order": order, "set": set, "identity": identity,
                     });
                     self.session.event(&event, || format!("{identity}: loading"));
-                    self.load((session, set), deltas, out);
+                    self.load((session, set), deltas, together.as_deref(), out);
                 }
             }
             self.changed.notify_all();
         }
     }
 
-    fn load(&self, (session, set): (u64, SetName), deltas: Vec<Fetched>, out: &Sender<Sending>) {
+    fn load(
+        &self,
+        (session, set): (u64, SetName),
+        deltas: Vec<Fetched>,
+        together: Option<&Together>,
+        out: &Sender<Sending>,
+    ) {
         let began = Instant::now();
         let (mut took, mut pause_ms) = (Vec::new(), None);
-        let result = self.apply(deltas, &mut took).and_then(|known| match &self.engines {
-            Some((engines, loads)) => {
-                let stop = Stop::never();
-                self.state().settling = Some(stop.clone());
-                // What was told before belongs to earlier loads.
-                loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
-                engines.want(&known);
-                let settled = engines.settle(&known, &stop);
-                let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
-                let done = done.iter().filter(|l| l.label == Label::from(&known));
-                for load in done {
-                    if let Some(ms) = load.pause_ms {
-                        took.push(Took::of(Lane::Engine, "pause", load.ended, ms, None));
-                        pause_ms = Some(pause_ms.map_or(ms, |p: f64| p.max(ms)));
-                    }
-                    took.push(Took::of(Lane::Engine, "load", load.ended, load.load_ms, None));
-                }
-                settled
-            }
-            None => Ok(()),
+        let stop = Stop::after(self.timeout);
+        self.state().settling = Some(stop.clone());
+        let applied = self.apply(deltas, &mut took);
+        if let (Err(_), Some(together)) = (&applied, together) {
+            together.fail(self.id.as_str());
+        }
+        let result = applied.and_then(|known| {
+            together.map_or(Ok(()), |t| t.meet(&stop)).map_err(|why| Error::Plane {
+                doing: "load the models of one order together",
+                kind: Kind::Stale,
+                source: why.into(),
+            })?;
+            self.settle(&known, &stop, &mut took, &mut pause_ms)
         });
         let mut state = self.state();
         state.settling = None;
@@ -609,12 +634,32 @@ impl Model {
         }
     }
 
-    /// Brings the image to the version of a load.
-    fn apply(
+    /// Lets the engines load what the image holds, and waits for them. Without engines there is nothing to do.
+    fn settle(
         &self,
-        deltas: Vec<Fetched>,
+        known: &Known,
+        stop: &Stop,
         took: &mut Vec<Took>,
-    ) -> Result<windlass_data::image::Known, Error> {
+        pause_ms: &mut Option<f64>,
+    ) -> Result<(), Error> {
+        let Some((engines, loads)) = &self.engines else { return Ok(()) };
+        // What was told before belongs to earlier loads.
+        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        engines.want(known);
+        let settled = engines.settle(known, stop);
+        let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
+        for load in done.iter().filter(|l| l.label == Label::from(known)) {
+            if let Some(ms) = load.pause_ms {
+                took.push(Took::of(Lane::Engine, "pause", load.ended, ms, None));
+                *pause_ms = Some(pause_ms.map_or(ms, |p| p.max(ms)));
+            }
+            took.push(Took::of(Lane::Engine, "load", load.ended, load.load_ms, None));
+        }
+        settled
+    }
+
+    /// Brings the image to the version of a load.
+    fn apply(&self, deltas: Vec<Fetched>, took: &mut Vec<Took>) -> Result<Known, Error> {
         let count = deltas.len();
         let mut receiver = self.receiver();
         if count > 0 {
