@@ -488,11 +488,13 @@ impl ParsedCommand {
             ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
             ParsedCommand::Guard => Command::Guard,
             ParsedCommand::Demo(d) => {
-                let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, no_controller, stay } = d;
+                let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, no_controller, stay } =
+                    d;
                 let (controller, pace) = (!no_controller, Duration::from_secs_f64(pace));
                 let (bytes, default_steps) = if controller { (128 << 20, 12) } else { (1 << 30, 5) };
                 let (model, steps) = (model.check(bytes)?, steps.unwrap_or(default_steps));
-                let demo = demo::Demo { model, ranks, receivers, steps, streams, dir, controller, pace, stay };
+                let demo =
+                    demo::Demo { model, ranks, receivers, steps, streams, dir, controller, pace, stay };
                 Command::Demo(demo)
             }
             ParsedCommand::DemoRank(ParsedRank { model, model_id, region, rank, ranks }) => {

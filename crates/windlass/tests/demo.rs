@@ -4,6 +4,7 @@ mod command;
 mod process;
 
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -181,9 +182,45 @@ fn the_demo_serves_two_models_through_a_late_join_and_a_kill_and_leaves_nothing(
 }
 
 #[test]
+fn a_demo_that_stays_keeps_its_page_until_it_is_told_to_end() {
+    let home = home();
+    let dir = format!("--dir={}", home.path().display());
+    let args = [
+        "demo",
+        "--stay",
+        "--model-bytes=4Mi",
+        "--steps=1",
+        "--receivers=1",
+        "--ranks=1",
+        "--pace=0.05",
+        &dir,
+    ];
+    let mut demo = Process::start(args);
+    let page = demo.event("listening")["page"].as_str().unwrap().to_owned();
+    let told = until("the summary", || Some(demo.line()).filter(|line| line.get("ok").is_some()));
+    assert_eq!(
+        (&told["ok"], &told["served"], &told["incidents"]),
+        (&json!(true), &json!(1), &json!([])),
+        "{told}"
+    );
+    let port = page.trim_end_matches('/').rsplit(':').next().unwrap().parse().unwrap();
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.write_all(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").unwrap();
+    let answer = process::answer(stream);
+    assert!(
+        answer.status == 200 && String::from_utf8_lossy(&answer.body).contains("<title>Windlass"),
+        "{answer:?}"
+    );
+    demo.signal(Signal::INT);
+    assert_eq!(demo.ends_within(PATIENCE), 0);
+    nothing_left(home.path());
+}
+
+#[test]
 fn an_interrupted_demo_leaves_no_process_and_no_file() {
     let home = home();
-    for (signal, play) in [(Signal::INT, Play::Alone), (Signal::TERM, Play::Alone), (Signal::INT, Play::Pool)] {
+    for (signal, play) in [(Signal::INT, Play::Alone), (Signal::TERM, Play::Alone), (Signal::INT, Play::Pool)]
+    {
         let mut demo = long_demo(home.path(), play);
         demo.signal(signal);
         assert_eq!(demo.ends_within(PATIENCE), 130);

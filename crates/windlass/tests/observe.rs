@@ -31,7 +31,8 @@ fn notify(controller: &Agent, model: &str, version: u64) {
 }
 
 fn join(controller: &Agent, name: &str) {
-    let body = json!({ "peer": { "receiver": name, "session": 1 }, "models": ["actor", "verifier"], "host": "h" });
+    let body =
+        json!({ "peer": { "receiver": name, "session": 1 }, "models": ["actor", "verifier"], "host": "h" });
     assert_eq!(controller.post("/register_receiver", &body).status, 200);
 }
 
@@ -63,7 +64,10 @@ fn the_dashboard_and_the_glossary_name_the_metrics_that_there_are() {
     let glossary = names(&std::fs::read_to_string(docs.join("metrics.md")).unwrap());
     let missing: Vec<_> = there.difference(&glossary).collect();
     let invented: Vec<_> = glossary.difference(&there).collect();
-    assert!(missing.is_empty() && invented.is_empty(), "not in the glossary: {missing:?}; only there: {invented:?}");
+    assert!(
+        missing.is_empty() && invented.is_empty(),
+        "not in the glossary: {missing:?}; only there: {invented:?}"
+    );
 
     let text = std::fs::read_to_string(docs.join("grafana.json")).unwrap();
     let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -96,7 +100,14 @@ fn top_prints_the_document_of_the_controller_once_or_as_json() {
     notify(&controller, "actor", 7);
     let url = &controller.endpoint;
     let top = run!("top", "--controller", url, "--token-file", &token, "--once").ok().stdout;
-    for part in [url.as_str(), "policy  strict  serving nothing yet  0 of 1 live", "v7", "1.23 %", "10.0.0.5:7000", "gpu-0"] {
+    for part in [
+        url.as_str(),
+        "policy  strict  serving nothing yet  0 of 1 live",
+        "v7",
+        "1.23 %",
+        "10.0.0.5:7000",
+        "gpu-0",
+    ] {
         assert!(top.contains(part), "{part} in {top}");
     }
     assert!(!top.contains('\x1b'), "plain where there is no terminal: {top:?}");
@@ -113,7 +124,11 @@ fn top_prints_the_document_of_the_controller_once_or_as_json() {
     assert_eq!(denied.json()["error"]["kind"], "denied", "{}", denied.stdout);
     let lost = run!("top", "--controller", "http://127.0.0.1:1", "--token-file", &token, "--once", "--json");
     assert_eq!(lost.json()["error"]["kind"], "peer_lost", "{}", lost.stdout);
-    assert!(lost.json()["error"]["advice"].as_str().unwrap().contains("windlass controller"), "{}", lost.stdout);
+    assert!(
+        lost.json()["error"]["advice"].as_str().unwrap().contains("windlass controller"),
+        "{}",
+        lost.stdout
+    );
 }
 
 #[test]

@@ -12,7 +12,7 @@
 mod report;
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -20,6 +20,7 @@ use windlass_core::StateDigest;
 use windlass_core::address::Token;
 use windlass_core::barrier::{ReceiverId, SetName};
 use windlass_core::error::Kind;
+use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{Capabilities, VersionInfo};
 use windlass_data::stop::Stop;
 
@@ -85,18 +86,15 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
     let manifests: Vec<_> = trainers.iter().map(|t| t.manifest.clone()).collect();
     let mut stage = Stage::open(demo, home, session, token_file, &token)?;
     let expected: Vec<Mutex<Expected>> = MODELS.iter().map(|_| Mutex::default()).collect();
-    let played = std::thread::scope(|scope| {
-        let threads: Vec<_> = trainers
-            .into_iter()
-            .zip(MODELS)
-            .zip(&expected)
-            .map(|((trainer, (_, pace)), expected)| {
-                let (client, token, pace) = (stage.client.clone(), token.clone(), demo.pace.mul_f64(pace));
-                let lesson = Lesson { trainer, pace, client, token, steps: demo.steps, session };
-                scope.spawn(move || lesson.learn(expected))
-            })
-            .collect();
-        let mut threads: Vec<Option<_>> = threads.into_iter().map(Some).collect();
+    std::thread::scope(|scope| {
+        let lesson = |((trainer, (_, pace)), expected)| {
+            let (client, token) = (stage.client.clone(), token.clone());
+            let lesson =
+                Lesson { trainer, pace: demo.pace.mul_f64(pace), client, token, steps: demo.steps, session };
+            Some(scope.spawn(move || lesson.learn(expected)))
+        };
+        let mut threads: Vec<Option<_>> =
+            trainers.into_iter().zip(MODELS).zip(&expected).map(lesson).collect();
         // Trainers that are done stay until everybody has what their agents serve.
         let mut done = Vec::new();
         let played = stage.play(&mut || {
@@ -109,28 +107,16 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
             }
             Ok(done.len() == MODELS.len())
         });
-        if played.is_err() {
+        let ended = played.and_then(|status| {
+            let fine = stage.judge(&status, &manifests, &expected, start)?;
+            stage.stay()?;
+            Ok(u8::from(!fine))
+        });
+        if ended.is_err() {
             session.cancel().set();
         }
-        played
-    });
-    let status = played?;
-    let images = stage.sum_images()?;
-    let expected: Vec<Expected> = expected.into_iter().map(|m| m.into_inner().unwrap_or_default()).collect();
-    let last: Vec<Option<StateDigest>> = expected.iter().map(|e| e.last().copied()).collect();
-    let fine = !images.is_empty()
-        && images.iter().all(|(_, digests)| digests.iter().zip(&last).all(|(d, l)| Some(*d) == *l));
-    let summary = report::Summary {
-        demo,
-        manifests: &manifests,
-        status: &status,
-        images: &images,
-        last: &last,
-        incidents: &stage.incidents,
-        fine,
-    };
-    summary.print(session, start.elapsed().as_secs_f64())?;
-    Ok(u8::from(!fine))
+        ended
+    })
 }
 
 fn spec(demo: &Demo, home: &Path, name: &str, index: u64, token_file: &Path) -> Spec {
@@ -255,8 +241,7 @@ impl<'a> Stage<'a> {
             }
             let settled = set.up_to_date && self.all_live(set) && late.is_none() && doomed.is_none();
             if done && settled && served >= Some(self.demo.steps.into()) {
-                drop(bar);
-                return self.stay(status);
+                return Ok(status);
             }
             stop.check().map_err(|stopped| match Error::from(stopped) {
                 Error::Deadline => Error::Child {
@@ -276,25 +261,42 @@ impl<'a> Stage<'a> {
         set.receivers == running && set.live == running
     }
 
+    /// Compares the images that are left with what the ranks had, and says how it all went.
+    fn judge(
+        &self,
+        status: &Status,
+        manifests: &[Manifest],
+        expected: &[Mutex<Expected>],
+        start: Instant,
+    ) -> Result<bool, Error> {
+        let images = self.sum_images()?;
+        let last = |all: &Mutex<Expected>| all.lock().unwrap_or_else(PoisonError::into_inner).last().copied();
+        let last: Vec<Option<StateDigest>> = expected.iter().map(last).collect();
+        let equal = |digests: &[StateDigest]| digests.iter().zip(&last).all(|(d, l)| Some(*d) == *l);
+        let fine = !images.is_empty() && images.iter().all(|(_, digests)| equal(digests));
+        let (demo, incidents) = (self.demo, &self.incidents);
+        let summary =
+            report::Summary { demo, manifests, status, images: &images, last: &last, incidents, fine };
+        summary.print(self.session, start.elapsed().as_secs_f64())?;
+        Ok(fine)
+    }
+
     /// Keeps everything as it is, if so asked, until it is told to end.
-    fn stay(&mut self, status: Status) -> Result<Status, Error> {
-        if !self.demo.stay {
-            return Ok(status);
+    fn stay(&mut self) -> Result<(), Error> {
+        if self.demo.stay {
+            self.session.note("The live page stays until Ctrl-C.");
         }
-        self.session.note("Everything is served. The page stays until Ctrl-C.");
-        while !self.session.cancel().is_set() {
+        while self.demo.stay && !self.session.cancel().is_set() {
             self.controller.check()?;
             std::thread::sleep(LOOK);
         }
-        Ok(status)
+        Ok(())
     }
 
     /// The digests of the images of each receiver that is left, from their bytes.
-    fn sum_images(&mut self) -> Result<Vec<(ReceiverId, Vec<StateDigest>)>, Error> {
-        let left: Vec<usize> =
-            self.receivers.iter().enumerate().filter(|(_, r)| r.is_some()).map(|(i, _)| i).collect();
-        // Nobody writes there any more.
-        self.receivers.clear();
+    /// Nothing newer is announced, so nobody writes there.
+    fn sum_images(&self) -> Result<Vec<(ReceiverId, Vec<StateDigest>)>, Error> {
+        let left = self.receivers.iter().enumerate().filter(|(_, r)| r.is_some()).map(|(i, _)| i);
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let mut all = Vec::new();
         for index in left {
@@ -336,7 +338,7 @@ impl<'a> Lesson<'a> {
         for step in 0..=self.steps {
             let begun = Instant::now();
             let digest = self.trainer.train(step)?;
-            expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(digest);
+            expected.lock().unwrap_or_else(PoisonError::into_inner).push(digest);
             let stop = self.session.cancel().with_timeout(PATIENCE);
             while begun.elapsed() < self.pace {
                 stop.check()?;
