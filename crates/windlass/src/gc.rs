@@ -51,7 +51,8 @@ impl Gc {
     }
 }
 
-/// Removes the regions and images of a killed demo, then its logs and directories if nothing else is in them.
+/// Removes the regions and images of a killed demo, then its logs, its token and its directories if nothing else is in
+/// them.
 fn clear(home: &Path, removed: &mut Vec<Removed>) -> Result<(), Error> {
     removed.extend(region::gc(home)?);
     for entry in fs::read_dir(home).map_err(Error::io("read", home))?.flatten() {
@@ -60,7 +61,7 @@ fn clear(home: &Path, removed: &mut Vec<Removed>) -> Result<(), Error> {
             removed.extend(region::gc(&path)?);
             // What is not empty is still in use, or not ours.
             let _ = fs::remove_dir(&path);
-        } else if path.extension().is_some_and(|e| e == "log") {
+        } else if path.extension().is_some_and(|e| e == "log") || entry.file_name() == demo::TOKEN {
             let _ = fs::remove_file(&path);
         }
     }

@@ -90,6 +90,9 @@ pub struct Demo {
 /// What the directory of a demo is called, before the number of its process.
 const HOME: &str = "windlass-demo-";
 
+/// The file in that directory with the token of all processes of a demo.
+pub const TOKEN: &str = "token";
+
 /// The directories in `dir` of demos that were killed before they could remove them.
 pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut found = Vec::new();

@@ -26,7 +26,7 @@ use windlass_data::stop::Stop;
 
 use super::child::Child;
 use super::trainer::{Spec, Trainer};
-use super::{Demo, Model, PATIENCE, event, sum_file};
+use super::{Demo, Model, PATIENCE, TOKEN, event, sum_file};
 use crate::client::{Client, Request};
 use crate::controller::client::ControllerClient;
 use crate::controller::status::{SetStatus, Status};
@@ -73,7 +73,7 @@ struct Stage<'a> {
 /// Runs the play and gives the exit code.
 pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Error> {
     let start = Instant::now();
-    let token_file = home.join("token");
+    let token_file = home.join(TOKEN);
     let token = token::read_or_make(&token_file)?;
     let mut trainers = Vec::new();
     for (i, (name, _)) in MODELS.iter().enumerate() {
