@@ -136,7 +136,10 @@ fn benches_print_the_figures_they_promise() {
 
 #[test]
 fn the_demo_keeps_its_receivers_equal() {
-    let demo = run!("demo", "--model-bytes", "2Mi", "--steps", "4", "--receivers", "3", "--json").ok().json();
+    let demo =
+        run!("demo", "--no-controller", "--model-bytes", "2Mi", "--steps", "4", "--receivers", "3", "--json")
+            .ok()
+            .json();
     assert_eq!(demo["ok"], true);
     let steps = demo["steps"].as_array().unwrap();
     assert!(steps.iter().all(|s| s["equal"] == true), "{demo}");
@@ -145,7 +148,9 @@ fn the_demo_keeps_its_receivers_equal() {
     assert_eq!(there, [3, 2, 3, 3, 3]);
     let modes: Vec<&str> = steps.iter().map(|s| s["mode"].as_str().unwrap()).collect();
     assert_eq!(modes, ["full", "delta", "delta", "delta", "delta"]);
-    let human = run!("demo", "--model-bytes", "1Mi", "--steps", "2", "--receivers", "1").ok().stdout;
+    let human = run!("demo", "--no-controller", "--model-bytes", "1Mi", "--steps", "2", "--receivers", "1")
+        .ok()
+        .stdout;
     assert!(human.contains("summed anew and equals"), "{human}");
 }
 

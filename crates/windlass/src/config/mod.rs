@@ -92,7 +92,15 @@ impl Surroundings {
         self.variable(VARIABLE).is_some_and(|v| v == NONE)
     }
 
-    /// The file to read, and whether somebody named it.
+    /// Whether there is nothing to look at, which is the usual case and should cost nothing.
+    fn silent(&self, arguments: &[OsString]) -> bool {
+        let named = |a: &OsString| {
+            a.to_str().is_some_and(|a| a.strip_prefix("--").is_some_and(|a| a.starts_with(FLAG)))
+        };
+        self.environment.is_empty() && !arguments.iter().any(named) && self.file(None).is_none()
+    }
+
+    /// The file to read: what was named, or the usual one if it is there.
     fn file(&self, flag: Option<&OsStr>) -> Option<PathBuf> {
         let named = flag.or_else(|| self.variable(VARIABLE).filter(|v| !v.is_empty()));
         match named {
@@ -148,10 +156,13 @@ pub fn complete(
     around: &Surroundings,
 ) -> Result<Completed, ConfigError> {
     let as_is = |arguments| Ok(Completed { arguments, added: Vec::new() });
+    if around.off() || around.silent(&arguments) {
+        return as_is(arguments);
+    }
     let lenient = lenient(root.clone());
     let Ok(matches) = lenient.clone().try_get_matches_from(&arguments) else { return as_is(arguments) };
     let Some(asked) = Asked::of(&lenient, &matches) else { return as_is(arguments) };
-    if around.off() || asked.path.iter().any(|p| p == SHOW) || asked.command.is_hide_set() {
+    if asked.path.iter().any(|p| p == SHOW) || asked.command.is_hide_set() {
         return as_is(arguments);
     }
     let file = around.file(matches.get_raw("config_file").and_then(|mut v| v.next()));

@@ -542,7 +542,7 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
     }
 
     #[test]
-    fn an_empty_controller_says_what_to_do() {
+    fn a_frame_of_an_empty_controller_says_what_to_do() {
         let mut document = sample();
         for name in ["sets", "trainers", "receivers", "errors"] {
             document[name] = json!([]);
