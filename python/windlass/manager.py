@@ -246,15 +246,15 @@ class WeightManager:
         """Tells the controller that ``version`` (the newest if not given) is there, and returns its answer.
 
         With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
-        should wait at the gate (:func:`windlass.gate`) before it publishes more. Returns at once, unless ``sync`` is
-        set: then when the version is served. With ``eval``, plain data for whoever runs evals
+        should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits for the agent to seal the version,
+        and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 
         Only the first rank speaks; the others return ``None`` at once. Without a controller in the configuration
         nothing needs to be told: receivers ask the agent themselves. ``timeout`` is the config's if not given, and for
         everything: give a synchronous notify the time that the load and the eval need.
         """
-        speak = self._announcement(version, timeout, sync, eval, sealed=sync or eval is not None)
+        speak = self._announcement(version, timeout, sync, eval)
         return None if speak is None else speak()
 
     def notify_version_async(
@@ -265,9 +265,8 @@ class WeightManager:
         eval: Any = None,
         timeout: float | None = None,
     ) -> Future[Notified | None]:
-        """:meth:`notify_version` in the background, once the agent has sealed the version. The future carries the answer
-        or the error."""
-        speak = self._announcement(version, timeout, sync, eval, sealed=True)
+        """:meth:`notify_version` in the background. The future carries the answer or the error."""
+        speak = self._announcement(version, timeout, sync, eval)
         if speak is None:
             done: Future[Notified | None] = Future()
             done.set_result(None)
@@ -758,9 +757,12 @@ class WeightManager:
         return digest
 
     def _announcement(
-        self, version: int | None, timeout: float | None, sync: bool, eval: Any, *, sealed: bool
+        self, version: int | None, timeout: float | None, sync: bool, eval: Any
     ) -> Callable[[], Notified] | None:
-        """What tells the controller, if this rank is to tell it anything; once the version is sealed, if so asked."""
+        """What tells the controller, if this rank is to tell it anything.
+
+        Only of a version that is sealed: before that nobody can have it, and a faster trainer may take it back.
+        """
         self._check_usable()
         controller, agent = self.config.controller, self._agent
         if self._open is not None and (agent is None or controller is None or self._open.plan.host != 0):
@@ -783,9 +785,7 @@ class WeightManager:
         def speak() -> Notified:
             until = time.monotonic() + seconds
             endpoint = agent.endpoint(seconds)
-            if sealed:
-                self._wait_sealed(publisher, named, _left(until))
-            delta = self._delta(endpoint, named) if self._is_sealed(publisher, named) else {}
+            self._wait_sealed(publisher, named, _left(until))
             return there.notify_version(
                 identity,
                 endpoint,
@@ -793,15 +793,10 @@ class WeightManager:
                 eval=eval,
                 timeout=_left(until),
                 spans=self._spans(named),
-                **delta,
+                **self._delta(endpoint, named),
             )
 
         return speak
-
-    @staticmethod
-    def _is_sealed(publisher: Publisher, version: int) -> bool:
-        newest = publisher.newest()
-        return newest is not None and newest[0] == version and newest[1] is not None
 
     def _spans(self, version: int) -> list[Span]:
         """What it took to publish a version, as far as this rank knows."""

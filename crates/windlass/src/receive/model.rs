@@ -312,7 +312,8 @@ impl Model {
         if delivered && sending.session == state.session {
             let loaded = matches!(sending.answer.outcome, Outcome::Loaded);
             state.claimed = loaded.then(|| sending.answer.identity.clone());
-            state.seen = self.truth(&state);
+            // After a failure nothing is claimed, and only a change is worth another join.
+            state.seen = if loaded { state.claimed.clone() } else { self.truth(&state) };
         }
     }
 
@@ -461,11 +462,26 @@ impl Model {
                 self.state().progress = Some(fetch.status());
                 Ok(Some(fetch.run(stop)?))
             }
-            Start::Whole { why } => {
+            // Image bytes are the newest. Whoever serves something does not give it up for a version that it was not told
+            // to bring here: it would be out of the pool until all the others are there.
+            Start::Whole { why, newest } if newest > stage.identity.version && self.serves_life(stage) => {
+                Err(Error::Plane {
+                    doing: "stage a version that the publisher is past",
+                    kind: Kind::Stale,
+                    source: format!("{why}, and image bytes are of version {newest}").into(),
+                })
+            }
+            Start::Whole { why, .. } => {
                 tracing::info!(identity = %stage.identity, why, "no delta serves; the image is fetched");
                 Ok(None)
             }
         }
+    }
+
+    /// Whether something of the same incarnation is served here.
+    fn serves_life(&self, stage: &Stage) -> bool {
+        let state = self.state();
+        self.truth(&state).is_some_and(|i| i.incarnation == stage.identity.incarnation)
     }
 
     fn fetched(&self, stage: &Stage, result: Result<Option<Fetched>, Error>, out: &Sender<Sending>) {
