@@ -51,12 +51,14 @@ def train(model_id: str, home: Path, versions: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.manual_seed(len(model_id))
     model, token_file = network(), str(home / "token")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    # As in real training: a step changes few weights of what is published, and deltas are small.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     # Its controller is that of WINDLASS_CONTROLLER, and so is the gate's.
     url = os.environ["WINDLASS_CONTROLLER"]
     with windlass.WeightManager(
         model_id=model_id,
         region_dir=str(home),
+        generator_dtype="bfloat16",
         controller=url,
         controller_token_file=token_file,
         agent={"token_file": token_file},

@@ -7,6 +7,7 @@ version. Called by training loops. Must not: know how an engine loads.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -761,7 +762,7 @@ class WeightManager:
     ) -> Callable[[], Notified] | None:
         """What tells the controller, if this rank is to tell it anything.
 
-        Only of a version that is sealed: before that nobody can have it, and a faster trainer may take it back.
+        Once the version is sealed: before that nobody can have it.
         """
         self._check_usable()
         controller, agent = self.config.controller, self._agent
@@ -785,7 +786,9 @@ class WeightManager:
         def speak() -> Notified:
             until = time.monotonic() + seconds
             endpoint = agent.endpoint(seconds)
-            self._wait_sealed(publisher, named, _left(until))
+            # One that was overtaken meanwhile is in the agent's history.
+            with contextlib.suppress(WindlassStale):
+                self._wait_sealed(publisher, named, _left(until))
             return there.notify_version(
                 identity,
                 endpoint,

@@ -81,18 +81,21 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
         assert sync["models"][0]["delta_ratio"] is not None
 
 
-def test_an_asynchronous_notify_carries_what_it_took(home: Path) -> None:
+def test_a_trainer_that_does_not_wait_is_followed_to_its_last_version(home: Path) -> None:
+    """What a receiver said of a version that it had already was refused, and the version was never served."""
     with world(home) as there, manager(there) as wm:
         receiver = there.receiver("r1", "policy")
-        futures = []
-        for step in range(1, 4):
-            wm.offload(weights(step), step, 0, 1)
-            futures.append(wm.notify_version_async())
-        assert [f.result(PATIENCE) is not None for f in futures] == [True] * 3
-        windlass.gate(3, controller=there.url, token=there.token, timeout=PATIENCE)
+        for last in (3, 6, 9):
+            futures = []
+            for step in range(last - 2, last + 1):
+                wm.offload(weights(step), step, 0, 1)
+                futures.append(wm.notify_version_async())
+            assert [f.result(PATIENCE) is not None for f in futures] == [True] * 3
+            windlass.gate(last, controller=there.url, token=there.token, timeout=PATIENCE)
         modes = [line["mode"] for line in receiver.lines() if line.get("event") == "staged"]
-        assert modes[0] == "full"
-        assert "delta" in modes[1:]
+        # However many were skipped, images are fetched at the start only.
+        assert modes.count("full") <= 1, modes
+        assert "delta" in modes
 
 
 def test_an_eval_runs_on_what_is_served_and_its_result_comes_back(home: Path) -> None:
