@@ -26,7 +26,7 @@ from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
-from windlass.controller import Controller, Notified, Span
+from windlass.controller import Controller, Notified, Served, Span
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
@@ -275,6 +275,19 @@ class WeightManager:
         if self._notifier is None:
             self._notifier = ThreadPoolExecutor(1, thread_name_prefix="windlass-notify")
         return self._notifier.submit(speak)
+
+    def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
+        """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
+
+        Any rank may call it. Without a controller in the configuration there is nothing to wait for: returns ``None``.
+        ``timeout`` is the config's if not given. See :meth:`windlass.Controller.gate`.
+        """
+        self._check_usable()
+        seconds, there = self._seconds(timeout), self._controller()
+        if there is None:
+            return None
+        model_id = self.config.model_id
+        return there.gate(version, model_id=model_id, incarnation=self.incarnation, timeout=seconds)
 
     # Where it stands.
 
@@ -748,6 +761,14 @@ class WeightManager:
             return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
         return "rank 0 has the agent and knows more"
 
+    def _controller(self) -> Controller | None:
+        """The configured controller."""
+        url, file = self.config.controller, self.config.controller_token_file
+        if url is None:
+            return None
+        token = self._controller_token
+        return Controller(url, token=token, token_file=file if token is None else None)
+
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
             digest = publisher.wait_sealed(version, seconds)
@@ -765,22 +786,17 @@ class WeightManager:
         Once the version is sealed: before that nobody can have it.
         """
         self._check_usable()
-        controller, agent = self.config.controller, self._agent
-        if self._open is not None and (agent is None or controller is None or self._open.plan.host != 0):
+        there, agent = self._controller(), self._agent
+        if self._open is not None and (agent is None or there is None or self._open.plan.host != 0):
             return None
         publisher = self._published("announce")
         if version is None:
             version = self.version
         if version is None:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
-        assert controller is not None
+        assert there is not None
         assert agent is not None
         seconds, named = self._seconds(timeout), version
-        there = Controller(
-            controller,
-            token=self._controller_token,
-            token_file=self.config.controller_token_file if self._controller_token is None else None,
-        )
         identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)
 
         def speak() -> Notified:

@@ -70,6 +70,7 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
             assert (told.wait, told.set) == (False, "policy")
             assert told.served == Served(step, (Identity("policy", int(wm.incarnation or "", 16), step),))
             assert windlass.gate(step, controller=controller, timeout=PATIENCE) == told.served
+            assert wm.gate(step, timeout=PATIENCE) == told.served
         # What is served is what the receivers' images hold.
         for name in ("r1", "r2"):
             with open_image(home / name / "policy") as image:
@@ -219,6 +220,8 @@ def test_a_wait_on_behalf_of_a_superseded_trainer_ends(home: Path) -> None:
         assert isinstance(said[0], WindlassStale), said
         with pytest.raises(WindlassStale, match="superseded"):
             controller.gate(1, model_id="policy", incarnation=old, timeout=1.0)
+        with pytest.raises(WindlassTimeout, match="7"):
+            wm.gate(7, timeout=0.2)
         served = controller.gate(3, model_id="policy", incarnation=wm.incarnation, timeout=PATIENCE)
         assert served.version == 3
         with open_image(home / "r1" / "policy") as image:
