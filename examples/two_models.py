@@ -230,7 +230,7 @@ def table(result: dict[str, Any]) -> None:
         latency = "skipped" if sync["latency_ms"] is None else f"{sync['latency_ms']:.0f} ms"
         print(
             f"{sync['version']:>7}  {latency:>16}  {sync['delta']:>8}  {sync['full']:>7}   "
-            + " ".join(f"{reward:+.4f}" for reward in rewards)
+            + " ".join(f"{reward:+.6f}" for reward in rewards)
         )
     print(f"{'all as it should be' if result['ok'] else 'failed'}, {result['seconds']} s")
 
