@@ -29,7 +29,14 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-import windlass
+try:
+    import windlass
+except ModuleNotFoundError:
+    # A checkout in which `make develop` was run, and nothing installed.
+    package = str(Path(__file__).resolve().parent.parent / "python")
+    sys.path.append(package)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), package])
+    import windlass
 
 MODELS = ("actor", "verifier")
 #: Seconds of one training step beyond the arithmetic, which takes nothing here.
@@ -51,17 +58,16 @@ def train(model_id: str, home: Path, versions: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.manual_seed(len(model_id))
     model, token_file = network(), str(home / "token")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    # Its controller is that of WINDLASS_CONTROLLER, and so is the gate's.
-    url = os.environ["WINDLASS_CONTROLLER"]
+    # As in real training: a step changes few weights of what is published, and deltas are small.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     with windlass.WeightManager(
         model_id=model_id,
         region_dir=str(home),
-        controller=url,
+        generator_dtype="bfloat16",
+        controller=os.environ["WINDLASS_CONTROLLER"],
         controller_token_file=token_file,
         agent={"token_file": token_file},
     ) as wm:
-        controller = windlass.Controller(url, token_file=token_file)
         for version in range(1, versions + 1):
             time.sleep(PACE[model_id])
             batch = torch.randn(16, WIDTH)
@@ -73,8 +79,8 @@ def train(model_id: str, home: Path, versions: int) -> None:
             told = wm.notify_version()
             if told is not None and told.wait:
                 # Too far ahead: the other model or the receivers are slower.
-                windlass.gate(version - 2, controller=controller, set="main", timeout=PATIENCE)
-        windlass.gate(versions, controller=controller, set="main", timeout=PATIENCE)
+                wm.gate(version - 2, timeout=PATIENCE)
+        wm.gate(versions, timeout=PATIENCE)
 
 
 # A rollout: both models of one receiver, at one version.
@@ -224,7 +230,7 @@ def table(result: dict[str, Any]) -> None:
         latency = "skipped" if sync["latency_ms"] is None else f"{sync['latency_ms']:.0f} ms"
         print(
             f"{sync['version']:>7}  {latency:>16}  {sync['delta']:>8}  {sync['full']:>7}   "
-            + " ".join(f"{reward:+.4f}" for reward in rewards)
+            + " ".join(f"{reward:+.6f}" for reward in rewards)
         )
     print(f"{'all as it should be' if result['ok'] else 'failed'}, {result['seconds']} s")
 

@@ -7,6 +7,7 @@ version. Called by training loops. Must not: know how an engine loads.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -25,7 +26,7 @@ from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
-from windlass.controller import Controller, Notified, Span
+from windlass.controller import Controller, Notified, Served, Span
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
@@ -246,15 +247,15 @@ class WeightManager:
         """Tells the controller that ``version`` (the newest if not given) is there, and returns its answer.
 
         With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
-        should wait at the gate (:func:`windlass.gate`) before it publishes more. Returns at once, unless ``sync`` is
-        set: then when the version is served. With ``eval``, plain data for whoever runs evals
+        should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits for the agent to seal the version,
+        and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 
         Only the first rank speaks; the others return ``None`` at once. Without a controller in the configuration
         nothing needs to be told: receivers ask the agent themselves. ``timeout`` is the config's if not given, and for
         everything: give a synchronous notify the time that the load and the eval need.
         """
-        speak = self._announcement(version, timeout, sync, eval, sealed=sync or eval is not None)
+        speak = self._announcement(version, timeout, sync, eval)
         return None if speak is None else speak()
 
     def notify_version_async(
@@ -265,9 +266,8 @@ class WeightManager:
         eval: Any = None,
         timeout: float | None = None,
     ) -> Future[Notified | None]:
-        """:meth:`notify_version` in the background, once the agent has sealed the version. The future carries the answer
-        or the error."""
-        speak = self._announcement(version, timeout, sync, eval, sealed=True)
+        """:meth:`notify_version` in the background. The future carries the answer or the error."""
+        speak = self._announcement(version, timeout, sync, eval)
         if speak is None:
             done: Future[Notified | None] = Future()
             done.set_result(None)
@@ -275,6 +275,19 @@ class WeightManager:
         if self._notifier is None:
             self._notifier = ThreadPoolExecutor(1, thread_name_prefix="windlass-notify")
         return self._notifier.submit(speak)
+
+    def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
+        """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
+
+        Any rank may call it. Without a controller in the configuration there is nothing to wait for: returns ``None``.
+        ``timeout`` is the config's if not given. See :meth:`windlass.Controller.gate`.
+        """
+        self._check_usable()
+        seconds, there = self._seconds(timeout), self._controller()
+        if there is None:
+            return None
+        model_id = self.config.model_id
+        return there.gate(version, model_id=model_id, incarnation=self.incarnation, timeout=seconds)
 
     # Where it stands.
 
@@ -748,6 +761,14 @@ class WeightManager:
             return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
         return "rank 0 has the agent and knows more"
 
+    def _controller(self) -> Controller | None:
+        """The configured controller."""
+        url, file = self.config.controller, self.config.controller_token_file
+        if url is None:
+            return None
+        token = self._controller_token
+        return Controller(url, token=token, token_file=file if token is None else None)
+
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
             digest = publisher.wait_sealed(version, seconds)
@@ -758,34 +779,32 @@ class WeightManager:
         return digest
 
     def _announcement(
-        self, version: int | None, timeout: float | None, sync: bool, eval: Any, *, sealed: bool
+        self, version: int | None, timeout: float | None, sync: bool, eval: Any
     ) -> Callable[[], Notified] | None:
-        """What tells the controller, if this rank is to tell it anything; once the version is sealed, if so asked."""
+        """What tells the controller, if this rank is to tell it anything.
+
+        Once the version is sealed: before that nobody can have it.
+        """
         self._check_usable()
-        controller, agent = self.config.controller, self._agent
-        if self._open is not None and (agent is None or controller is None or self._open.plan.host != 0):
+        there, agent = self._controller(), self._agent
+        if self._open is not None and (agent is None or there is None or self._open.plan.host != 0):
             return None
         publisher = self._published("announce")
         if version is None:
             version = self.version
         if version is None:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
-        assert controller is not None
+        assert there is not None
         assert agent is not None
         seconds, named = self._seconds(timeout), version
-        there = Controller(
-            controller,
-            token=self._controller_token,
-            token_file=self.config.controller_token_file if self._controller_token is None else None,
-        )
         identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)
 
         def speak() -> Notified:
             until = time.monotonic() + seconds
             endpoint = agent.endpoint(seconds)
-            if sealed:
+            # One that was overtaken meanwhile is in the agent's history.
+            with contextlib.suppress(WindlassStale):
                 self._wait_sealed(publisher, named, _left(until))
-            delta = self._delta(endpoint, named) if self._is_sealed(publisher, named) else {}
             return there.notify_version(
                 identity,
                 endpoint,
@@ -793,15 +812,10 @@ class WeightManager:
                 eval=eval,
                 timeout=_left(until),
                 spans=self._spans(named),
-                **delta,
+                **self._delta(endpoint, named),
             )
 
         return speak
-
-    @staticmethod
-    def _is_sealed(publisher: Publisher, version: int) -> bool:
-        newest = publisher.newest()
-        return newest is not None and newest[0] == version and newest[1] is not None
 
     def _spans(self, version: int) -> list[Span]:
         """What it took to publish a version, as far as this rank knows."""

@@ -70,6 +70,7 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
             assert (told.wait, told.set) == (False, "policy")
             assert told.served == Served(step, (Identity("policy", int(wm.incarnation or "", 16), step),))
             assert windlass.gate(step, controller=controller, timeout=PATIENCE) == told.served
+            assert wm.gate(step, timeout=PATIENCE) == told.served
         # What is served is what the receivers' images hold.
         for name in ("r1", "r2"):
             with open_image(home / name / "policy") as image:
@@ -81,18 +82,21 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
         assert sync["models"][0]["delta_ratio"] is not None
 
 
-def test_an_asynchronous_notify_carries_what_it_took(home: Path) -> None:
+def test_a_trainer_that_does_not_wait_is_followed_to_its_last_version(home: Path) -> None:
+    """What a receiver said of a version that it had already was refused, and the version was never served."""
     with world(home) as there, manager(there) as wm:
         receiver = there.receiver("r1", "policy")
-        futures = []
-        for step in range(1, 4):
-            wm.offload(weights(step), step, 0, 1)
-            futures.append(wm.notify_version_async())
-        assert [f.result(PATIENCE) is not None for f in futures] == [True] * 3
-        windlass.gate(3, controller=there.url, token=there.token, timeout=PATIENCE)
+        for last in (3, 6, 9):
+            futures = []
+            for step in range(last - 2, last + 1):
+                wm.offload(weights(step), step, 0, 1)
+                futures.append(wm.notify_version_async())
+            assert [f.result(PATIENCE) is not None for f in futures] == [True] * 3
+            windlass.gate(last, controller=there.url, token=there.token, timeout=PATIENCE)
         modes = [line["mode"] for line in receiver.lines() if line.get("event") == "staged"]
-        assert modes[0] == "full"
-        assert "delta" in modes[1:]
+        # However many were skipped, images are fetched at the start only.
+        assert modes.count("full") <= 1, modes
+        assert "delta" in modes
 
 
 def test_an_eval_runs_on_what_is_served_and_its_result_comes_back(home: Path) -> None:
@@ -216,6 +220,8 @@ def test_a_wait_on_behalf_of_a_superseded_trainer_ends(home: Path) -> None:
         assert isinstance(said[0], WindlassStale), said
         with pytest.raises(WindlassStale, match="superseded"):
             controller.gate(1, model_id="policy", incarnation=old, timeout=1.0)
+        with pytest.raises(WindlassTimeout, match="7"):
+            wm.gate(7, timeout=0.2)
         served = controller.gate(3, model_id="policy", incarnation=wm.incarnation, timeout=PATIENCE)
         assert served.version == 3
         with open_image(home / "r1" / "policy") as image:

@@ -767,6 +767,7 @@ def test_without_a_controller_nothing_is_said_and_no_agent_is_waited_for(home: s
         begun = time.monotonic()
         assert wm.notify_version() is None
         assert wm.notify_version_async().result(0) is None
+        assert wm.gate(1) is None
         assert time.monotonic() - begun < 1.0
         os.kill(pid, signal.SIGCONT)
 

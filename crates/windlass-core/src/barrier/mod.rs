@@ -32,7 +32,7 @@
 //! **Newer versions.** A round gives way to a newer common version only while nobody is ready for its own,
 //! and at most `max_ahead` times in a row; what it leaves is skipped and abandoned. Once somebody is ready,
 //! the round is carried through, or trainers that are faster than the slowest receiver would be chased for
-//! ever. A load that has begun is finished first. A round that is past its deadline gives way as soon as no
+//! ever, unless nobody is left to wait for and those who are ready are too few. A load that has begun is finished first. A round that is past its deadline gives way as soon as no
 //! load is open. Then the newest common version is next, and those between are skipped. Within an
 //! incarnation nothing goes back: versions below one of which a load has begun are never loaded again.
 //!
@@ -701,7 +701,8 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
 //      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
 //      time_that_steps_back_is_not_believed
-// B-9  version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
+// B-9  round_that_nobody_can_make_ready_gives_way_at_once,
+//      version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify
 // B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_words_are_refused_by_name

@@ -46,7 +46,9 @@ impl Group {
                         }
                     } else if let Some(newer) = newer
                         && self.tally.loading == 0
-                        && (overdue || (self.tally.done == 0 && moves < ctx.limits.max_ahead))
+                        && (overdue
+                            || self.is_hopeless()
+                            || (self.tally.done == 0 && moves < ctx.limits.max_ahead))
                     {
                         self.open_round(newer, if overdue { 0 } else { moves + 1 }, ctx);
                     } else {
@@ -59,6 +61,11 @@ impl Group {
         if std::mem::take(&mut self.release_due) {
             self.release(ctx);
         }
+    }
+
+    /// Whether nobody who is there can still be made ready: there are too few of those who are, and nobody to wait for.
+    fn is_hopeless(&self) -> bool {
+        self.tally.waiting == 0 && self.round.as_ref().is_some_and(|r| r.phase == Phase::Staging)
     }
 
     /// Starts on `version`; an unfinished older round gives way.

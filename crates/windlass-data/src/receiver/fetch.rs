@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use windlass_core::address::{Host, HostPort};
-use windlass_core::identity::Identity;
+use windlass_core::identity::{Identity, Version};
 use windlass_core::wire::control::{TransferDone, VersionInfo};
 use windlass_core::wire::{Mode, Ticket};
 
@@ -29,6 +29,8 @@ pub enum Start {
     Whole {
         /// Why.
         why: String,
+        /// The version that they are of now.
+        newest: Version,
     },
 }
 

@@ -420,7 +420,8 @@ impl Receiver {
         let info = self.ask_version(Some((incarnation, version)), stop);
         self.status.set(|s| s.stage = Stage::Idle);
         let info = info?;
-        let whole = |why: &str| Ok(Start::Whole { why: why.to_owned() });
+        let newest = info.version.unwrap_or_default();
+        let whole = |why: &str| Ok(Start::Whole { why: why.to_owned(), newest });
         match self.config.mode {
             RequestMode::Full => return whole("the receiver asks for full images only"),
             RequestMode::Delta | RequestMode::Auto => {}
@@ -443,7 +444,7 @@ impl Receiver {
                 Ok(Start::Delta(Box::new(Fetch::new(self.puller(), ticket, info, run.synced))))
             }
             Err(ReceiverError::Refused { reason, .. }) if self.config.mode == RequestMode::Auto => {
-                Ok(Start::Whole { why: reason })
+                Ok(Start::Whole { why: reason, newest })
             }
             Err(e) => Err(e),
         }

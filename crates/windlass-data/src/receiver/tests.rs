@@ -247,7 +247,7 @@ fn nothing_leads_over_a_full_pull_or_into_another_life() {
 fn fetched(receiver: &mut Receiver, after: Option<&Fetched>, to: (Incarnation, Version)) -> Fetched {
     match receiver.fetch(after.map(Fetched::known).as_ref(), to, &stop()).unwrap() {
         Start::Delta(fetch) => fetch.run(&stop()).unwrap(),
-        Start::Whole { why } => panic!("no delta to {to:?}: {why}"),
+        Start::Whole { why, .. } => panic!("no delta to {to:?}: {why}"),
     }
 }
 
@@ -296,7 +296,7 @@ fn where_no_delta_leads_to_a_named_version_the_newest_comes_and_says_so() {
     }
     // There is nothing here that a delta could start from.
     let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
-    assert!(matches!(receiver.fetch(None, (life, 3), &stop()).unwrap(), Start::Whole { .. }));
+    assert!(matches!(receiver.fetch(None, (life, 3), &stop()).unwrap(), Start::Whole { newest: 5, .. }));
     let synced = receiver.sync_to((life, 3), &stop()).unwrap();
     assert_eq!((synced.mode, synced.image.unwrap().identity.version, shown(&dir).0), ("full", 5, 5));
     // A receiver that takes full images only.

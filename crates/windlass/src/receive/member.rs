@@ -420,9 +420,15 @@ impl Reporter<'_> {
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(PAUSE.1);
                 }
+                // The order is not open any more, or not ours: the controller knows better.
+                Err(error @ ControllerError::Refused { kind: Kind::Stale | Kind::NotFound, .. }) => {
+                    tracing::info!(%error, order = %report.order, "a report was not wanted");
+                    return false;
+                }
                 Err(error) => {
-                    // The order is not open any more, or not ours: the controller knows better.
-                    tracing::info!(%error, order = %report.order, "a report was not taken");
+                    if !self.stop.is_set() {
+                        tracing::warn!(%error, order = %report.order, "a report was not taken; the order runs into its deadline");
+                    }
                     return false;
                 }
             }

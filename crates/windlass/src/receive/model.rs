@@ -51,7 +51,9 @@ impl Took {
 
     /// As it is told now.
     pub(super) fn span(&self) -> Span {
-        let ago = |at: Instant| at.elapsed().as_secs_f64() * 1e3;
+        // One clock for both: what took no time must not end before it began.
+        let now = Instant::now();
+        let ago = |at: Instant| now.saturating_duration_since(at).as_secs_f64() * 1e3;
         let (began_ms_ago, ended_ms_ago) = (ago(self.began), ago(self.ended));
         Span { lane: self.lane, what: self.what.into(), began_ms_ago, ended_ms_ago, bytes: self.bytes }
     }
@@ -312,7 +314,8 @@ impl Model {
         if delivered && sending.session == state.session {
             let loaded = matches!(sending.answer.outcome, Outcome::Loaded);
             state.claimed = loaded.then(|| sending.answer.identity.clone());
-            state.seen = self.truth(&state);
+            // After a failure nothing is claimed, and only a change is worth another join.
+            state.seen = if loaded { state.claimed.clone() } else { self.truth(&state) };
         }
     }
 
@@ -461,11 +464,26 @@ impl Model {
                 self.state().progress = Some(fetch.status());
                 Ok(Some(fetch.run(stop)?))
             }
-            Start::Whole { why } => {
+            // Image bytes are the newest. Whoever serves something does not give it up for a version that it was not told
+            // to bring here: it would be out of the pool until all the others are there.
+            Start::Whole { why, newest } if newest > stage.identity.version && self.serves_life(stage) => {
+                Err(Error::Plane {
+                    doing: "stage a version that the publisher is past",
+                    kind: Kind::Stale,
+                    source: format!("{why}, and image bytes are of version {newest}").into(),
+                })
+            }
+            Start::Whole { why, .. } => {
                 tracing::info!(identity = %stage.identity, why, "no delta serves; the image is fetched");
                 Ok(None)
             }
         }
+    }
+
+    /// Whether something of the same incarnation is served here.
+    fn serves_life(&self, stage: &Stage) -> bool {
+        let state = self.state();
+        self.truth(&state).is_some_and(|i| i.incarnation == stage.identity.incarnation)
     }
 
     fn fetched(&self, stage: &Stage, result: Result<Option<Fetched>, Error>, out: &Sender<Sending>) {
@@ -763,5 +781,31 @@ impl Control for Nobody {
 
     fn done(&self, _: &TransferDone, _: &Stop) -> Result<(), ControlError> {
         Nobody::lost("report a transfer")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_took_no_time_does_not_end_before_it_began() {
+        let now = Instant::now();
+        for ms in [0.0, 1e-6, 3.5, -1.0, f64::NAN, f64::INFINITY] {
+            let span = Took::of(Lane::Wire, "apply", now, ms, None).span();
+            assert!(span.began_ms_ago >= span.ended_ms_ago && span.ended_ms_ago >= 0.0, "{ms}: {span:?}");
+        }
+    }
+
+    #[test]
+    fn the_rate_is_of_late_and_begins_anew_with_every_pull() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        assert_eq!(rate.at(1000, at(0)).to_bits(), 0f64.to_bits());
+        assert!((rate.at(2000, at(100)) - 10_000.0).abs() < 1.0);
+        // Too soon to tell.
+        assert!((rate.at(2001, at(101)) - 10_000.0).abs() < 1.0);
+        assert!((rate.at(2000 + 500, at(200)) - 5000.0).abs() < 1.0);
+        assert_eq!(rate.at(7, at(300)).to_bits(), 0f64.to_bits());
     }
 }

@@ -254,6 +254,31 @@ fn receiver_that_got_a_newer_version_waits_for_the_others_there() {
 }
 
 #[test]
+fn round_that_nobody_can_make_ready_gives_way_at_once() {
+    // Versions were announced while nobody was there, more of them than a round may be moved on by.
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    for version in 1..10 {
+        t.notify(id("solo", 1, version));
+    }
+    t.join(0, &["solo"], &[]);
+    // Image bytes are the newest, whatever was ordered.
+    let order = *t.stages.values().max().unwrap();
+    t.step(Event::Staged { peer: t.peer(0), order, identity: id("solo", 1, 9) });
+    t.load(0);
+    assert_eq!(t.served(), Some(9));
+    // One is ready, the other can never be, and both are needed: nothing is waited for.
+    let mut t = Rig::new(vec![SetConfig { floor: 2, ..strict("set", &["solo"]) }]);
+    t.join(0, &["solo"], &[]);
+    t.join(1, &["solo"], &[]);
+    t.notify(id("solo", 1, 7));
+    t.stage(0, id("solo", 1, 7));
+    t.notify(id("solo", 1, 8));
+    let order = t.stages[&(receiver(1), id("solo", 1, 7))];
+    t.step(Event::Staged { peer: t.peer(1), order, identity: id("solo", 1, 8) });
+    assert_eq!(loads(&t.stage(0, id("solo", 1, 8))), ["r0", "r1"]);
+}
+
+#[test]
 fn loading_another_version_than_ordered_is_a_failed_load() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
