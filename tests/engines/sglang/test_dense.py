@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from flight import Flight
 from policy import Policy
 from safetensors.torch import load_file, save_file
 
 import servers
 import tiny
+from flight import of_sglang
 from windlass.chunk import WeightChunk
 from windlass.errors import (
     WindlassError,
@@ -121,7 +121,7 @@ def test_requests_in_flight_end_as_the_pause_mode_says(
 ) -> None:
     old = label_of(server)
     order = policy.step()
-    flights = [Flight(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
+    flights = [of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
     assert not any(flight.done for flight in flights)
     new = load(server, order, pause=pause, cache=cache, way=way).label
     for flight in flights:
