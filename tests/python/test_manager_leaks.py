@@ -21,7 +21,7 @@ SLACK_KIB = 6 << 10
 MODEL_BYTES = 4 << 20
 
 TRAINER = """
-    import gc, json, os, sys, torch
+    import gc, json, os, sys, time, torch
     from windlass import Receiver, WeightManager
 
     home, warm, more, size = sys.argv[1], *map(int, sys.argv[2:])
@@ -68,6 +68,11 @@ TRAINER = """
         for version in range(2 + warm, 2 + warm + more):
             step(version)
         after = look()
+        # What transfers that have just ended still hold, the agent lets go of in its next round.
+        until = time.monotonic() + 10
+        while after["agent"]["descriptors"] > before["agent"]["descriptors"] and time.monotonic() < until:
+            time.sleep(0.1)
+            after = look()
         receiver.close()
     print(json.dumps([before, after, os.listdir(home)]))
 """
