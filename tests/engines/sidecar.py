@@ -20,7 +20,7 @@ from typing import Any
 
 import servers
 import tiny
-from windlass import SourceMap, WeightManager
+from windlass import WeightManager
 
 #: How long anything may take on a machine that does a lot else.
 PATIENCE = 120.0
@@ -178,7 +178,7 @@ class Trainer:
         self.model = tiny.model(kind)
         self.version = 0
         home.mkdir(exist_ok=True)
-        self.manager = self._live()
+        self.manager = WeightManager(model_id="policy", region_dir=str(home))
         #: The same for every life.
         self.region = home / "windlass-policy"
 
@@ -199,11 +199,7 @@ class Trainer:
     def start_over(self) -> None:
         """Another life of the trainer, whose tensors may be others."""
         self.manager.close()
-        self.manager = self._live()
-
-    def _live(self) -> WeightManager:
-        names = SourceMap.from_model(self.model)
-        return WeightManager(model_id="policy", region_dir=str(self.home), names=names)
+        self.manager = WeightManager(model_id="policy", region_dir=str(self.home))
 
     def close(self) -> None:
         """Ends its agent."""
