@@ -10,6 +10,7 @@ CARGO ?= cargo
 TARGET ?=
 SECONDS ?= 60
 SYNCS ?= 1000
+JOBS ?= 2
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
@@ -31,9 +32,9 @@ help: ## print this list
 demo: ## show the main job on this machine
 	$(CARGO) run --release --locked -p windlass -- demo
 
-test: contract testdata loom ## all tests: Rust and Python with their doc tests, the contract table, the golden files, the models
+test: contract testdata loom ## all tests: Rust, Python, real engines, doc tests, the contract table, the golden files, the models
 	$(CARGO) test --workspace --locked
-	$(MAKE) --no-print-directory pytest
+	$(MAKE) --no-print-directory pytest engines
 
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
@@ -100,11 +101,11 @@ develop: $(READY) ## build the extension and put it where python/ finds it
 wheel: $(READY) ## a wheel for release, in target/wheels
 	$(PY) -m maturin build --release --locked --strip --out target/wheels
 
-pytest: develop ## the Python tests and doc tests (ARGS="-k name")
-	$(PY) -m pytest $(ARGS)
+pytest: develop ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-engines: develop engine-venvs ## the tests with real vLLM and SGLang servers, two at a time (ARGS="-k name")
-	$(PY) -m pytest tests/engines -n 2 --dist loadfile $(ARGS)
+engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
+	$(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile $(ARGS)
 	.venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension

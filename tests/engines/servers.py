@@ -210,7 +210,9 @@ class Vllm(Server):
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
         command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
         # With one worker, none in a process of its own: two that wait for each other spin, on as many cores.
-        command += ["-tp", str(tp)] if tp > 1 else ["--distributed-executor-backend", "uni"]
+        command += ["-tp", str(tp)] if tp > 1 else []
+        if tp == 1 and "--distributed-executor-backend" not in options:
+            command += ["--distributed-executor-backend", "uni"]
         own = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

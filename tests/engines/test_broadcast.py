@@ -155,7 +155,9 @@ def test_two_ranks_of_sglang_each_take_their_part(
 
 
 @pytest.mark.timeout(600)
-def test_vllm_answers_from_every_version_that_was_broadcast(checkpoint: Callable[[tiny.Kind], Path]) -> None:
+def test_vllm_answers_from_every_version_that_was_broadcast_or_shared(
+    checkpoint: Callable[[tiny.Kind], Path],
+) -> None:
     trainer = tiny.model("qwen3")
     settings = config()
     with servers.Vllm(checkpoint("qwen3"), options=BACKEND, env=LOOPBACK) as server:
@@ -174,6 +176,14 @@ def test_vllm_answers_from_every_version_that_was_broadcast(checkpoint: Callable
                 wait_for(lambda: len(seen) > count + 1)
             assert set(seen) == {32}
             assert server.answers() == tiny.answers(trainer)
+        # The same server takes weights from shared memory next, by whatever strategy comes.
+        for number, name in enumerate(("packed_cuda_ipc", "cuda_ipc"), 7):
+            by_memory = {"strategy": name, "weight_transfer_threshold_cuda_ipc_GB": 1e-4, "timeout": 60.0}
+            with training(by_memory, [VllmEngine(server.url, strategy=by_memory)], pause=True) as sync:
+                for version in (1, 2):
+                    tiny.stir(trainer, 10 * number + version)
+                    assert sync.sync(trainer) == version
+                    assert server.answers() == tiny.answers(trainer)
 
 
 @pytest.mark.timeout(600)

@@ -21,7 +21,7 @@ SLACK_KIB = 6 << 10
 MODEL_BYTES = 4 << 20
 
 TRAINER = """
-    import gc, json, os, sys, torch
+    import gc, json, os, sys, time, torch
     from windlass import Receiver, WeightManager
 
     home, warm, more, size = sys.argv[1], *map(int, sys.argv[2:])
@@ -41,7 +41,8 @@ TRAINER = """
                 "kib": rss(pid),
                 "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
                 "threads": len(os.listdir(f"/proc/{pid}/task")),
-                "mappings": len(open(f"/proc/{pid}/maps").readlines()),
+                # Of files: what is anonymous is counted above, and comes and goes with the allocator's threads.
+                "mappings": sum(l.split()[4] != "0" for l in open(f"/proc/{pid}/maps")),
             }
         files = sorted(os.path.join(d, f) for d, _, fs in os.walk(home) for f in fs)
         seen["files"] = [len(files), sum(os.stat(f).st_blocks * 512 for f in files)]
@@ -67,6 +68,11 @@ TRAINER = """
         for version in range(2 + warm, 2 + warm + more):
             step(version)
         after = look()
+        # What transfers that have just ended still hold, the agent lets go of in its next round.
+        until = time.monotonic() + 10
+        while after["agent"]["descriptors"] > before["agent"]["descriptors"] and time.monotonic() < until:
+            time.sleep(0.1)
+            after = look()
         receiver.close()
     print(json.dumps([before, after, os.listdir(home)]))
 """

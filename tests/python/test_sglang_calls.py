@@ -7,6 +7,8 @@ that runs there: older servers, refusals, and the exact order of calls that ``do
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassUnsupported,
 )
-from windlass.sglang import SGLangWeightLoader, gate
+from windlass.sglang import SGLangWeightLoader, gate, lease
 from windlass.sglang.engine import connect
 from windlass.sglang.gate import Gate
 
@@ -172,3 +174,21 @@ def test_a_load_waits_for_the_one_before_it(recorder: Recorder) -> None:
     one = ["pause_generation", *SESSION, "flush_cache", "continue_generation"]
     assert recorder.routes == [*one, *one]
     assert isinstance(loader._gate, Gate)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["paused"], ["continue_generation"]),
+        (["paused", "over", "paused"], ["continue_generation"]),
+        (["paused", "over"], []),
+        (["paused", "touched"], []),
+        ([], []),
+    ],
+)
+def test_a_pause_ends_with_its_owner_only_before_the_first_write(
+    recorder: Recorder, words: list[str], asked: list[str]
+) -> None:
+    place = json.dumps({"url": recorder.url, "token": None})
+    lease.main(io.StringIO("\n".join([place, *words, ""])))
+    assert recorder.routes == asked

@@ -79,6 +79,8 @@ class Engine(ABC):
 
     #: What messages call it.
     name: str
+    #: The address and the token of one that outlives this process.
+    address: tuple[str, str | None] | None = None
 
     @abstractmethod
     def facts(self, *, timeout: float) -> Facts:
@@ -112,9 +114,10 @@ class Engine(ABC):
 
 
 class _Server(Engine):
-    def __init__(self, client: HttpClient) -> None:
+    def __init__(self, client: HttpClient, token: str | None) -> None:
         self._client = client
         self.name = client.name
+        self.address = (client.url, token)
 
     def facts(self, *, timeout: float) -> Facts:
         return Facts.of(self._look("server_info", timeout))
@@ -253,7 +256,7 @@ def connect(
     if isinstance(engine, Engine):
         return engine
     if isinstance(engine, str):
-        return _Server(HttpClient(engine, name=name or "SGLang", token=api_key, timeout=timeout))
+        return _Server(HttpClient(engine, name=name or "SGLang", token=api_key, timeout=timeout), api_key)
     if hasattr(engine, "tokenizer_manager") and hasattr(engine, "loop"):
         return _Embedded(engine, name)
     raise WindlassInvalid(

@@ -24,6 +24,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.sglang.engine import Engine
+from windlass.sglang.lease import Lease
 
 __all__ = ["SHORT", "Gate", "Passage", "Pause", "left", "short"]
 
@@ -40,11 +41,22 @@ ENDING = 10.0
 class Passage:
     """One load on its way through the gate."""
 
-    def __init__(self, until: float) -> None:
+    def __init__(self, until: float, lease: Lease | None) -> None:
         #: The deadline.
         self.until = until
-        #: Whether the engine may have begun to write.
-        self.touched = False
+        self._touched = False
+        self._lease = lease
+
+    @property
+    def touched(self) -> bool:
+        """Whether the engine may have begun to write. Set before it is asked to."""
+        return self._touched
+
+    @touched.setter
+    def touched(self, value: bool) -> None:
+        if self._lease is not None and value != self._touched:
+            (self._lease.touched if value else self._lease.paused)()
+        self._touched = value
 
 
 class Gate:
@@ -61,6 +73,8 @@ class Gate:
         self._sessions: bool | None = None
         self._fenced = False
         self._busy = threading.Lock()
+        # An engine in this process dies with it.
+        self._lease = None if engine.address is None or pause == "wait" else Lease(*engine.address)
 
     @property
     def name(self) -> str:
@@ -88,7 +102,7 @@ class Gate:
     @contextlib.contextmanager
     def stopped(self, until: float) -> Iterator[Passage]:
         """The engine paused. Afterwards it goes on, unless something was written and not finished."""
-        passage = Passage(until)
+        passage = self.passage(until)
         self.halt(until)
         try:
             yield passage
@@ -97,10 +111,15 @@ class Gate:
             raise
         self.passed(passage)
 
+    def passage(self, until: float) -> Passage:
+        """The way through the gate, for one load."""
+        return Passage(until, None if self.dirty or self.released else self._lease)
+
     def passed(self, passage: Passage) -> None:
         """A whole load is done: the engine goes on."""
         if self._fenced:
             self.must("continue_generation", {}, "continue", passage.until, idempotent=True)
+            self._let_go()
         else:
             self.go_on(passage.until)
         self.dirty = self._fenced = False
@@ -124,6 +143,7 @@ class Gate:
     def fence(self) -> None:
         """Has the engine stand still until a whole load is done, also where it was not paused for the last one."""
         self.dirty = True
+        self._let_go()
         if self.released or self._fenced:
             return
         mode = "retract" if self.pause == "wait" else self.pause
@@ -136,12 +156,19 @@ class Gate:
     def halt(self, until: float) -> None:
         """Pauses, unless loading takes the engine's own lock, or it sleeps already."""
         if self.pause != "wait" and not self.released:
+            if self._lease is not None and not self.dirty:
+                self._lease.paused()
             self.must("pause_generation", {"mode": self.pause}, "pause", until, idempotent=True)
 
     def go_on(self, until: float) -> None:
         """The end of :meth:`halt`."""
         if self.pause != "wait" and not self.released:
             self.must("continue_generation", {}, "continue", until, idempotent=True)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lease is not None:
+            self._lease.over()
 
     @contextlib.contextmanager
     def open_for_weights(self, until: float) -> Iterator[None]:

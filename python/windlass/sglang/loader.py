@@ -530,7 +530,7 @@ class SGLangWeightLoader(WeightLoader):
     def _open(self, until: float) -> _Part:
         facts = self._facts(until)
         _check_replicas(self.name, facts)
-        part = _Part(facts, self._served(facts), Passage(until))
+        part = _Part(facts, self._served(facts), self._gate.passage(until))
         self._gate.halt(until)
         try:
             self._gate.begin(until)

@@ -10,6 +10,10 @@ import contextlib
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-from flight import Flight
 from policy import Policy
 from safetensors.torch import load_file, save_file
 
 import servers
 import tiny
+from flight import of_sglang
 from windlass.chunk import WeightChunk
 from windlass.errors import (
     WindlassError,
@@ -121,7 +125,7 @@ def test_requests_in_flight_end_as_the_pause_mode_says(
 ) -> None:
     old = label_of(server)
     order = policy.step()
-    flights = [Flight(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
+    flights = [of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
     assert not any(flight.done for flight in flights)
     new = load(server, order, pause=pause, cache=cache, way=way).label
     for flight in flights:
@@ -434,6 +438,36 @@ def run_snippet(snippet: str) -> str:
     with contextlib.redirect_stdout(out):
         exec(compile(snippet, "docs/sglang.md", "exec"), {})
     return out.getvalue()
+
+
+HOLDER = """
+    import asyncio, sys, time
+    from windlass.sglang import SGLangWeightLoader
+
+    async def hold():
+        loader = SGLangWeightLoader(sys.argv[1], checkpoint=sys.argv[2])
+        async with loader.update():
+            print("paused", flush=True)
+            await asyncio.sleep(600)
+
+    asyncio.run(hold())
+"""
+
+
+def test_a_loader_killed_before_the_first_write_leaves_the_server_serving(
+    server: servers.Sglang, policy: Policy, checkpoint: Callable[[tiny.Kind], Path]
+) -> None:
+    asyncio.run(loader(server).load_image(policy.step()))
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), server.url, str(checkpoint("qwen3"))]
+    env = {**os.environ, "PYTHONPATH": str(servers.PACKAGE)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "paused"
+        holder.kill()
+    # Would wait for ever on a server that stays paused.
+    assert right(server, policy)
+    asyncio.run(loader(server).load_image(policy.step()))
+    assert right(server, policy)
 
 
 def test_a_server_that_was_killed_and_restarted_is_loaded_like_any_other(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 import servers
 import tiny
+from flight import Flight, of_vllm
 from publishing import Publishing
 
 TOKEN = "a-secret-of-this-test"
@@ -104,21 +104,24 @@ def test_a_load_goes_on_when_its_client_is_gone(world: World) -> None:
     assert world.server.answers() == tiny.answers(world.trainer)
 
 
+def tokens_of(flight: Flight) -> int:
+    """How many tokens came."""
+    return sum(len(choice.get("token_ids") or ()) for piece in flight.pieces for choice in piece["choices"])
+
+
 @pytest.mark.timeout(400)
 def test_a_pause_that_does_not_come_about_within_its_lease_is_taken_back(world: World) -> None:
     before = world.status()["weight_version"]
     order = world.publish()
-    long: list[list[int]] = []
-    busy = threading.Thread(target=lambda: long.append(world.server.generate([5, 6], 450)))
-    busy.start()
+    busy = of_vllm(world.server.url, [5, 6], 450)
     try:
         status, error = refused(lambda: world.load(order, mode="wait", lease=0.05))
         assert (status, error["kind"]) == (504, "timeout")
         now = world.wait(lambda s: not s["paused"])
         assert (now["weight_version"], now["transaction"]) == (before, None)
     finally:
-        busy.join(120)
-    assert len(long[0]) == 450
+        busy.result()
+    assert tokens_of(busy) == 450
     world.load(order)
     assert world.server.answers() == tiny.answers(world.trainer)
 
@@ -126,12 +129,10 @@ def test_a_pause_that_does_not_come_about_within_its_lease_is_taken_back(world: 
 @pytest.mark.timeout(400)
 def test_requests_in_flight_go_on_with_the_new_weights_when_they_are_kept(world: World) -> None:
     order = world.publish()
-    long: list[list[int]] = []
-    busy = threading.Thread(target=lambda: long.append(world.server.generate([9, 8], 400)))
-    busy.start()
+    busy = of_vllm(world.server.url, [9, 8], 400)
     world.load(order, mode="keep")
-    busy.join(120)
-    assert len(long[0]) == 400
+    busy.result()
+    assert tokens_of(busy) == 400
     assert world.server.answers() == tiny.answers(world.trainer)
 
 

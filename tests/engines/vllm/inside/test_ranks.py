@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,10 @@ RANK = Path(__file__).resolve().parent / "rank.py"
 class Rank:
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, str(RANK), *map(str, arguments)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "PYTHONPATH": str(servers.PACKAGE)}
+        self._child = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def tell(self, value: object) -> None:
         assert self._child.stdin is not None
