@@ -10,6 +10,7 @@
 //! | [`copies`] | a process' tensors into the slot that is written |
 //! | [`work`] | threads over blocks |
 //! | [`seal`] | sums and delta of a committed version, in one pass |
+//! | [`early`] | a version by delta before its slot is whole |
 //! | [`history`] | deltas on disk, and those composed from them |
 //! | [`tcp`] | the link between two hosts |
 //! | [`serve`] | what an agent does, without HTTP |
@@ -27,6 +28,7 @@
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod copies;
+pub mod early;
 pub mod file;
 pub mod flip;
 pub mod history;

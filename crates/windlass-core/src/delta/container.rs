@@ -19,9 +19,9 @@ const MAX_HEADER: usize = FIXED_HEADER + ModelId::MAX_LEN + 8;
 /// The most bytes of index and payload in a part.
 pub const MAX_PART: usize = 64 << 20;
 /// A writer closes a part when its payload has so many bytes.
-const FULL_PAYLOAD: usize = 64 << 10;
+pub const FULL_PAYLOAD: usize = 64 << 10;
 /// A writer closes a part when it has so many records.
-const FULL_RECORDS: usize = 1024;
+pub const FULL_RECORDS: usize = 1024;
 /// Bytes of a block of the widest unit, and of any record.
 const MAX_RECORD: u32 = BLOCK_UNITS as u32 * 8;
 
@@ -211,7 +211,8 @@ impl PartBuilder {
     }
 }
 
-fn put_end(out: &mut Vec<u8>, parts: u32, records: u64, changes: u64) {
+/// Appends the end of a container. [`PartBuilder::finish`] does it for whoever builds all parts with one builder.
+pub fn put_end(out: &mut Vec<u8>, parts: u32, records: u64, changes: u64) {
     let at = out.len();
     out.extend_from_slice(END);
     out.extend_from_slice(&parts.to_le_bytes());

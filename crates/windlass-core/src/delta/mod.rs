@@ -113,6 +113,7 @@ pub mod bits;
 pub mod compose;
 pub mod container;
 pub mod context;
+pub mod early;
 pub mod encode;
 pub mod gaps;
 pub mod line;

@@ -14,6 +14,7 @@
 //! b.safetensors   slot 1, if there are two
 //! a.sums b.sums   block sums of what is sealed in the slot                            the agent's
 //! deltas/ token agent.sock                                                            the agent's
+//! parts/          what ranks bring of a version before its slot is whole              ranks', see [`crate::early`]
 //! ```
 //!
 //! The directory is 0700 and the files 0600, or 0750 and 0640 for a group; then `header` is 0660, because to read
@@ -95,6 +96,7 @@ const MANIFEST: &str = "manifest.json";
 const SLOT_NAMES: [&str; 2] = ["a.safetensors", "b.safetensors"];
 const SUMS_NAMES: [&str; 2] = ["a.sums", "b.sums"];
 const DELTAS: &str = "deltas";
+const PARTS: &str = "parts";
 const TOKEN: &str = "token";
 const SOCKET: &str = "agent.sock";
 
@@ -407,6 +409,18 @@ impl Region {
         self.dir.join(DELTAS)
     }
 
+    /// The directory of what ranks bring before a slot is whole.
+    pub fn parts_dir(&self) -> PathBuf {
+        self.dir.join(PARTS)
+    }
+
+    /// The data area of a slot, for a rank that took part in writing it: nobody writes it again before this rank has
+    /// joined another attempt.
+    pub(crate) fn slot_data(&self, slot: usize) -> &[u8] {
+        let mapping = self.slots[slot].view();
+        mapping.bytes(self.data_start()..mapping.len())
+    }
+
     /// The file with the agent's token.
     pub fn token_path(&self) -> PathBuf {
         self.dir.join(TOKEN)
@@ -484,7 +498,7 @@ impl Region {
         Owner::me().unwrap_or(self.me)
     }
 
-    fn ring(&self) {
+    pub(crate) fn ring(&self) {
         let bell = self.header.half(PROTOCOL + BELL);
         bell.fetch_add(1, Ordering::SeqCst);
         futex_wake_all(bell);
@@ -604,6 +618,6 @@ fn deadline_after(timeout: Duration) -> u64 {
 
 /// A named point between two steps, at which tests stop or kill a process.
 #[cfg(not(test))]
-const fn step(_name: &'static str) {}
+pub(crate) const fn step(_name: &'static str) {}
 #[cfg(test)]
-use tests::step;
+pub(crate) use tests::step;

@@ -31,7 +31,7 @@ static GIVE_UP: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 static COUNTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
 /// The hook in the code under test.
-pub(in crate::region) fn step(name: &'static str) {
+pub(crate) fn step(name: &'static str) {
     if STOPS.lock().unwrap().is_empty() {
         return;
     }

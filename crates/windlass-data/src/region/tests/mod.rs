@@ -12,7 +12,7 @@ use windlass_core::manifest::TensorSpec;
 
 use super::*;
 
-pub(super) use child::step;
+pub(crate) use child::step;
 
 /// Two slots for a manifest with all odd kinds of tensor.
 fn spec(dir: &Path, ranks: u16) -> RegionSpec {

@@ -1,0 +1,223 @@
+//! What an encoder found, in host memory, and the container made of it.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Write};
+
+use windlass_core::delta::container::{Entry, FULL_PAYLOAD, FULL_RECORDS, put_end};
+use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Record};
+use windlass_core::error::Kind;
+
+use crate::stop::{Stop, Stopped};
+use crate::work::{self, Batch};
+
+/// What is wrong with records.
+#[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum RecordsFault {
+    /// Blocks out of order, or one of them twice.
+    #[error("the record of block {block} stands at or before the one of a lower block")]
+    Order {
+        /// The block.
+        block: u32,
+    },
+    /// A payload beyond the memory.
+    #[error("the payload of block {block} ends at {end}, and there are {have} bytes")]
+    Beyond {
+        /// The block.
+        block: u32,
+        /// Where it ends.
+        end: u64,
+        /// Bytes there are.
+        have: u64,
+    },
+    /// An empty payload.
+    #[error("the payload of block {block} is empty")]
+    Empty {
+        /// The block.
+        block: u32,
+    },
+    /// A record that does not compose.
+    #[error("the record of block {block} is of context mode, which does not compose: encode in plain mode")]
+    Context {
+        /// The block.
+        block: u32,
+    },
+    /// A block of another rank.
+    #[error("there is a record of block {block}, which is not this rank's")]
+    NotOwn {
+        /// The block.
+        block: u32,
+    },
+}
+
+impl RecordsFault {
+    /// The kind of failure (see [`windlass_core::error`]).
+    pub const fn kind(self) -> Kind {
+        match self {
+            RecordsFault::Order { .. }
+            | RecordsFault::Beyond { .. }
+            | RecordsFault::Empty { .. }
+            | RecordsFault::NotOwn { .. } => Kind::Invalid,
+            RecordsFault::Context { .. } => Kind::Unsupported,
+        }
+    }
+}
+
+/// The change of a rank's blocks from one version to the next, by ascending block. Blocks without a record did not change.
+///
+/// The payloads are wherever the encoder put them: in a vector, or in pinned memory that a GPU wrote.
+pub struct Records {
+    entries: Vec<Entry>,
+    changes: u64,
+    payload: Box<dyn AsRef<[u8]> + Send + Sync>,
+}
+
+impl fmt::Debug for Records {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Records")
+            .field("records", &self.entries.len())
+            .field("changes", &self.changes)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Records {
+    /// Checks that `entries` ascend and that their payloads lie in `payload`. `changes` is how many units changed.
+    pub fn new(
+        entries: Vec<Entry>,
+        changes: u64,
+        payload: Box<dyn AsRef<[u8]> + Send + Sync>,
+    ) -> Result<Records, RecordsFault> {
+        let have = (*payload).as_ref().len() as u64;
+        let mut last = None;
+        for e in &entries {
+            let block = e.block;
+            if last >= Some(block) {
+                return Err(RecordsFault::Order { block });
+            }
+            last = Some(block);
+            let end = (e.offset as u64).saturating_add(e.len.into());
+            if end > have {
+                return Err(RecordsFault::Beyond { block, end, have });
+            }
+            if e.len == 0 {
+                return Err(RecordsFault::Empty { block });
+            }
+            if e.mode == Mode::Context {
+                return Err(RecordsFault::Context { block });
+            }
+        }
+        Ok(Records { entries, changes, payload })
+    }
+
+    /// Where the records are, by ascending block.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// How many units changed.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Bytes of all payloads.
+    pub fn bytes(&self) -> u64 {
+        self.entries.iter().map(|e| u64::from(e.len)).sum()
+    }
+
+    /// The record of an entry of these records.
+    pub fn record(&self, e: &Entry) -> Record<'_> {
+        let payload = &(*self.payload).as_ref()[e.offset..e.offset + e.len as usize];
+        Record { block: e.block, mode: e.mode, sum: e.sum, payload }
+    }
+
+    /// The record of a block, if it changed.
+    pub fn find(&self, block: u32) -> Option<Record<'_>> {
+        let i = self.entries.binary_search_by_key(&block, |e| e.block).ok()?;
+        self.entries.get(i).map(|e| self.record(e))
+    }
+}
+
+/// Why a container was not written.
+#[derive(Debug)]
+pub(crate) enum WriteFault {
+    Io(io::Error),
+    Stopped(Stopped),
+}
+
+impl From<Stopped> for WriteFault {
+    fn from(s: Stopped) -> WriteFault {
+        WriteFault::Stopped(s)
+    }
+}
+
+impl WriteFault {
+    pub(crate) fn into_io(self) -> io::Error {
+        match self {
+            WriteFault::Io(e) => e,
+            WriteFault::Stopped(s) => io::Error::other(s),
+        }
+    }
+}
+
+/// Parts of a container that wait for their turn.
+#[derive(Default)]
+struct Built(Vec<u8>);
+
+impl Batch for Built {
+    fn full(&self) -> bool {
+        self.0.len() >= FULL_PAYLOAD * 8
+    }
+}
+
+/// Writes the container of some records, which are given by ascending block, and answers how long it is. The same records
+/// make the same file as one [`PartBuilder`] would, whatever the number of threads.
+pub(crate) fn write_container<'a>(
+    mut file: &File,
+    header: &DeltaHeader,
+    (count, changes): (usize, u64),
+    record: impl Fn(usize) -> Record<'a> + Sync,
+    threads: usize,
+    stop: &Stop,
+) -> Result<u64, WriteFault> {
+    let mut bounds = vec![0];
+    let (mut records, mut payload) = (0, 0);
+    for i in 0..count {
+        if payload >= FULL_PAYLOAD || records >= FULL_RECORDS {
+            bounds.push(i);
+            (records, payload) = (0, 0);
+        }
+        records += 1;
+        payload += record(i).payload.len();
+    }
+    if count > 0 {
+        bounds.push(count);
+    }
+    let parts = bounds.len() - 1;
+    let front = header.to_bytes();
+    file.write_all(&front).map_err(WriteFault::Io)?;
+    let make = |built: &mut Built, part: u64| {
+        let mut builder = PartBuilder::new();
+        for i in bounds[part as usize]..bounds[part as usize + 1] {
+            let Record { block, mode, sum, payload } = record(i);
+            // Changes are counted for all at once.
+            builder.push(block, &Encoded { mode, changes: 0, sum }, payload, &mut built.0);
+        }
+        builder.close(&mut built.0);
+        Ok::<(), WriteFault>(())
+    };
+    let put = |written: &mut u64, built: &mut Built| {
+        let mut file = file;
+        file.write_all(&built.0).map_err(WriteFault::Io)?;
+        *written += built.0.len() as u64;
+        built.0.clear();
+        Ok(())
+    };
+    let (written, _) =
+        work::in_order(threads.max(1), parts as u64, stop, front.len() as u64, Built::default, make, put)?;
+    let mut end = Vec::new();
+    put_end(&mut end, parts as u32, count as u64, changes);
+    file.write_all(&end).map_err(WriteFault::Io)?;
+    Ok(written + end.len() as u64)
+}
