@@ -96,6 +96,7 @@ mod staging;
 mod tests;
 
 pub use self::error::EarlyError;
+pub(crate) use self::folder::open;
 pub use self::folder::{Folder, Part};
 pub use self::rank::{Base, DeltaSource, Rank, RankSpec, Way, table};
 pub(crate) use self::records::write_container;

@@ -51,6 +51,12 @@ pub enum ServeError {
         /// What is there.
         newest: Option<Version>,
     },
+    /// A version that is served by delta and whose image is not there yet.
+    #[error("version {version} is served by delta only until its slot is whole: ask again soon")]
+    NotWhole {
+        /// The version.
+        version: Version,
+    },
     /// An instance id that was never given out, or was forgotten.
     #[error(
         "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
@@ -105,6 +111,7 @@ impl ServeError {
                 Kind::NotFound => Kind::Stale,
                 kind => kind,
             },
+            ServeError::NotWhole { .. } => Kind::Stale,
             ServeError::NothingYet { .. }
             | ServeError::NoVersion { .. }
             | ServeError::UnknownInstance { .. } => Kind::NotFound,

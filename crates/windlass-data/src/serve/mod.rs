@@ -13,6 +13,8 @@
 //!   thereby gives up their leases (W-4).
 //! - The **gatherer**, where there are other holders of parts, asks them for their share of what was sealed here, again
 //!   and again, so that a holder that was restarted is found. Neither sealing nor the writer waits for it.
+//! - The **joiner** serves a version by delta before its slot is whole, where the ranks brought what changed in it
+//!   ([`crate::early`]), and the **checker** sums the bytes of slots that were sealed without looking, now and then.
 //! - The [link](crate::tcp) has its own.
 //!
 //! All offers of a slot share one lease: a region has only so many entries for them.
@@ -29,6 +31,7 @@
 //! have sealed it; the state sums of the parts add up to its digest. A ticket lists every holder as a source, and
 //! each is told of it before the receiver is.
 
+mod early;
 mod error;
 mod sealing;
 mod tickets;
@@ -54,6 +57,7 @@ use windlass_core::wire::control::{
 use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
 
 pub use self::error::ServeError;
+use crate::early::Folder;
 use crate::history::{History, Limits};
 use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
@@ -88,6 +92,9 @@ pub struct ServerConfig {
     pub revoke_grace: Duration,
     /// A delta larger than this share of the image is not worth it.
     pub dense_share: f64,
+    /// Of the versions that were served before their slot was whole, the bytes of the first and of every so-manieth are
+    /// summed; 0 for none.
+    pub check_every: u64,
     /// The most receivers that are known at a time; the one longest unheard is forgotten.
     pub max_instances: usize,
     /// Holders of the other parts, if this server leads.
@@ -107,6 +114,7 @@ impl ServerConfig {
             transfer_timeout: Duration::from_mins(10),
             revoke_grace: Duration::from_millis(200),
             dense_share: 0.8,
+            check_every: 16,
             max_instances: 4096,
             peers: Vec::new(),
         }
@@ -121,7 +129,10 @@ pub trait Peer: Send + Sync {
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError>;
 }
 
-/// What is known of a sealed slot.
+/// The id of a version that is in no slot, or not yet.
+const NO_SLOT: u64 = 0;
+
+/// What is known of a sealed slot, or of a version that will be in one.
 #[derive(Clone, Debug)]
 struct SealedSlot {
     id: u64,
@@ -164,8 +175,15 @@ struct Active {
 #[derive(Default)]
 struct State {
     slots: [Option<SealedSlot>; 2],
-    /// The newest version that all holders have sealed. Its slot may have been taken back since.
+    /// The newest version that all holders have sealed, or that ranks brought by delta. Its slot may have been taken back
+    /// since, or may not be whole yet.
     served: Option<SealedSlot>,
+    /// The sums of versions that ranks brought by delta and whose slots are not sealed yet.
+    early: BTreeMap<Version, Arc<SumTable>>,
+    /// The slot to be summed next, and whether one could not be.
+    check: Option<early::Check>,
+    check_missed: bool,
+    contradiction: Option<String>,
     /// The lease that the offers of a slot share, and until when it was given.
     lease: Option<(Weak<Lease>, Instant)>,
     /// Digests of versions that deltas start from or lead to.
@@ -187,6 +205,16 @@ pub struct Counters {
     pub seal_failures: AtomicU64,
     /// Milliseconds spent sealing.
     pub seal_ms: AtomicU64,
+    /// Versions served by delta before their slot was whole.
+    pub joined: AtomicU64,
+    /// Versions whose ranks brought deltas that were not used.
+    pub parts_refused: AtomicU64,
+    /// Versions sealed by the sums that ranks brought, without looking at the bytes.
+    pub sealed_early: AtomicU64,
+    /// Slots among those that were summed afterwards.
+    pub checked: AtomicU64,
+    /// Times that something handed out was not what it should be.
+    pub contradictions: AtomicU64,
     /// Full tickets.
     pub tickets_full: AtomicU64,
     /// Delta tickets.
@@ -226,6 +254,9 @@ struct Inner {
     /// The slots, for `sendfile`.
     files: Vec<Arc<File>>,
     history: History,
+    parts: Folder,
+    /// Held while deltas of ranks are joined: the newest version whose deltas were refused.
+    joining: Mutex<Option<Version>>,
     sender: Sender,
     data: HostPort,
     state: Mutex<State>,
@@ -265,11 +296,14 @@ impl Server {
         let files = (0..region.slot_count()).map(open).collect::<Result<_, _>>()?;
         let port = NonZeroU16::new(sender.local_addr().port()).unwrap_or(NonZeroU16::MIN);
         let data = HostPort::new(config.advertise_host.clone(), port);
+        let parts = Folder::new(region.parts_dir());
         let inner = Arc::new(Inner {
             config,
             region,
             files,
             history,
+            parts,
+            joining: Mutex::default(),
             sender,
             data,
             state: Mutex::default(),
@@ -285,6 +319,10 @@ impl Server {
         server.spawn("warden", move |inner| inner.watch_loop(&seat))?;
         if !server.inner.config.peers.is_empty() {
             server.spawn("gatherer", Inner::gather_loop)?;
+        }
+        if server.inner.joins() {
+            server.spawn("joiner", Inner::join_loop)?;
+            server.spawn("checker", Inner::check_loop)?;
         }
         Ok(server)
     }
@@ -365,14 +403,15 @@ impl Server {
         }
     }
 
-    /// The table of a sealed version that is still in a slot. Blocks that are not held here have a sum of zero, which no
+    /// The table of a sealed version that is still in a slot, or of one that will be. Blocks that are not held here have a sum of zero, which no
     /// bytes have.
     pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
         let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
-        let slot = state.slots.iter().flatten().find(|s| s.version == wanted);
-        slot.map(|s| Arc::clone(&s.sums)).ok_or(ServeError::NoVersion { version: wanted, newest })
+        let slot = state.slots.iter().flatten().find(|s| s.version == wanted).map(|s| &s.sums);
+        let sums = slot.or_else(|| state.early.get(&wanted)).map(Arc::clone);
+        sums.ok_or(ServeError::NoVersion { version: wanted, newest })
     }
 
     /// Makes a receiver known.
@@ -433,6 +472,11 @@ impl Server {
     /// Why the newest committed version could not be sealed, if it could not.
     pub fn failure(&self) -> Option<String> {
         self.inner.state().failure.clone()
+    }
+
+    /// The last time that something handed out was not what it should be, if ever.
+    pub fn contradiction(&self) -> Option<String> {
+        self.inner.state().contradiction.clone()
     }
 
     /// Answers a request for a transfer.

@@ -109,7 +109,10 @@ impl Inner {
         state.digests.insert(newest, sealed.digest);
         let oldest = self.history.ends().map_or(newest, |(oldest, _)| oldest.min(newest));
         state.digests.retain(|v, _| *v >= oldest);
-        state.served = Some(sealed);
+        // A later one may be served by delta already.
+        if state.served.as_ref().is_none_or(|s| s.version <= newest) {
+            state.served = Some(sealed);
+        }
     }
 
     /// Serves what was sealed here once the other holders have it.
@@ -196,6 +199,12 @@ impl Inner {
     pub(super) fn seal(&self, job: Seal) -> Result<(), ServeError> {
         let start = Instant::now();
         let (slot, id, version) = (job.new.slot(), job.new.id(), job.new.version());
+        if self.joins() {
+            self.join_ready();
+            if let Some(sums) = self.early_sums(version) {
+                return self.seal_unseen(job, sums, start);
+            }
+        }
         let base = job.base.as_ref().and_then(|lease| {
             let known = self.state().slots[lease.slot()].clone().filter(|s| s.id == lease.id());
             known.filter(|k| k.version < version).map(|k| (lease, k))
@@ -235,6 +244,26 @@ impl Inner {
         drop(base);
         job.finish(digest)?;
         self.sealed(slot, id, version, Arc::new(sealed.sums), delta);
+        if self.joins() {
+            self.sweep(version);
+            // What follows may have waited for this.
+            self.join_ready();
+        }
+        Ok(())
+    }
+
+    /// Seals a version whose sums came with the deltas of its ranks.
+    fn seal_unseen(&self, job: Seal, sums: Arc<SumTable>, start: Instant) -> Result<(), ServeError> {
+        let (slot, id, version) = (job.new.slot(), job.new.id(), job.new.version());
+        job.check()?;
+        let digest = self.part_digest(sums.state());
+        self.keep_table(slot, self.table_id(version, id), digest, &sums);
+        count(&self.counters.sealed);
+        self.counters.seal_ms.fetch_add(start.elapsed().as_millis() as u64, Ordering::Relaxed);
+        job.finish(digest)?;
+        self.sealed(slot, id, version, Arc::clone(&sums), None);
+        self.sealed_unseen(slot, SealedSlot { id, version, sums, digest });
+        self.sweep(version);
         Ok(())
     }
 

@@ -15,8 +15,8 @@ use windlass_core::wire::{
 };
 
 use super::{
-    Active, Inner, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError, blocks_of, count, random,
-    sparsity,
+    Active, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError, blocks_of, count,
+    random, sparsity,
 };
 use crate::history::Segment;
 use crate::region::{Lease, LeaseKind, RegionError};
@@ -51,12 +51,15 @@ impl Inner {
         }
         let patience = stop.with_timeout(REPLACED_PATIENCE);
         loop {
-            let slot = self.state().served.clone().ok_or_else(|| self.nothing_yet())?;
-            match self.answer(request, &slot, stop) {
-                // Its slot was taken back between the sealing of the next version and now.
-                Err(ServeError::Region(RegionError::LeaseGone { .. })) if !patience.is_set() => {
+            let (served, whole) = self.on_offer().ok_or_else(|| self.nothing_yet())?;
+            match self.answer(request, &served, whole.as_ref(), stop) {
+                // Its slot was taken back between the sealing of the next version and now, or is not whole yet.
+                Err(ServeError::Region(RegionError::LeaseGone { .. }) | ServeError::NotWhole { .. })
+                    if !patience.is_set() =>
+                {
                     let state = self.state();
-                    if state.served.as_ref().is_some_and(|s| s.id == slot.id) {
+                    if state.served.as_ref().is_some_and(|s| (s.id, s.version) == (served.id, served.version))
+                    {
                         drop(self.changed.wait_timeout(state, patience.nap()));
                     }
                 }
@@ -65,10 +68,23 @@ impl Inner {
         }
     }
 
-    pub(super) fn answer(
+    /// What is served, and the newest version that is whole in a slot.
+    fn on_offer(&self) -> Option<(SealedSlot, Option<SealedSlot>)> {
+        let state = self.state();
+        let served = state.served.clone()?;
+        let whole = if served.id == NO_SLOT {
+            state.slots.iter().flatten().max_by_key(|s| s.version).cloned()
+        } else {
+            Some(served.clone())
+        };
+        Some((served, whole))
+    }
+
+    fn answer(
         &self,
         request: &TransferRequest,
         slot: &SealedSlot,
+        whole: Option<&SealedSlot>,
         stop: &Stop,
     ) -> Result<TransferAnswer, ServeError> {
         let delta = match request.mode {
@@ -78,7 +94,20 @@ impl Inner {
         match (delta, request.mode) {
             (Ok(segment), _) => self.grant_delta(request, &segment, stop),
             (Err(reason), RequestMode::Delta) => Ok(refused(Some(RequestMode::Full), Kind::Stale, reason)),
-            (Err(why), RequestMode::Full | RequestMode::Auto) => self.grant_full(request, slot, why, stop),
+            (Err(why), RequestMode::Full | RequestMode::Auto) => {
+                // An older image than what is served is a beginning for all but those who have it.
+                let has = |w: &SealedSlot| {
+                    let have = request.have.as_ref();
+                    have.is_some_and(|h| {
+                        (h.incarnation, h.version, h.digest)
+                            == (self.region.incarnation(), w.version, w.digest)
+                    })
+                };
+                match whole.filter(|w| w.version == slot.version || !has(w)) {
+                    Some(whole) => self.grant_full(request, whole, why, stop),
+                    None => Err(ServeError::NotWhole { version: slot.version }),
+                }
+            }
         }
     }
 
