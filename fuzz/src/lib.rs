@@ -9,10 +9,12 @@ use std::collections::BTreeMap;
 
 use windlass_core::Dtype;
 use windlass_core::delta::container::Piece;
+use windlass_core::delta::early::{Roster, cover};
 use windlass_core::delta::{Applier, Composer, Delta, DeltaHeader, Encoder, Mode, Outcome, Record, Tile};
 use windlass_core::digest::{BlockSum, sum_block};
 use windlass_core::kernel::Portable;
 use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader, TensorSpec};
+use windlass_core::ranges::BlockRanges;
 use windlass_core::request::{WeightUpdateRequest, parse_request, parse_request_json};
 use windlass_core::sync_info::WeightSyncInfo;
 use windlass_core::wire::{Frame, HEADER_LEN, Header, Ticket, decode_frame, decode_header};
@@ -23,7 +25,7 @@ pub type Target = fn(&[u8]);
 
 /// Every target, by name; `fuzz/corpus/NAME` holds its corpus.
 pub const TARGETS: &[(&str, Target)] =
-    &[("manifest", manifest), ("delta", delta), ("request", request), ("frame", frame)];
+    &[("manifest", manifest), ("delta", delta), ("roster", roster), ("request", request), ("frame", frame)];
 
 /// Enough blocks to see that a cut table is sound; an image may have billions.
 const BLOCKS: u32 = 1000;
@@ -182,6 +184,34 @@ fn check_round_trip(dtype: Dtype, noise: &[u8]) {
         assert_eq!((apply(sum(&old), &mut bytes), &bytes), (Outcome::Applied, &new));
         assert_eq!((apply(sum(&new), &mut bytes), &bytes), (Outcome::Skipped, &new));
     }
+}
+
+/// A rank's roster, and what is made of several of them.
+pub fn roster(data: &[u8]) {
+    check_roster(data);
+    // Behind the sum, as with deltas.
+    let mut mended = data.to_vec();
+    let len = mended.len();
+    if let Some(field) = mended.get_mut(8..12) {
+        field.copy_from_slice(&(len as u32).to_le_bytes());
+    }
+    if let Some((body, sum)) = mended.split_last_chunk_mut::<8>() {
+        *sum = xxh3_64(body).to_le_bytes();
+    }
+    check_roster(&mended);
+}
+
+fn check_roster(bytes: &[u8]) {
+    let Ok(roster) = Roster::parse(bytes) else { return };
+    assert_eq!(roster.to_bytes(), bytes, "a roster has one form");
+    assert!(roster.rank < roster.ranks);
+    let specs = [TensorSpec::new("w", Dtype::U8, [300_000])];
+    let manifest = Manifest::new(specs, BTreeMap::new()).expect("a good manifest");
+    let held = BlockRanges::from(0..manifest.cuts().blocks());
+    let (layout_hash, cuts_hash) = (manifest.layout_hash(), manifest.cuts_hash());
+    let alone = Roster { rank: 0, ranks: 1, layout_hash, cuts_hash, ..roster };
+    let covers = cover(&manifest, alone.incarnation, &held, std::slice::from_ref(&alone)).is_ok();
+    assert_eq!(covers, alone.blocks == held);
 }
 
 /// A weight update request in any of its forms, sync info, or a ticket.

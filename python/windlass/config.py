@@ -162,8 +162,9 @@ class TransferEngineConfig(Config):
 class SenderAgentConfig(Config):
     """The agent that serves a trainer's region. ``ports`` is "0" for any, one port, or a range "18100-18110".
 
-    ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; ``threads`` is the number
-    of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``.
+    ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; of the versions that are
+    handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); ``threads`` is
+    the number of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``.
     """
 
     enabled: bool = True
@@ -174,6 +175,7 @@ class SenderAgentConfig(Config):
     token_file: str | None = None
     history: int = 16
     history_bytes: int = 4 << 30
+    check_every: int = 16
     threads: int | None = None
     log: str | None = None
 
@@ -189,6 +191,7 @@ class SenderAgentConfig(Config):
         self._text("token_file", "log", optional=True)
         self._count("history", 0, 1 << 20)
         self._count("history_bytes", 0, 1 << 62)
+        self._count("check_every", 0, 1 << 32)
         self._count("threads", 1, 4096, optional=True)
 
 
@@ -227,6 +230,9 @@ class WeightManagerConfig(Config):
     usual name of a value head. ``buffers`` publishes all persistent buffers of a model, not only those that its
     checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that :meth:`notify_version` tells,
     and ``controller_token_file`` the file with its token (without one, that of ``WINDLASS_TOKEN``).
+    ``offload_mode`` says how a version after the first leaves this process: "copy" writes it into its slot while the
+    trainer waits; "delta" hands out what changed, and its slot follows in the background (docs/trainers.md); "auto" is
+    "delta" where a GPU can tell what changed, and "copy" elsewhere. The same on all ranks.
     ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
     and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
     """
@@ -241,6 +247,7 @@ class WeightManagerConfig(Config):
     extras: Literal["error", "ignore"] = "ignore"
     buffers: bool = False
     timeout: float = 120.0
+    offload_mode: Literal["copy", "delta", "auto"] = "auto"
     controller: str | None = None
     controller_token_file: str | None = None
     strict: bool = False
@@ -263,6 +270,7 @@ class WeightManagerConfig(Config):
         self._choice("extras", "error", "ignore")
         self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
+        self._choice("offload_mode", "copy", "delta", "auto")
         self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
         self._choice("memfd", "auto", "never", "always")

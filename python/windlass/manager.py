@@ -101,6 +101,8 @@ class Offloaded:
     commit_ms: float
     #: False if the same version with the same bytes was there already.
     new: bool = True
+    #: "copy" if the version is committed; "delta" if it is handed out, and its slot follows in the background.
+    mode: str = "copy"
 
 
 @dataclass
@@ -115,6 +117,8 @@ class _Open:
     exchange: Exchange
     #: Whether it was made for a :class:`WeightSource`.
     exported: bool
+    #: Whether versions may be handed out by delta.
+    deltas: bool = False
 
 
 class WeightManager:
@@ -198,6 +202,9 @@ class WeightManager:
     ) -> Offloaded:
         """Publishes the weights as ``version``: returns when all ranks have written their share.
 
+        With ``offload_mode="delta"`` it returns when this rank's share is taken, after the first version: what changed is
+        handed out and the slot written in the background. An error of that is raised by the next call.
+
         ``named_parameters`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Weights
         must not change until the call returns. Versions only grow; offloading the newest one again with the same
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
@@ -229,12 +236,14 @@ class WeightManager:
         Where several hosts publish, the digest is that of this host's part.
         """
         publisher = self._published("wait for")
+        until = time.monotonic() + self._seconds(timeout)
+        publisher.settle(_left(until))
         newest = publisher.newest()
         if version is None:
             if newest is None:
                 raise WindlassNotFound("nothing was offloaded yet")
             version = newest[0]
-        return self._wait_sealed(publisher, version, self._seconds(timeout))
+        return self._wait_sealed(publisher, version, _left(until))
 
     def notify_version(
         self,
@@ -313,10 +322,9 @@ class WeightManager:
 
     @property
     def version(self) -> int | None:
-        """The newest committed version."""
+        """The newest version that was committed, or handed out by delta."""
         publisher = None if self._open is None else self._open.publisher
-        newest = None if publisher is None else publisher.newest()
-        return None if newest is None else newest[0]
+        return None if publisher is None else publisher.newest_number
 
     @property
     def token_file(self) -> str | None:
@@ -334,6 +342,7 @@ class WeightManager:
             "version": self.version,
             "region": self.region,
             "agent": agent,
+            "deltas": self._open is not None and self._open.deltas,
             "ways": None if self._open is None else dict(self._open.plan.reasons),
         }
 
@@ -443,7 +452,13 @@ class WeightManager:
             # The others are told before it is raised here.
             sources = e
         plan = planning.make_plan(
-            sources, naming, rank=rank, node=self._node, exchange=exchange, timeout=_left(until)
+            sources,
+            naming,
+            rank=rank,
+            node=self._node,
+            exchange=exchange,
+            timeout=_left(until),
+            by_rank=self._by_delta(),
         )
         here = [] if plan.host is None else plan.hosts[plan.host]
         place = here.index(rank) if here else -1
@@ -475,6 +490,10 @@ class WeightManager:
             self._abandon(opened)
             raise
         return opened, stream
+
+    def _by_delta(self) -> bool:
+        """Whether versions are to be handed out by delta. Comparing on the CPU is done only where it is asked for."""
+        return self.config.offload_mode == "delta"
 
     def _naming(self) -> Naming:
         config = self.config
@@ -555,6 +574,9 @@ class WeightManager:
                 )
             if opened.publisher is not None:
                 opened.copies = opened.publisher.plan(plan.copies)
+                if plan.blocks is not None:
+                    opened.publisher.deltas(plan.layout, plan.blocks, opened.threads)
+                    opened.deltas = True
 
         said = together(exchange, begin, "make the region", _left(until))
         begun = said[plan.hosts[0][0]]
@@ -567,9 +589,9 @@ class WeightManager:
 
     def _room(self, plan: Plan) -> int:
         """What is kept free for deltas: no more of them than a whole image, which is as good."""
-        return (
-            min(self.config.agent.history_bytes, plan.layout.data_bytes) if self.config.agent.enabled else 0
-        )
+        if not self.config.agent.enabled:
+            return 0
+        return min(self.config.agent.history_bytes, plan.layout.data_bytes)
 
     def _check_agent(self) -> None:
         """Says once what keeps the agent from running: training goes on, and nobody would be served."""
@@ -611,6 +633,7 @@ class WeightManager:
             token_file=agent.token_file,
             history=agent.history,
             history_bytes=agent.history_bytes,
+            check_every=agent.check_every,
             threads=agent.threads,
             streams=self.config.engine.streams,
             timeout=self.config.engine.timeout,
@@ -642,11 +665,20 @@ class WeightManager:
                 pass
             taken = (time.monotonic() - begun) * 1e3
             return Offloaded(version, "", 0, 0.0, taken, 0.0)
+        start = time.monotonic()
+        # The version before may still be under way; its error is raised here.
+        publisher.settle(_left(until))
         newest = publisher.newest()
         if newest is not None and version <= newest[0]:
             return self._again(opened, given, stream, version, newest[0], until)
-        start = time.monotonic()
-        publisher.begin(version, _left(until))
+        why = publisher.needs_copy(version, _left(until)) if opened.deltas else None
+        delta = opened.deltas and why is None
+        if delta:
+            publisher.stage(version)
+        else:
+            if why is not None:
+                log.info("%s: version %d is copied: %s", self.config.model_id, version, why)
+            publisher.begin(version, _left(until))
         try:
             # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
             begun = time.monotonic()
@@ -658,7 +690,10 @@ class WeightManager:
             if plan.casts or plan.gathered:
                 self._write(plan, stream, publisher)
             copied = time.monotonic()
-            publisher.commit(_left(until))
+            if delta:
+                publisher.publish(self.config.timeout)
+            else:
+                publisher.commit(_left(until))
         except BaseException:
             publisher.abort()
             raise
@@ -672,6 +707,7 @@ class WeightManager:
             (begun - start) * 1e3,
             (copied - begun) * 1e3,
             (ended - copied) * 1e3,
+            mode="delta" if delta else "copy",
         )
 
     def _write(self, plan: Plan, stream: WeightSource | None, publisher: Publisher) -> None:
@@ -778,6 +814,26 @@ class WeightManager:
             self._sealed = (version, time.monotonic())
         return digest
 
+    def _wait_served(self, endpoint: str, version: int, until: float) -> None:
+        """Waits until the agent serves ``version``, which it may do before the slot is whole."""
+        token_file = self.token_file
+        assert token_file is not None
+        agent = HttpClient(endpoint, name="the agent", token=Path(token_file).read_text().strip())
+        query = f"newer_than={version - 1}&" if version > 0 else ""
+        while True:
+            wait = min(10.0, _left(until))
+            path = f"/get_version?{query}timeout_ms={int(wait * 1e3)}"
+            said = agent.get(path, stage="wait for the version", timeout=wait + ASK_S).object()
+            newest = said.get("version")
+            if isinstance(newest, int) and newest >= version:
+                if self._sealed is None or self._sealed[0] != version:
+                    self._sealed = (version, time.monotonic())
+                return
+            if _left(until) <= 0:
+                raise WindlassTimeout(f"version {version} is not served yet: {self._about_agent()}")
+            if not query:
+                time.sleep(0.01)
+
     def _announcement(
         self, version: int | None, timeout: float | None, sync: bool, eval: Any
     ) -> Callable[[], Notified] | None:
@@ -797,14 +853,18 @@ class WeightManager:
         assert there is not None
         assert agent is not None
         seconds, named = self._seconds(timeout), version
+        deltas = self._open is not None and self._open.deltas
         identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)
 
         def speak() -> Notified:
             until = time.monotonic() + seconds
             endpoint = agent.endpoint(seconds)
-            # One that was overtaken meanwhile is in the agent's history.
-            with contextlib.suppress(WindlassStale):
-                self._wait_sealed(publisher, named, _left(until))
+            if deltas:
+                self._wait_served(endpoint, named, until)
+            else:
+                # One that was overtaken meanwhile is in the agent's history.
+                with contextlib.suppress(WindlassStale):
+                    self._wait_sealed(publisher, named, _left(until))
             return there.notify_version(
                 identity,
                 endpoint,
@@ -852,6 +912,12 @@ class WeightManager:
         self._offloaded = self._sealed = None
         self._end.detach()
         agent, self._agent = self._agent, None
+        if opened is not None and opened.publisher is not None and opened.deltas:
+            # The last version is given the time that others need to leave.
+            try:
+                opened.publisher.settle(LEAVE_S)
+            except WindlassError as e:
+                log.warning("%s: the last version was not committed: %s", self.config.model_id, e)
         try:
             if agent is not None:
                 # Receivers that follow know this address and this secret.

@@ -104,6 +104,8 @@ class Plan:
     host: int | None
     #: The blocks that this host's region holds, if several publish.
     part: list[tuple[int, int]] | None
+    #: The blocks that this rank writes, all of them whole, if ranks asked for cuts between them.
+    blocks: list[tuple[int, int]] | None
     bytes: int
     #: How many parameters went which way, and why.
     reasons: dict[str, int]
@@ -247,13 +249,17 @@ def make_plan(
     node: str,
     exchange: Exchange,
     timeout: float,
+    by_rank: bool = False,
 ) -> Plan:
-    """Agrees with the other ranks. An error on one of them becomes an error on all."""
+    """Agrees with the other ranks. An error on one of them becomes an error on all.
+
+    With ``by_rank``, on all ranks, blocks end where the share of a rank does, so that each is one rank's.
+    """
 
     def tell() -> dict[str, Any]:
         if isinstance(sources, Exception):
             raise sources
-        return _tell(sources, naming, node)
+        return {**_tell(sources, naming, node), "by_rank": by_rank}
 
     said = together(exchange, tell, "publish", timeout)
     assert not isinstance(sources, Exception)
@@ -371,11 +377,12 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
         for name, held in holders.items():
             for box, ranks in held.items():
                 ranks[:] = [r for r in ranks if r in here[owners[name][box]]]
-    layout = Layout(
-        [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()],
-        aliases,
-        _cuts(owners, shapes) if len(hosts) > 1 else None,
-    )
+    tensors = [(name, dtype, _image_shape(dtype, shape)) for name, (dtype, shape) in shapes.items()]
+    writers = None
+    if all(words["by_rank"] for words in said):
+        writers = _writers(Layout(tensors, aliases), shapes, holders)
+    cuts = _cuts(owners, shapes) if len(hosts) > 1 else None
+    layout = Layout(tensors, aliases, cuts if writers is None else _cuts(writers, shapes))
     table = {
         name: (dtype, shapes[name][1], offset, size) for name, dtype, _, offset, size in layout.tensors()
     }
@@ -383,7 +390,25 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
     part = None
     if len(hosts) > 1 and host is not None:
         part = layout.parts(len(hosts), _owned(owners, shapes))[host]
-    return _mine(sources, layout, table, holders, hosts, host, part, rank, aliases)
+    blocks = None if writers is None else layout.parts(len(said), _owned(writers, shapes))[rank]
+    return _mine(sources, layout, table, holders, hosts, host, part, blocks, rank, aliases)
+
+
+def _writers(
+    layout: Layout, shapes: dict[str, tuple[str, tuple[int, ...]]], holders: dict[str, dict[Box, list[int]]]
+) -> dict[str, dict[Box, int]]:
+    """Which rank writes which box, as :func:`_part` divides them."""
+    out: dict[str, dict[Box, int]] = {}
+    # The order of the image does not depend on its cuts.
+    for turn, (name, *_) in enumerate(layout.tensors()):
+        element = _element(torch_dtype(shapes[name][0]))
+        out[name] = {}
+        for box, ranks in holders[name].items():
+            for index, rank in enumerate(ranks):
+                mine = slice_of(box, index, len(ranks), element, turn)
+                if mine is not None and (volume(mine) or not mine):
+                    out[name][mine] = rank
+    return out
 
 
 def _image_shape(dtype: str, shape: tuple[int, ...]) -> list[int]:
@@ -453,7 +478,7 @@ def _hosts(
 def _cuts(
     owners: dict[str, dict[Box, int]], shapes: dict[str, tuple[str, tuple[int, ...]]]
 ) -> list[tuple[str, list[tuple[int, list[int]]]]]:
-    """Where blocks must end so that each lies on one host: (dimension, bounds) of tensors that several hold."""
+    """Where blocks must end so that each has one owner: (dimension, bounds) of tensors that have several."""
     out = []
     for name, boxes in owners.items():
         if len(set(boxes.values())) < 2:
@@ -508,6 +533,7 @@ def _mine(
     hosts: list[list[int]],
     host: int | None,
     part: list[tuple[int, int]] | None,
+    blocks: list[tuple[int, int]] | None,
     rank: int,
     aliases: dict[str, str],
 ) -> Plan:
@@ -556,7 +582,20 @@ def _mine(
         if source.form is not None:
             addresses.append((i, offsets))
     return Plan(
-        layout, table, sources, addresses, copies, casts, gathered, hosts, host, part, total, reasons, tied
+        layout,
+        table,
+        sources,
+        addresses,
+        copies,
+        casts,
+        gathered,
+        hosts,
+        host,
+        part,
+        blocks,
+        total,
+        reasons,
+        tied,
     )
 
 

@@ -55,6 +55,7 @@ class AgentSupervisor:
         token_file: str | os.PathLike[str] | None = None,
         history: int | None = None,
         history_bytes: int | None = None,
+        check_every: int | None = None,
         threads: int | None = None,
         streams: int | None = None,
         timeout: float | None = None,
@@ -72,6 +73,7 @@ class AgentSupervisor:
             "--token-file": None if token_file is None else os.path.abspath(token_file),
             "--history": None if history is None else str(history),
             "--history-bytes": None if history_bytes is None else str(history_bytes),
+            "--check-every": None if check_every is None else str(check_every),
             "--threads": None if threads is None else str(threads),
             "--streams": None if streams is None else str(streams),
             # In whole seconds, and never none.

@@ -24,9 +24,10 @@ ODD = {"embed": (11, 6), "wide": (13, 7), "norm": (5,), "head": (3, 6), "few": (
 
 
 class Case:
-    """Which case this is, for names that do not collide."""
+    """Which case this is, for names that do not collide, and how its versions are published."""
 
     number = 0
+    mode = "copy"
 
 
 class Odd(nn.Module):
@@ -61,7 +62,12 @@ def change(parameters: Iterable[torch.Tensor], version: int) -> None:
         for p in parameters:
             local = getattr(p, "_local_tensor", p)
             values = (local.float() * (1 + version / 64)).to(local.dtype)
-            local.copy_(values)
+            if Case.mode == "delta" and local.dim() > 0:
+                # Some rows, so that it is worth a delta.
+                rows = slice(version % 3, None, 3)
+                local[rows].copy_(values[rows])
+            else:
+                local.copy_(values)
 
 
 def followed(
@@ -81,7 +87,8 @@ def followed(
         # Hosts share no memory.
         place = os.path.join(homes[0], options["node"] or "here")
         os.makedirs(place, exist_ok=True)
-        fields = {"model_id": name, "region_dir": place, "timeout": 60.0, **config}
+        mode = {"offload_mode": Case.mode}
+        fields = {"model_id": name, "region_dir": place, "timeout": 60.0, **mode, **config}
         with WeightManager(**options, **fields) as wm:
             receiver = None
             for version in VERSIONS:
@@ -89,6 +96,8 @@ def followed(
                 result = wm.offload(given(), version, rank, world)
                 assert result.new
                 assert result.version == version
+                if wm.region is not None:
+                    assert result.mode == ("copy" if version == VERSIONS[0] else Case.mode)
                 wanted = expected()
                 if wm.region is not None and rank == 0:
                     receiver = receiver or Receiver(os.path.join(home, "image"), region=wm.region)
@@ -345,6 +354,16 @@ def two_hosts(dtype: str, cast: str | None = None) -> dict[str, int]:
         node=f"host-{dist.get_rank() * 2 // world}",
         whole=False,
     )
+
+
+def by_delta(name: str, args: list[Any]) -> dict[str, int]:
+    """Another case, with versions that are handed out by delta."""
+    Case.mode = "delta"
+    try:
+        ways: dict[str, int] = globals()[name](*args)
+        return ways
+    finally:
+        Case.mode = "copy"
 
 
 def several(cases: list[tuple[str, list[Any]]]) -> list[dict[str, int]]:

@@ -32,8 +32,9 @@ OF_WORLD: dict[int, list[tuple[str, list[Any]]]] = {
     1: [],
     2: [("replicated", [d]) for d in ("float16", "float64", "float8_e4m3fn", "float8_e5m2")]
     + [("fsdp1", case) for case in FSDP1]
-    + [("fsdp2", ["float32", (2,), "bfloat16", True])],
-    3: [("fsdp1", case) for case in FSDP1] + [("two_hosts", BF16)],
+    + [("fsdp2", ["float32", (2,), "bfloat16", True])]
+    + [("by_delta", ["fsdp1", FSDP1[0]]), ("by_delta", ["exported", [None]])],
+    3: [("fsdp1", case) for case in FSDP1] + [("two_hosts", BF16), ("by_delta", ["two_hosts", BF16])],
     4: [
         ("fsdp2", ["bfloat16", (2, 2)]),
         ("placements", ["float32"]),
@@ -42,13 +43,20 @@ OF_WORLD: dict[int, list[tuple[str, list[Any]]]] = {
         ("another_host", []),
         ("two_hosts", BF16),
         ("two_hosts", CAST),
+        ("by_delta", ["placements", BF16]),
+        ("by_delta", ["fsdp2_over_tp", []]),
+        ("by_delta", ["two_hosts", CAST]),
     ],
 }
 
 
 def cases(world: int) -> list[tuple[str, list[Any]]]:
     sharded = [("fsdp2", [d, (world,), c]) for d, c in [("bfloat16", None), CAST, ("float32", None)]]
-    return EVERY_WORLD + sharded + OF_WORLD[world]
+    deltas: list[tuple[str, list[Any]]] = [
+        ("by_delta", ["replicated", BF16]),
+        ("by_delta", ["fsdp2", ["float32", (world,), "bfloat16"]]),
+    ]
+    return EVERY_WORLD + sharded + deltas + OF_WORLD[world]
 
 
 @functools.cache
@@ -87,6 +95,12 @@ def test_replicas_share_the_work(world: int) -> None:
 def test_fsdp2_shards_go_straight_to_their_place(world: int) -> None:
     for ways in of(world, "fsdp2"):
         assert set(ways) == {"shards", "whole"}
+
+
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_versions_handed_out_by_delta_are_the_gathered_state_too(world: int) -> None:
+    assert len(of(world, "by_delta")) >= 2
 
 
 @pytest.mark.timeout(330)

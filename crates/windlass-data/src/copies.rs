@@ -159,6 +159,24 @@ impl Copy {
     }
 }
 
+/// Where copies go.
+pub trait CopyTarget: Sync {
+    /// An error if nothing should be written any more.
+    fn check(&self) -> Result<(), RegionError>;
+    /// Copies `bytes` to `offset` of the data area.
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError>;
+}
+
+impl CopyTarget for Attempt<'_> {
+    fn check(&self) -> Result<(), RegionError> {
+        Attempt::check(self)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+        Attempt::write(self, offset, bytes)
+    }
+}
+
 /// What a thread does at a time.
 #[derive(Clone, Debug)]
 enum Job {
@@ -231,6 +249,17 @@ impl CopyPlan {
         threads: usize,
         stop: &Stop,
     ) -> Result<(), CopyError> {
+        self.run_into(attempt, sources, threads, stop)
+    }
+
+    /// Copies `sources`, one for each copy, to where an image of the plan's region is made.
+    pub fn run_into(
+        &self,
+        attempt: &dyn CopyTarget,
+        sources: &[&[u8]],
+        threads: usize,
+        stop: &Stop,
+    ) -> Result<(), CopyError> {
         if sources.len() != self.copies.len() {
             return Err(CopyError::Sources { expected: self.copies.len(), found: sources.len() });
         }
@@ -266,7 +295,7 @@ impl CopyPlan {
 
     fn rows(
         &self,
-        attempt: &Attempt<'_>,
+        attempt: &dyn CopyTarget,
         sources: &[&[u8]],
         index: usize,
         outer: Range<u64>,

@@ -84,7 +84,7 @@ impl From<SyncInfoError> for Failure {
         Failure::of(e.kind(), &e).named(e.name())
     }
 }
-failures!(windlass_core::manifest::ManifestError, SuperviseError);
+failures!(windlass_core::manifest::ManifestError, SuperviseError, windlass_data::early::EarlyError);
 
 impl From<RegionError> for Failure {
     fn from(e: RegionError) -> Failure {

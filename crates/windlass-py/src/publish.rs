@@ -1,15 +1,17 @@
 //! A trainer's rank: the region, and its share of every version.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
-use windlass_data::copies::{Copy, CopyPlan, Dim};
+use windlass_data::copies::{Copy, CopyPlan, CopyTarget, Dim};
+use windlass_data::early::{Rank, RankSpec, Staging, Way};
 use windlass_data::region::{LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer};
+use windlass_data::shm::Mapping;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
@@ -22,9 +24,19 @@ type Strided = (u64, u64, Vec<(u64, u64, u64)>);
 
 /// Where this rank stands.
 enum Turn {
-    Idle(Writer),
-    Writing(OwnedAttempt),
+    Idle(Seat),
+    Writing(OwnedAttempt, Option<Box<Rank>>),
+    /// The tensors of a version are being put beside the slots.
+    Staging(Box<Rank>, u64),
     Closed,
+}
+
+/// A rank that does nothing just now.
+enum Seat {
+    /// It only copies.
+    Plain(Writer),
+    /// It may publish by delta, and work in the background.
+    Early(Box<Rank>),
 }
 
 /// One rank of a publisher: makes or joins a region and writes its share of each version.
@@ -32,14 +44,16 @@ enum Turn {
 pub(crate) struct Publisher {
     region: Arc<Region>,
     turn: Mutex<Turn>,
+    /// Where tensors of a version wait that is published by delta.
+    staging: OnceLock<Staging>,
     rank: u16,
     home: Home,
 }
 
 impl Publisher {
     fn of(region: Arc<Region>, rank: u16) -> Result<Publisher, Failure> {
-        let turn = Mutex::new(Turn::Idle(region.writer(rank)?));
-        Ok(Publisher { region, turn, rank, home: Home::here() })
+        let turn = Mutex::new(Turn::Idle(Seat::Plain(region.writer(rank)?)));
+        Ok(Publisher { region, turn, staging: OnceLock::new(), rank, home: Home::here() })
     }
 
     fn turn(&self) -> Result<MutexGuard<'_, Turn>, Failure> {
@@ -50,7 +64,7 @@ impl Publisher {
     fn state_error(&self, wanted: &str, turn: &Turn) -> Failure {
         let is = match turn {
             Turn::Idle(_) => "no version is being written",
-            Turn::Writing(_) => "a version is being written",
+            Turn::Writing(..) | Turn::Staging(..) => "a version is being written",
             Turn::Closed => "the publisher is closed",
         };
         Failure::invalid(format!("rank {}: cannot {wanted}: {is}", self.rank))
@@ -209,33 +223,156 @@ impl Publisher {
     fn begin(&self, py: Python<'_>, version: u64, timeout: f64) -> PyResult<()> {
         enter(py, Some(timeout), |stop| {
             let mut turn = self.turn()?;
-            let writer = match std::mem::replace(&mut *turn, Turn::Closed) {
-                Turn::Idle(writer) => writer,
+            let seat = match std::mem::replace(&mut *turn, Turn::Closed) {
+                Turn::Idle(seat) => seat,
                 other => {
                     let error = self.state_error("begin", &other);
                     *turn = other;
                     return Err(error);
                 }
             };
-            let (next, result) = match writer.into_attempt(version, stop) {
-                Ok(attempt) => (Turn::Writing(attempt), Ok(())),
-                Err(back) => {
-                    let (writer, e) = *back;
-                    (Turn::Idle(writer), Err(e.into()))
-                }
+            let (next, result) = match seat {
+                Seat::Plain(writer) => match writer.into_attempt(version, stop) {
+                    Ok(attempt) => (Turn::Writing(attempt, None), Ok(())),
+                    Err(back) => {
+                        let (writer, e) = *back;
+                        (Turn::Idle(Seat::Plain(writer)), Err(e.into()))
+                    }
+                },
+                Seat::Early(mut rank) => match rank.begin(version, stop) {
+                    Ok(attempt) => (Turn::Writing(attempt, Some(rank)), Ok(())),
+                    Err(e) => (Turn::Idle(Seat::Early(rank)), Err(e.into())),
+                },
             };
             *turn = next;
             result
         })
     }
 
-    /// The data of the slot that is being written.
+    /// From now on versions may be published by delta: this rank answers for `blocks`, ranges of whole blocks of
+    /// `layout`, all of what it writes. `threads` work in the background.
+    fn deltas(&self, layout: &Layout, blocks: Vec<(u32, u32)>, threads: usize) -> PyResult<()> {
+        if layout.0.cuts_hash() != self.region.manifest().cuts_hash() {
+            let text = format!(
+                "rank {}: the region is cut into other blocks than this rank's layout; give all ranks the same offload_mode",
+                self.rank
+            );
+            return Err(Failure::invalid(text).into());
+        }
+        let mut turn = self.turn()?;
+        match std::mem::replace(&mut *turn, Turn::Closed) {
+            Turn::Idle(Seat::Plain(writer)) => {
+                let blocks = blocks.into_iter().map(|(start, end)| start..end).collect();
+                let (seat, result) = match Rank::new(writer, RankSpec { blocks, threads }) {
+                    Ok(rank) => (Seat::Early(Box::new(rank)), Ok(())),
+                    Err(back) => {
+                        let (writer, e) = *back;
+                        (Seat::Plain(writer), Err(Failure::from(e).into()))
+                    }
+                };
+                *turn = Turn::Idle(seat);
+                result
+            }
+            other => {
+                let error = self.state_error("change how it publishes", &other);
+                *turn = other;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Why `version` has to be a copy; `None` if it can be a delta. Waits for the version before, and raises its error.
+    fn needs_copy(&self, py: Python<'_>, version: u64, timeout: f64) -> PyResult<Option<String>> {
+        enter(py, Some(timeout), |stop| {
+            let mut turn = self.turn()?;
+            match &mut *turn {
+                Turn::Idle(Seat::Early(rank)) => Ok(match rank.way(version, stop)? {
+                    Way::Delta { .. } => None,
+                    Way::Copy { why } => Some(why),
+                }),
+                Turn::Idle(Seat::Plain(_)) => Ok(Some("this rank publishes by copies only".into())),
+                other => Err(self.state_error("begin", other)),
+            }
+        })
+    }
+
+    /// Begins `version` as a delta from the version before: `slot` and `copy` fill memory of this process.
+    fn stage(&self, version: u64) -> PyResult<()> {
+        let mut turn = self.turn()?;
+        if self.staging.get().is_none() {
+            let staging = Staging::new(self.region.manifest().data_bytes()).map_err(Failure::from)?;
+            // Only one thread has the turn.
+            let _ = self.staging.set(staging);
+        }
+        match std::mem::replace(&mut *turn, Turn::Closed) {
+            Turn::Idle(Seat::Early(rank)) => {
+                *turn = Turn::Staging(rank, version);
+                Ok(())
+            }
+            other => {
+                let error = self.state_error("begin a delta", &other);
+                *turn = other;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+    fn publish(&self, timeout: f64) -> PyResult<()> {
+        let timeout = crate::held::seconds("a timeout", timeout)?;
+        let mut turn = self.turn()?;
+        match (std::mem::replace(&mut *turn, Turn::Closed), self.staging.get()) {
+            (Turn::Staging(mut rank, version), Some(staging)) => {
+                let result = rank.publish(version, Box::new(staging.clone()), timeout);
+                *turn = Turn::Idle(Seat::Early(rank));
+                Ok(result.map_err(Failure::from)?)
+            }
+            (other, _) => {
+                let error = self.state_error("publish a delta", &other);
+                *turn = other;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Waits for the background work of the last version, and raises its error. Nothing if there is none.
+    fn settle(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        enter(py, Some(timeout), |stop| match &mut *self.turn()? {
+            Turn::Idle(Seat::Early(rank)) => Ok(rank.settle(stop)?),
+            Turn::Idle(Seat::Plain(_)) | Turn::Writing(..) | Turn::Staging(..) | Turn::Closed => Ok(()),
+        })
+    }
+
+    /// The newest version that was committed or handed out by delta.
+    #[getter]
+    fn newest_number(&self) -> PyResult<Option<u64>> {
+        self.home.check("publisher")?;
+        let committed = self.region.state().active.map(|s| s.version);
+        // Whoever asks while a call is under way is not kept waiting with the interpreter in its hands.
+        let Ok(turn) = self.turn.try_lock() else { return Ok(committed) };
+        Ok(match &*turn {
+            Turn::Idle(Seat::Early(rank)) | Turn::Writing(_, Some(rank)) | Turn::Staging(rank, _) => {
+                rank.newest()
+            }
+            Turn::Idle(Seat::Plain(_)) | Turn::Writing(_, None) | Turn::Closed => committed,
+        })
+    }
+
+    /// The data of the slot that is being written, or of the memory where a delta is staged.
     fn slot(&self) -> PyResult<Memory> {
         let turn = self.turn()?;
-        let Turn::Writing(attempt) = &*turn else { return Err(self.state_error("write", &turn).into()) };
-        let mapping = attempt.mapping();
-        let data = mapping.bytes(self.region.data_start()..mapping.len());
-        Ok(Memory::new(data, true, Arc::<Region>::clone(&self.region)))
+        match (&*turn, self.staging.get()) {
+            (Turn::Writing(attempt, _), _) => {
+                let mapping = attempt.mapping();
+                let data = mapping.bytes(self.region.data_start()..mapping.len());
+                Ok(Memory::new(data, true, Arc::<Region>::clone(&self.region)))
+            }
+            (Turn::Staging(..), Some(staging)) => {
+                let memory = staging.memory();
+                Ok(Memory::new(memory.bytes(0..memory.len()), true, Arc::<Mapping>::clone(memory)))
+            }
+            (other, _) => Err(self.state_error("write", other).into()),
+        }
     }
 
     /// Copies the memory at `addresses`, one for each copy of the plan, into the slot.
@@ -252,9 +389,13 @@ impl Publisher {
         }
         enter(py, Some(timeout), |stop| {
             let turn = self.turn()?;
-            let Turn::Writing(attempt) = &*turn else { return Err(self.state_error("write", &turn)) };
+            let into: &dyn CopyTarget = match (&*turn, self.staging.get()) {
+                (Turn::Writing(attempt, _), _) => &**attempt,
+                (Turn::Staging(..), Some(staging)) => staging,
+                (other, _) => return Err(self.state_error("write", other)),
+            };
             lend(&addresses, copies.plan.spans(), |sources| {
-                let result = copies.plan.run(attempt, sources, threads, stop);
+                let result = copies.plan.run_into(into, sources, threads, stop);
                 result.map_err(|e| Failure::of(e.kind(), &e))
             })
         })
@@ -264,17 +405,23 @@ impl Publisher {
     fn commit(&self, py: Python<'_>, timeout: f64) -> PyResult<(u64, usize)> {
         enter(py, Some(timeout), |stop| {
             let mut turn = self.turn()?;
-            let attempt = match std::mem::replace(&mut *turn, Turn::Closed) {
-                Turn::Writing(attempt) => attempt,
+            let (seat, committed) = match std::mem::replace(&mut *turn, Turn::Closed) {
+                Turn::Writing(attempt, None) => {
+                    let (writer, result) = attempt.done(stop);
+                    (Seat::Plain(writer), result.map_err(Failure::from))
+                }
+                Turn::Writing(attempt, Some(mut rank)) => {
+                    let result = rank.commit(attempt, None, stop).map_err(Failure::from);
+                    (Seat::Early(rank), result)
+                }
                 other => {
                     let error = self.state_error("commit", &other);
                     *turn = other;
                     return Err(error);
                 }
             };
-            let (writer, result) = attempt.done(stop);
-            *turn = Turn::Idle(writer);
-            let committed = result?;
+            *turn = Turn::Idle(seat);
+            let committed = committed?;
             Ok((committed.id, committed.slot))
         })
     }
@@ -283,8 +430,13 @@ impl Publisher {
     fn abort(&self) -> PyResult<()> {
         let mut turn = self.turn()?;
         *turn = match std::mem::replace(&mut *turn, Turn::Closed) {
-            Turn::Writing(attempt) => Turn::Idle(attempt.abort()),
-            other => other,
+            Turn::Writing(attempt, None) => Turn::Idle(Seat::Plain(attempt.abort())),
+            Turn::Writing(attempt, Some(mut rank)) => {
+                rank.abort(attempt);
+                Turn::Idle(Seat::Early(rank))
+            }
+            Turn::Staging(rank, _) => Turn::Idle(Seat::Early(rank)),
+            other @ (Turn::Idle(_) | Turn::Closed) => other,
         };
         Ok(())
     }
@@ -341,9 +493,12 @@ impl Publisher {
     }
 
     /// Gives up its place in the region.
-    fn close(&self) -> PyResult<()> {
-        *self.turn()? = Turn::Closed;
-        Ok(())
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        // What is under way in the background is ended and waited for.
+        enter(py, None, |_| {
+            *self.turn()? = Turn::Closed;
+            Ok(())
+        })
     }
 
     /// Removes the region if no other process has it open, and says whether it is gone. After `close`.
@@ -351,7 +506,9 @@ impl Publisher {
         let turn = self.turn()?;
         match &*turn {
             Turn::Closed => Ok(self.region.discard().map_err(Failure::from)?),
-            Turn::Idle(_) | Turn::Writing(_) => Err(self.state_error("remove the region", &turn).into()),
+            Turn::Idle(_) | Turn::Writing(..) | Turn::Staging(..) => {
+                Err(self.state_error("remove the region", &turn).into())
+            }
         }
     }
 }

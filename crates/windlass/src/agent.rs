@@ -71,6 +71,8 @@ pub struct Agent {
     pub history: usize,
     /// How many bytes of deltas are kept.
     pub history_bytes: u64,
+    /// How often the bytes of a version that was handed out by delta are summed; 0 for never.
+    pub check_every: u64,
     /// Threads of the sealer.
     pub threads: usize,
     /// Streams of a transfer.
@@ -136,6 +138,7 @@ impl Agent {
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
+            check_every: self.check_every,
             threads: self.threads,
             streams: self.streams,
             transfer_timeout: self.timeout,
@@ -513,6 +516,7 @@ async fn status(State(shared): State<Shared>) -> Response {
         "open_transfers": server.open_transfers(),
         "counters": server.counters(),
         "failure": server.failure(),
+        "contradiction": server.contradiction(),
         "region": server.region().dir(),
         "memory": server.region().report().to_string(),
     }))
@@ -563,6 +567,21 @@ fn metrics_text(server: &Server) -> String {
     );
     put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
     put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
+    put("joined_total", "counter", "Versions served by delta before their slot was whole.", n(&c.joined));
+    put(
+        "parts_refused_total",
+        "counter",
+        "Versions whose deltas by ranks were not used.",
+        n(&c.parts_refused),
+    );
+    put("sealed_early_total", "counter", "Versions sealed by the sums of their ranks.", n(&c.sealed_early));
+    put("checked_total", "counter", "Slots among those whose bytes were summed.", n(&c.checked));
+    put(
+        "contradictions_total",
+        "counter",
+        "Times that something handed out was not what it should be.",
+        n(&c.contradictions),
+    );
     put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));
     put("tickets_delta_total", "counter", "Tickets for deltas.", n(&c.tickets_delta));
     put("refused_total", "counter", "Requests refused.", n(&c.refused));

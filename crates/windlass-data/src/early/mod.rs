@@ -93,7 +93,7 @@ mod rank;
 mod records;
 mod staging;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use self::error::EarlyError;
 pub(crate) use self::folder::open;

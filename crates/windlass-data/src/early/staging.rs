@@ -13,6 +13,8 @@ use windlass_core::digest::sum_block;
 
 use super::rank::{Base, DeltaSource};
 use super::{EarlyError, Records};
+use crate::copies::CopyTarget;
+use crate::region::RegionError;
 use crate::seal::SealError;
 use crate::seal::pass::gather;
 use crate::shm::Mapping;
@@ -37,6 +39,21 @@ impl Staging {
     /// The memory: the data area of an image.
     pub fn memory(&self) -> &Arc<Mapping> {
         &self.memory
+    }
+}
+
+impl CopyTarget for Staging {
+    fn check(&self) -> Result<(), RegionError> {
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+        let (end, len) = (offset.saturating_add(bytes.len() as u64), self.memory.len());
+        if end > len {
+            return Err(RegionError::Beyond { offset, end, len });
+        }
+        self.memory.copy_in(offset, bytes);
+        Ok(())
     }
 }
 

@@ -56,7 +56,7 @@ mod lease;
 pub(crate) mod owner;
 mod space;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod writer;
 
 use std::fs::File;

@@ -27,7 +27,7 @@ use super::{DeltaStats, Inner, NO_SLOT, SealedSlot, State, blocks_of, count};
 use crate::early::{Part, open, write_container};
 use crate::file::io_kind;
 use crate::history::HistoryError;
-use crate::region::LeaseKind;
+use crate::region::{LeaseKind, step};
 use crate::seal::draft::{Draft, remove_if_there};
 use crate::seal::{self, DeltaFile, Names};
 use crate::shm::{Access, Mapping};
@@ -187,9 +187,11 @@ impl Inner {
             version: base.version,
             sums: &base.sums,
         };
+        step("join");
         let sums = Arc::new(early::join(origin, version, &rosters, &deltas)?);
         let file = self.link(base, version, &sums, &brought, &deltas)?;
         let (bytes, changes) = (file.bytes, file.changes);
+        step("linked");
         if let Err(error) = self.history.add(file) {
             let _ = remove_if_there(&self.history.path(base.version, version));
             return Err(error.into());
@@ -202,6 +204,7 @@ impl Inner {
         self.serve(&mut state, SealedSlot { id: NO_SLOT, version, sums, digest });
         drop(state);
         count(&self.counters.joined);
+        step("served");
         self.changed.notify_all();
         tracing::debug!(version, bytes, seconds, "served by delta before its slot is whole");
         Ok(true)

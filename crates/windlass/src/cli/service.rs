@@ -49,6 +49,9 @@ pub(super) struct ParsedAgent {
     /// Bytes of deltas to keep
     #[arg(long, default_value = "4Gi", value_parser = parse_count, value_name = "BYTES")]
     history_bytes: u64,
+    /// Of the versions that trainers hand out by delta, sum the bytes of the first and of every Nth; 0 for none
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    check_every: u64,
     /// TCP streams of a transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: u16,
@@ -111,6 +114,7 @@ impl ParsedAgent {
             token_file: self.token.token_file,
             history: self.history as usize,
             history_bytes: self.history_bytes,
+            check_every: self.check_every,
             threads: self.threads.count(),
             streams: self.streams,
             timeout: Duration::from_secs(self.timeout),

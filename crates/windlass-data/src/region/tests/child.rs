@@ -22,7 +22,7 @@ use windlass_core::identity::StateDigest;
 
 const DIR: &str = "WINDLASS_TEST_REGION";
 /// Longer than anything takes that does not hang.
-pub(super) const PATIENCE: Duration = Duration::from_mins(1);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Steps to stop at: a name, or a name and the how-manieth time.
 static STOPS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
@@ -80,8 +80,16 @@ fn child_process() {
     };
     say("open");
     let mut held = Held::default();
+    let mut early = crate::early::tests::Held::default();
     loop {
         let line = read_line();
+        if let Some(answer) = crate::early::tests::obey(&region, &mut early, &line) {
+            match answer {
+                Ok(answer) => say(&format!("done ok {answer}")),
+                Err(e) => say(&format!("done error: {e}")),
+            }
+            continue;
+        }
         match obey(&region, &mut held, &line) {
             Ok(answer) => say(&format!("done ok {answer}")),
             Err(e) => say(&format!("done error: {e}")),
@@ -132,7 +140,7 @@ fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Result<String, Reg
 }
 
 /// The parent's side of a second process.
-pub(super) struct Child {
+pub(crate) struct Child {
     process: Process,
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
@@ -140,12 +148,12 @@ pub(super) struct Child {
 }
 
 impl Child {
-    pub(super) fn spawn(dir: &Path) -> Child {
+    pub(crate) fn spawn(dir: &Path) -> Child {
         Child::spawn_by(Command::new(std::env::current_exe().unwrap()), dir)
     }
 
     /// Runs this test binary by `command`, which may be another that takes its path last.
-    pub(super) fn spawn_by(mut command: Command, dir: &Path) -> Child {
+    pub(crate) fn spawn_by(mut command: Command, dir: &Path) -> Child {
         command.args(["--exact", "region::tests::child::child_process", "--nocapture", "--test-threads=1"]);
         let mut process = command.env(DIR, dir).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(process.stdout.take().unwrap());
@@ -163,33 +171,33 @@ impl Child {
     }
 
     /// A process that has the region open.
-    pub(super) fn open(dir: &Path) -> Child {
+    pub(crate) fn open(dir: &Path) -> Child {
         let child = Child::spawn(dir);
         assert_eq!(child.line(), "open");
         child
     }
 
     /// A process that is this rank.
-    pub(super) fn rank(dir: &Path, rank: u16) -> Child {
+    pub(crate) fn rank(dir: &Path, rank: u16) -> Child {
         let mut child = Child::open(dir);
         child.ask(&format!("rank {rank}")).unwrap();
         child
     }
 
-    pub(super) fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.process.id()
     }
 
-    pub(super) fn send(&mut self, line: &str) {
+    pub(crate) fn send(&mut self, line: &str) {
         writeln!(self.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    pub(super) fn line(&self) -> String {
+    pub(crate) fn line(&self) -> String {
         self.lines.recv_timeout(PATIENCE).expect("the child answers")
     }
 
     /// What came of the last command.
-    pub(super) fn done(&self) -> Result<String, String> {
+    pub(crate) fn done(&self) -> Result<String, String> {
         let line = self.line();
         match line.strip_prefix("done ok ") {
             Some(answer) => Ok(answer.to_owned()),
@@ -197,38 +205,38 @@ impl Child {
         }
     }
 
-    pub(super) fn ask(&mut self, line: &str) -> Result<String, String> {
+    pub(crate) fn ask(&mut self, line: &str) -> Result<String, String> {
         self.send(line);
         self.done()
     }
 
     /// Sends a command that stops at a step, and returns when it is there.
-    pub(super) fn run_to(&mut self, step: &str, command: &str) {
+    pub(crate) fn run_to(&mut self, step: &str, command: &str) {
         self.ask(&format!("stop-at {step}")).unwrap();
         self.send(command);
         self.arrive(step);
     }
 
-    pub(super) fn arrive(&self, step: &str) {
+    pub(crate) fn arrive(&self, step: &str) {
         assert_eq!(Some(self.line().as_str()), step.split(':').next());
     }
 
     /// Goes on from the step.
-    pub(super) fn go_on(&mut self) {
+    pub(crate) fn go_on(&mut self) {
         self.send("");
     }
 
     /// Goes on from the step, and waits for nothing any more.
-    pub(super) fn give_up(&mut self) {
+    pub(crate) fn give_up(&mut self) {
         self.send("give up");
     }
 
-    pub(super) fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_raw(self.pid() as i32).unwrap(), signal).unwrap();
     }
 
     /// Stops it, and returns when it is stopped.
-    pub(super) fn stop(&self) {
+    pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
         let stat = format!("/proc/{}/stat", self.pid());
         let begun = std::time::Instant::now();
@@ -238,12 +246,12 @@ impl Child {
         }
     }
 
-    pub(super) fn cont(&self) {
+    pub(crate) fn cont(&self) {
         self.signal(Signal::CONT);
     }
 
     /// Kills it, and returns when it is dead.
-    pub(super) fn kill(mut self) -> u32 {
+    pub(crate) fn kill(mut self) -> u32 {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
         self.pid()

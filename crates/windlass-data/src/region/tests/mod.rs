@@ -1,6 +1,6 @@
 //! Regions by one process ([`one`]), by several ([`processes`]), and where there is little room ([`room`]).
 
-mod child;
+pub(crate) mod child;
 mod one;
 mod processes;
 mod room;
@@ -15,7 +15,7 @@ use super::*;
 pub(crate) use child::step;
 
 /// Two slots for a manifest with all odd kinds of tensor.
-fn spec(dir: &Path, ranks: u16) -> RegionSpec {
+pub(crate) fn spec(dir: &Path, ranks: u16) -> RegionSpec {
     RegionSpec {
         dir: dir.join("model"),
         model_id: ModelId::new("model").unwrap(),
