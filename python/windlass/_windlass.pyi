@@ -225,6 +225,11 @@ class Publisher:
         wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
         `Layout.parts`, and belongs to the `incarnation` of the first one.
         """
+    def deltas(self, /, layout: Layout, blocks: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], threads: SupportsIndex) -> None:
+        """
+        From now on versions may be published by delta: this rank answers for `blocks`, ranges of whole blocks of
+        `layout`, all of what it writes. `threads` work in the background.
+        """
     @property
     def dir(self, /) -> Path:
         """
@@ -248,9 +253,18 @@ class Publisher:
         """
         Whether the slots are anonymous memory of the process that made the region.
         """
+    def needs_copy(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> str | None:
+        """
+        Why `version` has to be a copy; `None` if it can be a delta. Waits for the version before, and raises its error.
+        """
     def newest(self, /) -> tuple[int, str | None] | None:
         """
         The newest committed version and its digest, once sealed.
+        """
+    @property
+    def newest_number(self, /) -> int | None:
+        """
+        The newest version that was committed or handed out by delta.
         """
     @staticmethod
     def open(dir: str | PathLike[str], layout: Layout, *, rank: SupportsIndex, incarnation: str | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> Publisher:
@@ -262,6 +276,10 @@ class Publisher:
         Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
         stride in the source)]), all in bytes.
         """
+    def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+        """
     def report(self, /) -> str:
         """
         What the system granted for the region's memory, in words.
@@ -270,9 +288,17 @@ class Publisher:
         """
         Gives the region's agent the secret of another one, so that receivers need only that.
         """
+    def settle(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Waits for the background work of the last version, and raises its error. Nothing if there is none.
+        """
     def slot(self, /) -> Memory:
         """
-        The data of the slot that is being written.
+        The data of the slot that is being written, or of the memory where a delta is staged.
+        """
+    def stage(self, /, version: SupportsIndex) -> None:
+        """
+        Begins `version` as a delta from the version before: `slot` and `copy` fill memory of this process.
         """
     def token(self, /) -> str:
         """

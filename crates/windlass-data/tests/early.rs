@@ -668,3 +668,71 @@ fn a_receiver_follows_ranks_that_take_any_way_at_any_time() {
     assert_eq!(trainer.count(|c| &c.contradictions), 0);
     let _ = &trainer.home;
 }
+
+/// `cargo test --release -p windlass-data --test early -- --ignored --nocapture` prints how long a trainer waits and when
+/// receivers can have a version, both ways, on this machine. Figures of a CPU: the diff that a GPU makes in milliseconds
+/// is part of "visible" here.
+#[test]
+#[ignore = "prints figures, and takes a while"]
+fn figures_of_blocked_time_and_of_step_to_visible() {
+    use std::time::Instant;
+    use windlass_core::dtype::Dtype;
+    use windlass_core::manifest::TensorSpec;
+    const ELEMENTS: u64 = 128 << 20;
+    let home = shm();
+    let manifest =
+        Manifest::new([TensorSpec::new("w", Dtype::BF16, [ELEMENTS])], std::collections::BTreeMap::new());
+    let region = Region::create(&RegionSpec {
+        dir: home.path().join("region"),
+        model_id: ModelId::new("actor").unwrap(),
+        manifest: Arc::new(manifest.unwrap()),
+        slots: Slots::Two,
+        ranks: 1,
+        part: None,
+        group: false,
+        memfd: Memfd::Never,
+        extra_bytes: 0,
+        incarnation: None,
+    })
+    .unwrap();
+    let server = Server::start(Arc::clone(&region), plane::config()).unwrap();
+    let blocks = BlockRanges::from(0..region.manifest().cuts().blocks());
+    let mut rank = Rank::new(region.writer(0).unwrap(), RankSpec { blocks, threads: 2 }).unwrap();
+    let mut noise = Noise(5);
+    let mut data = vec![0; region.manifest().data_bytes() as usize];
+    noise.fill_fast(&mut data);
+    let staging = Staging::new(data.len() as u64).unwrap();
+    let mut version = 0;
+    for delta in [false, true] {
+        let mut figures = Vec::new();
+        for round in 0..7 {
+            for _ in 0..data.len() / 200 {
+                let at = noise.below(data.len() as u64 / 2) as usize * 2;
+                data[at] = data[at].wrapping_add(1);
+            }
+            version += 1;
+            rank.settle(&stop()).unwrap();
+            let begun = Instant::now();
+            let seen = (version > 1).then(|| (region.incarnation(), version - 1));
+            if delta && round > 0 {
+                assert!(matches!(rank.way(version, &stop()).unwrap(), Way::Delta { .. }));
+                staging.memory().copy_in(0, &data);
+                rank.publish(version, Box::new(staging.clone()), PATIENCE).unwrap();
+            } else {
+                copy(&mut rank, &data, version).unwrap();
+            }
+            let blocked = begun.elapsed();
+            assert_eq!(server.wait_version(seen, &stop()).version, Some(version));
+            let visible = begun.elapsed();
+            rank.settle(&stop()).unwrap();
+            if round > 1 {
+                figures.push((blocked, visible, begun.elapsed()));
+            }
+        }
+        figures.sort_unstable();
+        let (blocked, visible, whole) = figures[figures.len() / 2];
+        let mib = data.len() >> 20;
+        let mode = if delta { "delta" } else { "copy" };
+        println!("{mode}: {mib} MiB, 1 % changed: blocked {blocked:?}, visible {visible:?}, slot done {whole:?}");
+    }
+}

@@ -264,7 +264,18 @@ impl Receiver {
         stop: &Stop,
     ) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
-        let result = self.sync_once(Some((incarnation, version)), stop);
+        let mut result = self.sync_once(Some((incarnation, version)), stop);
+        // While a version is served by delta only, image bytes are those of the one before it, and the delta leads on.
+        let behind = |s: &Synced| s.image.as_ref().is_some_and(|k| k.identity.version < version);
+        while let Some(before) = result.as_ref().ok().filter(|s| behind(s)).cloned() {
+            result = self.sync_once(Some((incarnation, version)), stop).map(|mut last| {
+                last.add(&before);
+                last.open_ms += before.open_ms;
+                last.apply_ms += before.apply_ms;
+                last.mode = "fuzzy";
+                last
+            });
+        }
         self.settle(result, start)
     }
 
