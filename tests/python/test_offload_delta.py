@@ -49,7 +49,8 @@ def told(wm: WeightManager) -> dict[str, Any]:
     """The agent's own account."""
     assert wm.token_file is not None
     request = urllib.request.Request(
-        f"{wm.endpoint}/status", headers={"Authorization": f"Bearer {Path(wm.token_file).read_text().strip()}"}
+        f"{wm.endpoint}/status",
+        headers={"Authorization": f"Bearer {Path(wm.token_file).read_text().strip()}"},
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         status: dict[str, Any] = json.loads(answer.read())
@@ -83,7 +84,7 @@ def test_receivers_follow_versions_that_are_handed_out_by_delta(home: str) -> No
 
 def test_a_delta_that_fails_in_the_background_is_raised_by_the_next_call_and_then_copied(home: str) -> None:
     tensors = weights()
-    config = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
+    config: dict[str, Any] = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
     with WeightManager(timeout=1.0, **config) as wm:
         for version in (1, 2, 3):
             step(tensors, version)
@@ -114,7 +115,7 @@ def test_a_delta_that_fails_in_the_background_is_raised_by_the_next_call_and_the
 
 def test_waiting_for_a_delta_raises_what_became_of_it(home: str) -> None:
     tensors = weights()
-    config = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
+    config: dict[str, Any] = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
     with WeightManager(timeout=0.5, **config) as wm:
         for version in (1, 2):
             wm.offload(tensors, version, 0, 1, timeout=30.0)
@@ -141,7 +142,7 @@ def test_auto_copies_where_no_gpu_tells_what_changed(home: str) -> None:
 
 def test_the_same_version_again_waits_for_the_first_and_is_not_new(home: str) -> None:
     tensors = weights()
-    config = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
+    config: dict[str, Any] = {"model_id": "p", "region_dir": home, "offload_mode": "delta", "agent": QUIET}
     with WeightManager(timeout=30.0, **config) as wm:
         wm.offload(tensors, 1, 0, 1)
         step(tensors, 2)
@@ -155,7 +156,7 @@ def test_the_same_version_again_waits_for_the_first_and_is_not_new(home: str) ->
 
 def test_a_manager_that_is_closed_or_resumed_leaves_no_thread_and_no_file(home: str) -> None:
     tensors = weights()
-    config = {"model_id": "p", "region_dir": home, "offload_mode": "delta"}
+    config: dict[str, Any] = {"model_id": "p", "region_dir": home, "offload_mode": "delta"}
     with WeightManager(timeout=30.0, **config) as wm:
         for version in (1, 2):
             step(tensors, version)
