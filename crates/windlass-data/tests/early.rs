@@ -733,6 +733,8 @@ fn figures_of_blocked_time_and_of_step_to_visible() {
         let (blocked, visible, whole) = figures[figures.len() / 2];
         let mib = data.len() >> 20;
         let mode = if delta { "delta" } else { "copy" };
-        println!("{mode}: {mib} MiB, 1 % changed: blocked {blocked:?}, visible {visible:?}, slot done {whole:?}");
+        println!(
+            "{mode}: {mib} MiB, 1 % changed: blocked {blocked:?}, visible {visible:?}, slot done {whole:?}"
+        );
     }
 }

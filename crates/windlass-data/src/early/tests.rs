@@ -38,10 +38,11 @@ pub(crate) fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Option<
         "early-copy" | "early-delta" => {
             let mut mine = rank(held);
             let version = number(1);
+            let patience = words.get(2).map_or(PATIENCE, |_| Duration::from_millis(number(2)));
             let result = if words[0] == "early-copy" {
                 copy(&mut mine, version)
             } else {
-                bring(&mut mine, version, PATIENCE).and_then(|()| mine.settle(&stop()))
+                bring(&mut mine, version, patience).and_then(|()| mine.settle(&stop()))
             };
             held.rank = Some(mine);
             result
@@ -274,7 +275,7 @@ fn a_stopped_rank_holds_up_a_delta_for_its_deadline_and_brings_nothing_into_late
         if !early {
             bring(&mut world.mine, next, Duration::from_millis(1500)).unwrap();
         }
-        victim.run_to(step, &format!("early-delta {next}"));
+        victim.run_to(step, &format!("early-delta {next} 3000"));
         if early {
             bring(&mut world.mine, next, Duration::from_millis(300)).unwrap();
         }

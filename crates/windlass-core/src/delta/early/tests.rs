@@ -176,7 +176,8 @@ fn what_does_not_fit_together_is_refused_by_name() {
     let rosters = [roster(&manifest, 0, 2, even), roster(&manifest, 1, 2, odd)];
     let files = [brought(&manifest, &old, &new, even), brought(&manifest, &old, &new, odd)];
     assert!(join_two(&manifest, &old, &rosters, &files).is_ok());
-    let fails = |rosters: &[Roster], files: &[Vec<u8>]| join_two(&manifest, &old, rosters, files).unwrap_err();
+    let fails =
+        |rosters: &[Roster], files: &[Vec<u8>]| join_two(&manifest, &old, rosters, files).unwrap_err();
 
     let swapped = [rosters[1].clone(), rosters[0].clone()];
     assert!(matches!(fails(&swapped, &files), EarlyError::Rank { .. }));
