@@ -345,7 +345,7 @@ fn torn_and_contradicting_parts_are_sealed_the_ordinary_way() {
                 changed(p, |b| {
                     let at = b.len() - 60;
                     b[at] ^= 1;
-                })
+                });
             },
             false,
         ),
@@ -355,7 +355,7 @@ fn torn_and_contradicting_parts_are_sealed_the_ordinary_way() {
                 changed(p, |b| {
                     b[44] ^= 1;
                     mend_header(b);
-                })
+                });
             },
             true,
         ),
@@ -365,7 +365,7 @@ fn torn_and_contradicting_parts_are_sealed_the_ordinary_way() {
                 changed(p, |b| {
                     b[60] ^= 1;
                     mend_header(b);
-                })
+                });
             },
             true,
         ),

@@ -176,8 +176,9 @@ impl EarlyError {
         use EarlyError as E;
         match self {
             E::Magic { .. } | E::Rank { .. } | E::Count { .. } | E::Cover { .. } => Kind::Invalid,
-            E::Length { .. } | E::Damaged { .. } => Kind::Corrupt,
-            E::NotOwn { .. } | E::Base { .. } | E::Target { .. } => Kind::Corrupt,
+            E::Length { .. } | E::Damaged { .. } | E::NotOwn { .. } | E::Base { .. } | E::Target { .. } => {
+                Kind::Corrupt
+            }
             E::Context { .. } => Kind::Unsupported,
             E::Foreign { .. } => Kind::Stale,
             E::Ranges(e) => e.kind(),

@@ -145,7 +145,7 @@ enum Seat {
 /// back.
 pub struct Rank {
     region: Arc<Region>,
-    rank: u16,
+    number: u16,
     roster: Arc<Roster>,
     folder: Folder,
     threads: usize,
@@ -161,7 +161,7 @@ pub struct Rank {
 impl fmt::Debug for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rank")
-            .field("rank", &self.rank)
+            .field("rank", &self.number)
             .field("region", &self.region.dir())
             .finish_non_exhaustive()
     }
@@ -173,7 +173,7 @@ impl Rank {
         match Rank::prepare(&writer, &spec) {
             Ok((roster, folder, taken)) => Ok(Rank {
                 region: Arc::clone(writer.region()),
-                rank: writer.rank(),
+                number: writer.rank(),
                 roster: Arc::new(roster),
                 folder,
                 threads: spec.threads.max(1),
@@ -229,7 +229,7 @@ impl Rank {
 
     /// Which rank it is.
     pub fn rank(&self) -> u16 {
-        self.rank
+        self.number
     }
 
     /// The blocks that it answers for.
@@ -273,7 +273,7 @@ impl Rank {
         source: Box<dyn DeltaSource>,
         timeout: Duration,
     ) -> Result<(), EarlyError> {
-        let rank = self.rank;
+        let rank = self.number;
         let needs = |why: &str| EarlyError::NeedsCopy { rank, version, why: why.to_owned() };
         let newest = self.memory.newest.clone().ok_or_else(|| needs(&self.why))?;
         if version <= newest.version {
@@ -375,7 +375,7 @@ impl Rank {
             Some(Taken { version: taken, digest })
                 if version < taken || version == taken && digest.is_none() =>
             {
-                Err(EarlyError::Taken { rank: self.rank, version, taken })
+                Err(EarlyError::Taken { rank: self.number, version, taken })
             }
             Some(_) | None => Ok(()),
         }
@@ -393,7 +393,7 @@ impl Rank {
         if sums.digest(manifest) == digest {
             Ok(())
         } else {
-            Err(EarlyError::Taken { rank: self.rank, version, taken: version })
+            Err(EarlyError::Taken { rank: self.number, version, taken: version })
         }
     }
 
@@ -426,7 +426,7 @@ impl Rank {
                 return Ok(());
             }
         };
-        let (rank, version) = (self.rank, job.version);
+        let (rank, version) = (self.number, job.version);
         let Ok(outcome) = job.thread.join() else {
             self.why = "the background thread panicked".into();
             return Err(EarlyError::Panicked { rank, version });
@@ -468,7 +468,7 @@ impl Rank {
                 why
             }
         };
-        Err(EarlyError::Turn { rank: self.rank, what, why })
+        Err(EarlyError::Turn { rank: self.number, what, why })
     }
 
     /// Runs work in the background. `work` may note where the rank's delta leads once that is in its place.
@@ -486,7 +486,7 @@ impl Rank {
         let (ended, over) = channel::<()>();
         let theirs = stop.clone();
         // If no thread can be had, the writer is lost with the closure; another one is as good.
-        let (region, rank) = (Arc::clone(&self.region), self.rank);
+        let (region, rank) = (Arc::clone(&self.region), self.number);
         let thread = std::thread::Builder::new().name(format!("windlass-rank-{rank}")).spawn(move || {
             let mut writer = writer;
             let mut handed_out = None;
@@ -515,7 +515,7 @@ impl Rank {
         self.folder.remove(|part, _| match part {
             // The one before may not be sealed yet; what is older can no longer be sealed at all.
             Part::Delta { version, rank } => {
-                rank == self.rank && version < next && (Some(version) <= sealed || Some(version) < before)
+                rank == self.number && version < next && (Some(version) <= sealed || Some(version) < before)
             }
             Part::Roster { .. } | Part::Doubt { .. } => false,
         });
@@ -550,6 +550,13 @@ fn left_behind(region: &Region, folder: &Folder, roster: &Roster) -> Option<Take
     Some(Taken { version, digest })
 }
 
+/// Milliseconds since `begun`, which is now after.
+fn lap(begun: &mut Instant) -> f64 {
+    let now = Instant::now();
+    let taken = now.duration_since(std::mem::replace(begun, now));
+    taken.as_secs_f64() * 1e3
+}
+
 /// The background work of one version.
 struct Run {
     region: Arc<Region>,
@@ -570,7 +577,7 @@ impl Run {
         handed_out: &mut Option<StateDigest>,
         stop: &Stop,
     ) -> Result<Memory, EarlyError> {
-        let begun = Instant::now();
+        let mut begun = Instant::now();
         let (rank, version, manifest) = (self.rank, self.version, self.region.manifest());
         let data = self.region.slot_data(newest.slot);
         let records = source.records(
@@ -587,10 +594,10 @@ impl Run {
         )?;
         let sums = self.next_sums(&newest.sums, &records)?;
         let records = Arc::new(records);
-        let encoded = begun.elapsed();
+        let encode_ms = lap(&mut begun);
         let digest = sums.digest(manifest);
         self.hand_out(&newest, digest, &records, handed_out, stop);
-        let handed = begun.elapsed();
+        let part_ms = lap(&mut begun);
         let attempt = writer.begin(version, stop)?;
         // Nobody but this rank writes its blocks, so they are as it left them, also if others have begun and given up.
         let older = older.filter(|(known, _)| known.slot == attempt.slot());
@@ -604,19 +611,19 @@ impl Run {
             records: &records,
             threads: self.threads,
         };
-        let applying = begun.elapsed();
+        let wait_ms = lap(&mut begun);
         let done = work.run(&attempt, stop)?;
-        let applied = begun.elapsed();
+        let apply_ms = lap(&mut begun);
         let Committed { id, slot, .. } = attempt.done(stop)?;
         tracing::debug!(
             rank,
             version,
             ?done,
-            encode_ms = encoded.as_secs_f64() * 1e3,
-            part_ms = (handed - encoded).as_secs_f64() * 1e3,
-            wait_ms = (applying - handed).as_secs_f64() * 1e3,
-            apply_ms = (applied - applying).as_secs_f64() * 1e3,
-            commit_ms = (begun.elapsed() - applied).as_secs_f64() * 1e3,
+            encode_ms,
+            part_ms,
+            wait_ms,
+            apply_ms,
+            commit_ms = lap(&mut begun),
             "a version was committed by records"
         );
         let known = Known { version, id, slot, sums: Arc::new(sums) };

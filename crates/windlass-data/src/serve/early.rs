@@ -304,7 +304,7 @@ impl Inner {
         let before = self.counters.sealed_early.fetch_add(1, Ordering::Relaxed);
         let every = self.config.check_every;
         let mut state = self.state();
-        if every > 0 && (before % every == 0 || state.check_missed) {
+        if every > 0 && (before.is_multiple_of(every) || state.check_missed) {
             state.check_missed = false;
             state.check = Some(Check { slot, sealed });
             drop(state);
