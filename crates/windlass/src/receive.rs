@@ -11,7 +11,7 @@
 //! With engines, every whole version is loaded by each of them when it is free ([`crate::engines`]), while the next one
 //! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
 //!
-//! With a controller ([`member`]) it is told which version to bring here when, and when to load it, for several models at
+//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
 //! once; it names the agents, too.
 //!
 //! | module | what it owns |
