@@ -1,6 +1,6 @@
 //! Arguments of `top`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -25,6 +25,9 @@ pub(super) struct ParsedTop {
     /// The time between two looks, in seconds
     #[arg(long, default_value_t = 1.0, value_parser = parse_seconds, value_name = "S")]
     interval: f64,
+    /// Write the last syncs as a trace for timeline viewers (Perfetto, chrome://tracing) and end
+    #[arg(long, value_name = "FILE", conflicts_with = "once")]
+    trace: Option<PathBuf>,
 }
 
 impl ParsedTop {
@@ -40,6 +43,11 @@ impl ParsedTop {
             }
         };
         let controller = ControllerClient::new(&self.controller, token)?;
-        Ok(Top { controller, once: self.once, interval: Duration::from_secs_f64(self.interval) })
+        Ok(Top {
+            controller,
+            once: self.once,
+            interval: Duration::from_secs_f64(self.interval),
+            trace: self.trace,
+        })
     }
 }
