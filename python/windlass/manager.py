@@ -26,7 +26,7 @@ from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
-from windlass.controller import Controller, Notified, Served, Span
+from windlass.controller import Controller, Notified, Reminder, Served, Span
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
@@ -182,6 +182,7 @@ class WeightManager:
         self._sealed: tuple[int, float] | None = None
         self._controller_token = controller_token
         self._notifier: ThreadPoolExecutor | None = None
+        self._reminder: Reminder | None = None
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
 
@@ -346,6 +347,8 @@ class WeightManager:
         """
         self._check_usable()
         self._found, self._buffers = None, frozenset()
+        if self._reminder is not None:
+            self._reminder.forget()
         self._leave()
 
     def close(self) -> None:
@@ -356,6 +359,8 @@ class WeightManager:
         self._closed = True
         if self._notifier is not None:
             self._notifier.shutdown(wait=True, cancel_futures=True)
+        if self._reminder is not None:
+            self._reminder.close()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -805,6 +810,9 @@ class WeightManager:
             # One that was overtaken meanwhile is in the agent's history.
             with contextlib.suppress(WindlassStale):
                 self._wait_sealed(publisher, named, _left(until))
+            if self._reminder is None:
+                self._reminder = Reminder(there)
+            self._reminder.remember(identity, lambda: agent.endpoint(ASK_S))
             return there.notify_version(
                 identity,
                 endpoint,

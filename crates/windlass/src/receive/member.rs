@@ -171,6 +171,8 @@ enum End {
     Enough,
     /// Another one must begin.
     Again(String),
+    /// Somebody else has begun one under this name.
+    Taken(ControllerError),
 }
 
 impl Member<'_> {
@@ -188,6 +190,18 @@ impl Member<'_> {
                 End::Again(why) => {
                     let event = json!({ "event": "rejoining", "receiver": self.id, "why": why });
                     self.session.event(&event, || format!("joining the controller again: {why}"));
+                }
+                // The later one stays: it may be this one's successor. If both came back, neither would ever serve.
+                End::Taken(e) => {
+                    let why = format!(
+                        "another receiver has joined as {}: give one of the two another --name ({e})",
+                        self.id
+                    );
+                    return Err(Error::Plane {
+                        doing: "follow the controller any longer",
+                        kind: Kind::Denied,
+                        source: why.into(),
+                    });
                 }
             }
         }
@@ -290,11 +304,8 @@ impl Member<'_> {
                     }
                 }
                 Err(_) if self.stop.is_set() => return End::Enough,
-                Err(
-                    e @ ControllerError::Refused {
-                        kind: Kind::NotFound | Kind::Stale | Kind::Invalid, ..
-                    },
-                ) => {
+                Err(e @ ControllerError::Refused { kind: Kind::Stale, .. }) => return End::Taken(e),
+                Err(e @ ControllerError::Refused { kind: Kind::NotFound | Kind::Invalid, .. }) => {
                     return End::Again(e.to_string());
                 }
                 Err(e) => self.unanswered(&e),

@@ -23,7 +23,7 @@ use crate::outfile::OutFile;
 use crate::session::{Session, print};
 
 /// Rows and columns where there is no terminal to ask.
-const PLAIN: (usize, usize) = (usize::MAX, 120);
+const PLAIN: (usize, usize) = (usize::MAX, 1000);
 
 /// The checked arguments of `top`.
 #[derive(Debug)]
