@@ -474,6 +474,7 @@ impl Server {
             blocks: blocks_of(region),
             sum: PartSum(sum.to_bytes()),
             data: self.data_endpoint(),
+            tls: self.inner.config.tcp.tls.is_some(),
             delta_bytes: segment.map(|s| s.bytes),
         })
     }

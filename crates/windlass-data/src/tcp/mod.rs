@@ -54,6 +54,7 @@ mod landing;
 mod lane;
 mod offer;
 mod pull;
+mod secret;
 mod sender;
 mod serve;
 mod watch;
