@@ -59,6 +59,7 @@ use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
 use crate::stop::Stop;
 use crate::tcp::{Body, OfferHandle, Sender, SenderConfig};
+use crate::tls::Certificate;
 
 /// How long the other holders may take to answer for a ticket.
 const PEER_PATIENCE: Duration = Duration::from_secs(5);
@@ -319,6 +320,11 @@ impl Server {
     /// The region that is served.
     pub fn region(&self) -> &Arc<Region> {
         &self.inner.region
+    }
+
+    /// What it shows on data connections, if they are inside TLS. Its requests must be then, too.
+    pub fn certificate(&self) -> Option<&Certificate> {
+        self.inner.config.tcp.tls.as_ref()
     }
 
     /// Where data connections go.
