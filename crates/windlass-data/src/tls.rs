@@ -116,7 +116,9 @@ pub enum TlsError {
         why: String,
     },
     /// The peer does not speak TLS.
-    #[error("{peer} does not speak TLS: if it is meant not to, address it with http://; nothing was sent to it")]
+    #[error(
+        "{peer} does not speak TLS: if it is meant not to, address it with http://; nothing was sent to it"
+    )]
     NotTls {
         /// The peer.
         peer: String,
@@ -148,7 +150,6 @@ impl TlsError {
         }
     }
 
-
     /// What an error of the library means, with the peer as it was addressed.
     pub fn of(peer: &str, source: rustls::Error) -> TlsError {
         let peer = peer.to_owned();
@@ -174,7 +175,8 @@ impl TlsError {
 /// What is wrong with a certificate, and what to do about it.
 fn certificate_error(error: &CertificateError) -> String {
     let what = match error {
-        CertificateError::UnknownIssuer => {
+        // The second is what an authority that was made again under its old name comes to.
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
             "it was not issued by anybody who is trusted here; if it is the right one, name the file with its issuer's \
              certificate as tls_ca"
         }
@@ -264,7 +266,12 @@ impl Certificate {
             config.alpn_protocols = vec![protocol.to_vec()];
             Arc::new(config)
         };
-        Ok(Certificate { path: certificate.to_owned(), leaf, http: with(HTTP_PROTOCOL), data: with(DATA_PROTOCOL) })
+        Ok(Certificate {
+            path: certificate.to_owned(),
+            leaf,
+            http: with(HTTP_PROTOCOL),
+            data: with(DATA_PROTOCOL),
+        })
     }
 
     /// Whether clients that connect to `host` will find it to be for that host.

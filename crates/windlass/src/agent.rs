@@ -178,7 +178,11 @@ impl Agent {
         };
         let port = NonZeroU16::new(address.port()).unwrap_or(NonZeroU16::MIN);
         let here = Whereabouts {
-            endpoint: format!("{}://{}", tls::scheme(certificate.as_ref()), HostPort::new(advertise_host, port)),
+            endpoint: format!(
+                "{}://{}",
+                tls::scheme(certificate.as_ref()),
+                HostPort::new(advertise_host, port)
+            ),
             data_port: server.data_endpoint().port(),
             token_file,
             pid: std::process::id(),

@@ -309,7 +309,8 @@ impl Error {
             Error::Usage(_) => "see --help".into(),
             Error::Config(e) => e.advice(),
             Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
-            Error::Tls(_) | Error::Controller(ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. }) => {
+            Error::Tls(_)
+            | Error::Controller(ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. }) => {
                 "see docs/security.md on how certificates are made and what they must contain".into()
             }
             Error::Controller(ControllerError::Lost { .. }) => {

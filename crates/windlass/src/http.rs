@@ -408,6 +408,21 @@ mod tests {
 
     impl Service {
         fn start(limits: Limits) -> Service {
+            Service::start_with(limits, None)
+        }
+
+        /// With the certificate of the bench, which is for 127.0.0.1.
+        fn start_secret(limits: Limits) -> Service {
+            use std::os::unix::fs::PermissionsExt as _;
+            let dir = tempfile::tempdir().unwrap();
+            let (certificate, key) = (dir.path().join("certificate"), dir.path().join("key"));
+            std::fs::write(&certificate, include_str!("bench/tls/server.pem")).unwrap();
+            std::fs::write(&key, include_str!("bench/tls/server.key")).unwrap();
+            std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+            Service::start_with(limits, Some(Certificate::read(&certificate, &key).unwrap()))
+        }
+
+        fn start_with(limits: Limits, tls: Option<Certificate>) -> Service {
             let router = Router::new()
                 .route("/echo", axum::routing::post(async |body: String| body))
                 .route("/long", axum::routing::get(async || "x".repeat(32 << 20)));
@@ -417,7 +432,8 @@ mod tests {
             let listener = runtime.block_on(bind([127, 0, 0, 1].into(), (0, 0))).unwrap();
             let address = listener.local_addr().unwrap();
             let (end, ended) = watch::channel(false);
-            runtime.spawn(serve(listener, None, router, limits, ended, Duration::from_millis(100)));
+            let grace = Duration::from_millis(100);
+            runtime.spawn(async move { serve(listener, tls.as_ref(), router, limits, ended, grace).await });
             Service { address, end, _runtime: runtime }
         }
 
@@ -534,5 +550,57 @@ mod tests {
         assert!(count("401") >= 5 && count("429") >= 1, "{} {}", count("401"), count("429"));
         assert_eq!(count("401") + count("429"), 51);
         assert_eq!(service.ask("GET /healthz", b""), Some(200), "who has the token is not held up");
+    }
+
+    /// How long a connection stayed open after these bytes, and what came back on it.
+    fn left_alone(service: &Service, bytes: &[u8]) -> (Duration, Vec<u8>) {
+        let (mut stream, began) = (service.connect(), Instant::now());
+        let _ = stream.write_all(bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        (began.elapsed(), answer)
+    }
+
+    #[test]
+    fn garbage_and_slow_handshakes_at_a_port_with_tls_are_cut_off() {
+        let service = Service::start_secret(small());
+        let most = Duration::from_secs(5);
+        // What is no handshake is closed with an alert, or with nothing; what takes too long, at the bound of a head.
+        let alert = [21, 3];
+        let (after, said) = left_alone(&service, &[0xff; 4096]);
+        assert!(after < most && (said.is_empty() || said.starts_with(&alert)), "{after:?} {said:?}");
+        let (after, said) = left_alone(&service, &[22, 3, 1, 0, 200, 1, 0]);
+        assert!(after >= small().head && after < most && said.is_empty(), "{after:?} {said:?}");
+        let (after, said) = left_alone(&service, &[]);
+        assert!(after >= small().head && after < most && said.is_empty(), "{after:?} {said:?}");
+        // A request without TLS is answered, and told what to do.
+        let (after, said) = left_alone(&service, b"GET /healthz HTTP/1.1\r\nhost: h\r\n\r\n");
+        let said = String::from_utf8(said).unwrap();
+        assert!(said.starts_with("HTTP/1.1 400 ") && said.contains("https://") && after < most, "{said}");
+        // One that never ends its head is not waited for either.
+        let (after, _) = left_alone(&service, b"GET /healthz HT");
+        assert!(after >= small().head && after < most, "{after:?}");
+    }
+
+    #[test]
+    fn handshakes_count_as_connections() {
+        let service = Service::start_secret(small());
+        let until = Instant::now() + Duration::from_secs(10);
+        let began = loop {
+            // Connections are accepted in the order in which they are made: the one after these is one too many, unless
+            // this thread was held up until they were cut off.
+            let silent: Vec<_> = (0..small().connections).map(|_| service.connect()).collect();
+            let began = Instant::now();
+            let (after, said) = left_alone(&service, &[22]);
+            if after < small().head / 2 {
+                assert!(said.is_empty(), "{said:?}");
+                break began;
+            }
+            assert!(Instant::now() < until, "it was let in beside {} others", silent.len());
+        };
+        // When those are cut off, there is room again.
+        while left_alone(&service, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n").1.is_empty() {
+            assert!(began.elapsed() < Duration::from_secs(5));
+        }
     }
 }

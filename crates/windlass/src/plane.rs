@@ -90,7 +90,8 @@ impl ControlPlane for HttpPlane {
             .map_err(|e| self.failed(e, Kind::Exhausted))?;
         let port = listener.local_addr().map_err(|e| self.failed(e, Kind::Exhausted))?.port();
         let address = HostPort::new(host, NonZeroU16::new(port).unwrap_or(NonZeroU16::MIN));
-        let endpoint: Endpoint = format!("{}://{address}", tls::scheme(server.certificate())).parse().map_err(|e| invalid(&e))?;
+        let endpoint: Endpoint =
+            format!("{}://{address}", tls::scheme(server.certificate())).parse().map_err(|e| invalid(&e))?;
         let (model, incarnation) = (server.region().model_id().clone(), server.region().incarnation());
         let info = AgentWeightSyncInfo::new(vec![endpoint], self.token.clone(), model, Some(incarnation))
             .map_err(|e| invalid(&e))?;

@@ -94,9 +94,9 @@ impl Conn {
     ) -> Result<(), TcpError> {
         self.tls = Some(Box::new(Session::new(tls)));
         while let Some(tls) = self.tls.as_mut().filter(|tls| tls.is_handshaking()) {
-            let went = tls.drain(&self.socket).and_then(|drained| {
-                Ok((drained, tls.advance(&self.socket, false, &mut self.heard)?))
-            });
+            let went = tls
+                .drain(&self.socket)
+                .and_then(|drained| Ok((drained, tls.advance(&self.socket, false, &mut self.heard)?)));
             if let (drained, None) = went.map_err(|e| self.trouble("shake hands", e))? {
                 let nap = by.nap(self)?;
                 self.wait(!drained, None, nap)?;

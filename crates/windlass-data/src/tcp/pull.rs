@@ -505,7 +505,10 @@ impl Transfer<'_> {
         let name = tls::server_name(host).ok_or_else(|| TcpError::Tls {
             peer: endpoint(),
             stage: Stage::Handshake,
-            source: TlsError::Untrusted { peer: endpoint(), why: format!("no certificate can be for {host}") },
+            source: TlsError::Untrusted {
+                peer: endpoint(),
+                why: format!("no certificate can be for {host}"),
+            },
         })?;
         let tls = rustls::ClientConnection::new(trust.data(), name).map_err(|e| conn.tls(e))?;
         conn.secure_by(tls, DATA_PROTOCOL, by)

@@ -372,7 +372,8 @@ impl<'a> Serving<'a> {
     fn write(&mut self, over: bool) -> Result<Wrote, TcpError> {
         loop {
             // A record of its own for every header would cost more than the bytes in it.
-            let gathering = self.conn.is_secret() && self.sending.is_some() && self.out.len() < SHORT_RUN as usize;
+            let gathering =
+                self.conn.is_secret() && self.sending.is_some() && self.out.len() < SHORT_RUN as usize;
             if !gathering && !self.flush(over)? {
                 return Ok(Wrote::Blocked);
             }
