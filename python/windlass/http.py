@@ -204,7 +204,8 @@ class HttpClient:
             except (OSError, http.client.HTTPException) as e:
                 if isinstance(e, ssl.SSLError) and e.reason in _NOT_TLS:
                     raise WindlassInvalid(
-                        f"{what}: it does not speak TLS: {e}", "if it is meant not to, address it with http://"
+                        f"{what}: it does not speak TLS: {e}",
+                        "if it is meant not to, address it with http://",
                     ) from e
                 if tries > 0 and time.monotonic() + pause < until:
                     time.sleep(pause)
@@ -276,7 +277,8 @@ def _context(tls_ca: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=tls_ca)
     except ssl.SSLError as e:
         raise WindlassInvalid(
-            f"there are no certificates in {tls_ca!r}: {e}", "give a file in PEM, which begins with -----BEGIN"
+            f"there are no certificates in {tls_ca!r}: {e}",
+            "give a file in PEM, which begins with -----BEGIN",
         ) from e
     except OSError as e:
         raise WindlassNotFound(f"the certificates in {tls_ca!r} cannot be read: {e.strerror}") from e

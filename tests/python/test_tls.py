@@ -73,7 +73,9 @@ def refusal(make: Any) -> WindlassError:
     return caught.value
 
 
-def test_a_receiver_follows_a_manager_with_a_certificate_and_refuses_what_it_does_not_trust(home: Path) -> None:
+def test_a_receiver_follows_a_manager_with_a_certificate_and_refuses_what_it_does_not_trust(
+    home: Path,
+) -> None:
     with WeightManager(region_dir=str(home), timeout=60.0, **server(home)) as wm:
         wm.offload(weights(1), 1, 0, 1)
         wm.wait_delta_ready(timeout=PATIENCE)
@@ -95,7 +97,10 @@ def test_a_receiver_follows_a_manager_with_a_certificate_and_refuses_what_it_doe
         error = refusal(lambda: Receiver(home / "others", tls_ca=CA, **plain))
         assert isinstance(error, WindlassInvalid), error
         assert "https://" in str(error)
-        for ca, kind in ((str(home / "absent"), WindlassNotFound), (str(home / "server.key"), WindlassInvalid)):
+        for ca, kind in (
+            (str(home / "absent"), WindlassNotFound),
+            (str(home / "server.key"), WindlassInvalid),
+        ):
             error = refusal(lambda ca=ca: Receiver(home / "others", tls_ca=ca, **at))
             assert isinstance(error, kind), error
             assert ca in str(error)
