@@ -223,7 +223,7 @@ fn files_that_cannot_be_used_for_tls_are_named_with_the_remedy() {
     let cases: [(&Path, &Path, &str, i32); 6] = [
         (&absent, &good.1, "absent.pem", 3),
         (&world.token, &good.1, "-----BEGIN", 2),
-        (&good.0, &good.0, "no private key", 2),
+        (&good.0, &world.token, "no private key", 2),
         (&good.0, &other.1, "made together", 2),
         (&good.0, &open, "chmod 600", 2),
         (&other.0, &other.1, "subject alternative names", 2),
