@@ -293,7 +293,8 @@ impl Error {
         match self {
             Error::Io { source, path, .. }
             | Error::File(FileError::Io { source, path, .. })
-            | Error::Region(RegionError::Io { source, path, .. }) => io_advice(source, path),
+            | Error::Region(RegionError::Io { source, path, .. })
+            | Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { .. } => "choose another output".into(),
             Error::File(FileError::NoShards { .. }) => {
@@ -308,7 +309,6 @@ impl Error {
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Config(e) => e.advice(),
-            Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
             Error::Tls(_)
             | Error::Controller(ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. }) => {
                 "see docs/security.md on how certificates are made and what they must contain".into()

@@ -166,7 +166,7 @@ impl Conn {
     }
 
     pub(super) fn tls(&self, source: rustls::Error) -> TcpError {
-        let source = TlsError::of(&self.name, source);
+        let source = Box::new(TlsError::of(&self.name, source));
         TcpError::Tls { peer: self.peer(), stage: self.stage, source }
     }
 

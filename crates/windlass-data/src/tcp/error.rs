@@ -196,7 +196,7 @@ pub enum TcpError {
         /// Where in the transfer.
         stage: Stage,
         /// What it was.
-        source: TlsError,
+        source: Box<TlsError>,
     },
     /// A source without TLS, where it is wanted.
     #[error(

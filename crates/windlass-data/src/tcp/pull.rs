@@ -396,7 +396,9 @@ impl Transfer<'_> {
             let fault = Fault { kind, stage, stripe: Some(stripe), message: error.to_string() };
             return End::Fatal(error, fault);
         }
-        if let TcpError::Tls { source: TlsError::Untrusted { .. }, stage, .. } = &error {
+        if let TcpError::Tls { source, stage, .. } = &error
+            && matches!(**source, TlsError::Untrusted { .. })
+        {
             // Asking again does not make it the right one.
             let (kind, message) = (Kind::Denied, error.to_string());
             let fault = Fault { kind, stage: *stage, stripe: None, message };
@@ -502,13 +504,10 @@ impl Transfer<'_> {
             return Err(TcpError::NoTrust { endpoint: endpoint() });
         };
         let host = source.endpoint.host().as_str();
-        let name = tls::server_name(host).ok_or_else(|| TcpError::Tls {
-            peer: endpoint(),
-            stage: Stage::Handshake,
-            source: TlsError::Untrusted {
-                peer: endpoint(),
-                why: format!("no certificate can be for {host}"),
-            },
+        let name = tls::server_name(host).ok_or_else(|| {
+            let why = format!("no certificate can be for {host}");
+            let source = Box::new(TlsError::Untrusted { peer: endpoint(), why });
+            TcpError::Tls { peer: endpoint(), stage: Stage::Handshake, source }
         })?;
         let tls = rustls::ClientConnection::new(trust.data(), name).map_err(|e| conn.tls(e))?;
         conn.secure_by(tls, DATA_PROTOCOL, by)

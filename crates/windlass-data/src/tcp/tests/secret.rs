@@ -170,7 +170,7 @@ fn a_chain_is_sent_with_the_certificate() {
     let chain = certificate(&(format!("{leaf}{}", middle.pem()), key));
     let privacy = trust(&root);
     let image = Image::new(plain_manifest(100_000), 3);
-    let mut pull = |tls| {
+    let pull = |tls| {
         let sender = Sender::start(SenderConfig { tls: Some(tls), ..quick() }).unwrap();
         let ticket = Ticket::new(inside(image.ticket(sender.local_addr()))).unwrap();
         let _offer = offer(&sender, &ticket, 0, image.body(Arc::new(())));
@@ -198,7 +198,8 @@ fn tls_is_neither_given_up_nor_taken_up_by_what_a_ticket_says() {
     let without = super::world::sender();
     let error = attempt(&without, &privacy, |fields| fields);
     let TcpError::Transfer { cause: Some(cause), .. } = &error else { panic!("{error}") };
-    assert!(matches!(&**cause, TcpError::Tls { source: TlsError::NotTls { .. }, .. }), "{cause}");
+    let TcpError::Tls { source, .. } = &**cause else { panic!("{cause}") };
+    assert!(matches!(**source, TlsError::NotTls { .. }), "{cause}");
 }
 
 #[test]
@@ -216,7 +217,7 @@ fn strangers_at_the_tls_port_are_closed_in_time_and_harm_nobody() {
     let authority = Authority::new();
     let tls = Some(certificate(&authority.issue(&["127.0.0.1"])));
     let handshake_timeout = Duration::from_millis(300);
-    let sender = Sender::start(SenderConfig { tls, handshake_timeout, ..quick() }).unwrap();
+    let sender = Sender::start(SenderConfig { handshake_timeout, tls, ..quick() }).unwrap();
     let closed = |mut socket: TcpStream| {
         socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut scrap = Vec::new();
