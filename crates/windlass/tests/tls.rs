@@ -29,6 +29,11 @@ fn stop() -> Stop {
     Stop::after(PATIENCE)
 }
 
+fn agent_with(region: &Path, flags: &[String], more: &[&str]) -> Agent {
+    let flags: Vec<&str> = flags.iter().map(String::as_str).chain(more.iter().copied()).collect();
+    Agent::start(region, &flags)
+}
+
 /// A place with an authority, and certificates of it.
 struct World {
     home: TempDir,
@@ -72,15 +77,10 @@ impl World {
         Trust::of_file(&self.ca).unwrap()
     }
 
-    fn agent(&self, region: &Path, flags: &[String], more: &[&str]) -> Agent {
-        let flags: Vec<&str> = flags.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        Agent::start(region, &flags)
-    }
-
     /// A trainer with an agent that has a certificate.
     fn publisher(&self, model: &str) -> (Trainer, Agent) {
         let trainer = Trainer::named(&self.path(&format!("region-{model}")), model);
-        let agent = self.agent(&trainer.region, &self.here(), &[]);
+        let agent = agent_with(&trainer.region, &self.here(), &[]);
         assert!(agent.endpoint.starts_with("https://127.0.0.1:"), "{}", agent.endpoint);
         (trainer, agent)
     }
@@ -160,7 +160,7 @@ fn certificates_that_are_not_accepted_are_said_at_once_and_the_token_stays_here(
     refused(&agent.endpoint.replace("127.0.0.1", "localhost"), &world.ca, "it is for other hosts");
     let mut old = Trainer::named(&world.path("region-old"), "old");
     let flags = world.server("old", &world.authority.issue_expired(&["127.0.0.1"]));
-    let expired = world.agent(&old.region, &flags, &[]);
+    let expired = agent_with(&old.region, &flags, &[]);
     old.publish(0);
     refused(&expired.endpoint, &world.ca, "it has expired");
     // Nobody is trusted because nothing was said: the system knows others.
@@ -276,7 +276,7 @@ fn an_agent_killed_in_the_middle_of_a_transfer_over_tls_is_waited_for() {
             // Whatever was under way ends in the middle, of requests and of data.
             let again = format!("{},{}", agent.port(), agent.data_port);
             agent.process.kill();
-            agent = world.agent(&trainer.region, &world.here(), &["--again", &again]);
+            agent = agent_with(&trainer.region, &world.here(), &["--again", &again]);
         }
     }
     let digest = world.sealed(&agent, 6).digest.unwrap().to_string();
