@@ -34,7 +34,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
-from windlass.http import HttpClient
+from windlass.http import HttpClient, trusted
 from windlass.request import Identity
 
 if TYPE_CHECKING:
@@ -150,8 +150,9 @@ class Controller:
     >>> controller.gate(7, timeout=600)                                                      # doctest: +SKIP
     Served(version=7, identities=(...))
 
-    ``url`` and ``token`` are those of the environment if they are not given. ``timeout`` bounds calls that are answered
-    at once. Holds no connection, so it may be shared by threads and given to other processes.
+    ``url`` and ``token`` are those of the environment if they are not given. ``tls_ca`` is a PEM file with those to trust
+    where the URL begins with ``https://``; without it, the one that ``WINDLASS_TLS_CA`` names, or those of the system.
+    ``timeout`` bounds calls that are answered at once. Holds no connection, so it may be shared by threads and given to other processes.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Controller:
         *,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
         timeout: float = 30.0,
     ) -> None:
         url = os.environ.get(URL_VARIABLE) if url is None else url
@@ -177,7 +179,9 @@ class Controller:
             token = os.environ.get(TOKEN_VARIABLE)
         _windlass.check_endpoint(url)
         url = url if "://" in url else f"http://{url}"
-        self._http = HttpClient(url, name="the controller", token=token, timeout=timeout)
+        self._http = HttpClient(
+            url, name="the controller", token=token, timeout=timeout, tls_ca=trusted(tls_ca)
+        )
 
     def __repr__(self) -> str:
         return f"Controller({self._http.url!r})"

@@ -37,7 +37,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.exchange import Alone, Exchange, exchange_for, together
-from windlass.http import HttpClient
+from windlass.http import HttpClient, trusted
 from windlass.memory import flat
 from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
 from windlass.names.conversion import persistent_buffers
@@ -614,6 +614,9 @@ class WeightManager:
             ports=self._ports[0] if self._ports else agent.ports,
             data_ports=self._ports[1] if self._ports else agent.data_ports,
             token_file=agent.token_file,
+            tls_cert=self.config.tls_cert,
+            tls_key=self.config.tls_key,
+            tls_ca=self.config.tls_ca,
             history=agent.history,
             history_bytes=agent.history_bytes,
             threads=agent.threads,
@@ -772,7 +775,8 @@ class WeightManager:
         if url is None:
             return None
         token = self._controller_token
-        return Controller(url, token=token, token_file=file if token is None else None)
+        file = file if token is None else None
+        return Controller(url, token=token, token_file=file, tls_ca=self.config.tls_ca)
 
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
@@ -841,7 +845,8 @@ class WeightManager:
         if opened is None or token_file is None:
             return {}
         try:
-            agent = HttpClient(endpoint, name="the agent", token=Path(token_file).read_text().strip())
+            token = Path(token_file).read_text().strip()
+            agent = HttpClient(endpoint, name="the agent", token=token, tls_ca=trusted(self.config.tls_ca))
             said = agent.get("/get_capabilities", stage="ask about the delta", timeout=ASK_S).object()
         except (WindlassError, OSError) as e:
             log.debug("nothing is known about the delta to version %d: %s", version, e)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::controller::TOKEN_FILE;
-use super::service::{TokenArgs, parse_seconds};
+use super::service::{ClientTls, TokenArgs, parse_seconds};
 use crate::controller::client::ControllerClient;
 use crate::error::Error;
 use crate::token;
@@ -19,6 +19,8 @@ pub(super) struct ParsedTop {
     controller: String,
     #[command(flatten)]
     token: TokenArgs,
+    #[command(flatten)]
+    tls: ClientTls,
     /// Print it once and end
     #[arg(long)]
     once: bool,
@@ -42,7 +44,7 @@ impl ParsedTop {
                 return Err(Error::Usage(format!("{why} {}", token::VARIABLE)));
             }
         };
-        let controller = ControllerClient::new(&self.controller, token)?;
+        let controller = ControllerClient::new(&self.controller, token)?.with_trust(self.tls.trust()?);
         Ok(Top {
             controller,
             once: self.once,

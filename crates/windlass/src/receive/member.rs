@@ -67,13 +67,14 @@ pub(super) fn run(
     stop: &Stop,
 ) -> Result<(), Error> {
     std::fs::create_dir_all(&receive.dir).map_err(Error::io("create", &receive.dir))?;
-    let link = ControllerClient::new(&place.url, place.token.clone())?;
+    let link = ControllerClient::new(&place.url, place.token.clone())?.with_trust(receive.trust.clone());
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {
         let engines = engines_of(receive, id, place.models.len(), session)?;
         let (id, name) = (id.clone(), place.id.as_str());
         let config = receive.config(id.clone());
-        Model::open(Opening { id, index, config, token: &place.agents, name, session, stop }, engines)
+        let (token, trust) = (&place.agents, receive.trust.as_ref());
+        Model::open(Opening { id, index, config, token, trust, name, session, stop }, engines)
     });
     let models: Vec<Model> = models.collect::<Result<_, Error>>()?;
     let life = AtomicU64::new(0);
@@ -107,10 +108,11 @@ pub(super) fn run(
     })
 }
 
-/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end.
+/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end. A certificate that is not
+/// trusted stays so.
 fn passes(e: &ControllerError) -> bool {
     match e.status() {
-        None => true,
+        None => !matches!(e.kind(), Kind::Denied | Kind::Invalid),
         Some(status) => status == 429 || status >= 500,
     }
 }
