@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -10,7 +11,9 @@ def main() -> None:
     from windlass import _windlass
 
     arguments = ["windlass", *sys.argv[1:]]
-    # The command has signal handlers and output of its own; the interpreter's buffers go out first.
+    # The command has signal handlers and output of its own: Ctrl-C is no KeyboardInterrupt, and the interpreter's
+    # buffers go out first.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(_windlass.main(arguments, [sys.executable, "-m", "windlass"]))

@@ -201,6 +201,7 @@ class ReceiverAgentConfig(Config):
 
     endpoint: str
     token_file: str | None = None
+    tls_ca: str | None = None
     image_dir: str = "/dev/shm"
     name: str | None = None
     group: bool = False
@@ -212,7 +213,7 @@ class ReceiverAgentConfig(Config):
     def __post_init__(self) -> None:
         self._text("endpoint", "image_dir")
         self._by_core("endpoint", _windlass.check_endpoint)
-        self._text("token_file", "name", optional=True)
+        self._text("token_file", "tls_ca", "name", optional=True)
         self._flag("group")
         self._count("threads", 1, 4096, optional=True)
         self._part("engine", TransferEngineConfig)
@@ -235,6 +236,10 @@ class WeightManagerConfig(Config):
     "delta" where a GPU can tell what changed, and "copy" elsewhere. The same on all ranks.
     ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
     and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
+
+    ``tls_cert`` and ``tls_key`` are PEM files: the certificate that the agent shows (with its chain), for the host that
+    it advertises, and its key. Requests and data are then inside TLS. ``tls_ca`` is a PEM file with those to trust: the
+    controller, and agents on other hosts (without it, the file that ``WINDLASS_TLS_CA`` names, or the system's).
     """
 
     model_id: str = "policy"
@@ -253,6 +258,9 @@ class WeightManagerConfig(Config):
     strict: bool = False
     group_readable: bool = False
     memfd: Literal["auto", "never", "always"] = "auto"
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
     agent: SenderAgentConfig = field(default_factory=SenderAgentConfig)
     engine: TransferEngineConfig = field(default_factory=TransferEngineConfig)
 
@@ -274,6 +282,10 @@ class WeightManagerConfig(Config):
         self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
         self._choice("memfd", "auto", "never", "always")
+        self._text("tls_cert", "tls_key", "tls_ca", optional=True)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise self._bad(missing, "a file, since a certificate and its key go together")
         self._part("agent", SenderAgentConfig)
         self._part("engine", TransferEngineConfig)
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from windlass import _windlass
 from windlass.errors import (
     WindlassError,
     WindlassExhausted,
@@ -32,7 +34,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
-from windlass.http import HttpClient
+from windlass.http import HttpClient, trusted
 from windlass.request import Identity
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ ROUND_S = 300.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 #: How long :func:`serve_evals` waits for an eval at a time; within it, a request to stop is heard.
 EVAL_POLL_S = 2.0
+#: How often a trainer repeats what it announced last.
+REMIND_S = 5.0
 #: The longest answer that is read.
 MAX_ANSWER = 16 << 20
 
@@ -146,8 +150,9 @@ class Controller:
     >>> controller.gate(7, timeout=600)                                                      # doctest: +SKIP
     Served(version=7, identities=(...))
 
-    ``url`` and ``token`` are those of the environment if they are not given. ``timeout`` bounds calls that are answered
-    at once. Holds no connection, so it may be shared by threads and given to other processes.
+    ``url`` and ``token`` are those of the environment if they are not given. ``tls_ca`` is a PEM file with those to trust
+    where the URL begins with ``https://``; without it, the one that ``WINDLASS_TLS_CA`` names, or those of the system.
+    ``timeout`` bounds calls that are answered at once. Holds no connection, so it may be shared by threads and given to other processes.
     """
 
     def __init__(
@@ -156,12 +161,15 @@ class Controller:
         *,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
         timeout: float = 30.0,
     ) -> None:
         url = os.environ.get(URL_VARIABLE) if url is None else url
         if not url:
             raise WindlassInvalid(
-                "no controller is named", f"give its URL, or set {URL_VARIABLE}", "no_controller"
+                f"no controller is named: give its URL (controller=), or set {URL_VARIABLE}",
+                "start one with `windlass controller`",
+                "no_controller",
             )
         if token is not None and token_file is not None:
             raise WindlassInvalid("give a token or the file that holds it, not both")
@@ -169,8 +177,11 @@ class Controller:
             token = _token_in(token_file)
         if token is None:
             token = os.environ.get(TOKEN_VARIABLE)
+        _windlass.check_endpoint(url)
         url = url if "://" in url else f"http://{url}"
-        self._http = HttpClient(url, name="the controller", token=token, timeout=timeout)
+        self._http = HttpClient(
+            url, name="the controller", token=token, timeout=timeout, tls_ca=trusted(tls_ca)
+        )
 
     def __repr__(self) -> str:
         return f"Controller({self._http.url!r})"
@@ -366,12 +377,13 @@ class Controller:
             try:
                 return ask(left)
             except (WindlassPeerLost, WindlassExhausted) as e:
-                if until is not None and time.monotonic() + pause >= until:
+                now = time.monotonic()
+                if until is not None and now >= until:
                     raise
                 if not said:
                     log.warning("%s; it is asked again", e)
                     said = True
-                time.sleep(pause)
+                time.sleep(pause if until is None else min(pause, until - now))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except WindlassTimeout:
                 if not again or (until is not None and time.monotonic() >= until):
@@ -382,6 +394,51 @@ class Controller:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+class Reminder:
+    """Repeats what a trainer announced last, in a thread, until it is closed.
+
+    A controller that was restarted knows nothing, and a trainer that waits, for a batch or at the gate, would not speak
+    again before the controller does.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._last: tuple[Identity, Callable[[], str]] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def remember(self, identity: Identity, endpoint: Callable[[], str]) -> None:
+        """This was announced; ``endpoint`` says where the agent is by then."""
+        self._last = (identity, endpoint)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="windlass-remind", daemon=True)
+            self._thread.start()
+
+    def forget(self) -> None:
+        """There is nothing to repeat until something is announced again."""
+        self._last = None
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(REMIND_S):
+            last = self._last
+            if last is None:
+                continue
+            try:
+                self._controller.notify_version(last[0], last[1](), timeout=REMIND_S)
+            except WindlassStale:
+                # Somebody else publishes the model now.
+                if self._last is last:
+                    self._last = None
+            except WindlassError as e:
+                log.debug("version %d was not announced again: %s", last[0].version, e)
 
 
 def gate(

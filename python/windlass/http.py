@@ -11,14 +11,20 @@ know any engine's routes; retry what the server may already have done.
   names the peer, the stage, the call and the beginning of the body. Where the body is the error of a Windlass service,
   its kind and advice are taken over.
 - Proxies of the environment are not used: engines are addressed directly.
+- An ``https://`` address is reached through TLS or not at all: the certificate must be for its host and be issued by
+  somebody who is trusted, or :class:`~windlass.WindlassDenied` says why it is not accepted (``name``
+  "untrusted_certificate").
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import io
 import json
+import os
 import socket
+import ssl
 import time
 import urllib.parse
 from collections.abc import Collection, Mapping
@@ -43,7 +49,10 @@ from windlass.plain import text_of
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Answer", "HttpClient"]
+__all__ = ["TLS_CA_VARIABLE", "Answer", "HttpClient", "trusted"]
+
+#: The environment variable that names a file with those to trust, for Windlass's own services.
+TLS_CA_VARIABLE = "WINDLASS_TLS_CA"
 
 #: The longest answer that is read, unless a call says otherwise.
 MAX_ANSWER = 64 << 20
@@ -92,7 +101,8 @@ class HttpClient:
     {'weight_version': '7', ...}
 
     ``name`` is what messages call it, ``token`` goes into every request as ``Authorization: Bearer``. ``timeout`` is
-    the deadline of a call that names none, ``attempts`` how often an idempotent one is tried.
+    the deadline of a call that names none, ``attempts`` how often an idempotent one is tried. ``tls_ca`` is a PEM file
+    with those to trust, and nobody else; without it, those whom the system trusts are.
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class HttpClient:
         timeout: float = 30.0,
         attempts: int = 3,
         headers: Mapping[str, str] | None = None,
+        tls_ca: str | None = None,
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         try:
@@ -119,6 +130,10 @@ class HttpClient:
         if not timeout > 0 or attempts < 1:
             raise WindlassInvalid(f"timeout {timeout!r} and attempts {attempts!r} must be above zero")
         self._tls = parts.scheme == "https"
+        self._tls_ca = tls_ca
+        if self._tls:
+            # Now rather than with the first call; kept by nobody, so that clients can be given to other processes.
+            _context(tls_ca)
         self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/")
         #: The address, without a slash at its end.
@@ -175,12 +190,23 @@ class HttpClient:
             except WindlassError:
                 # Some of our own are OSErrors.
                 raise
+            except ssl.SSLCertVerificationError as e:
+                raise WindlassDenied(
+                    f"{what}: the certificate is not accepted: {e.verify_message}",
+                    "see whether this is the server that is meant, and whether tls_ca names a file with its issuer",
+                    "untrusted_certificate",
+                ) from e
             except TimeoutError as e:
                 raise WindlassTimeout(
                     f"{what}: no answer within {wanted:g} s",
                     "see whether the server is alive and busy, or raise the deadline",
                 ) from e
             except (OSError, http.client.HTTPException) as e:
+                if isinstance(e, ssl.SSLError) and e.reason in _NOT_TLS:
+                    raise WindlassInvalid(
+                        f"{what}: it does not speak TLS: {e}",
+                        "if it is meant not to, address it with http://",
+                    ) from e
                 if tries > 0 and time.monotonic() + pause < until:
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
@@ -214,7 +240,7 @@ class HttpClient:
         until: float,
         limit: int,
     ) -> tuple[int, bytes]:
-        connection = _connection(self._tls, self._host, self._port, _left(until))
+        connection = _connection(self._tls, self._tls_ca, self._host, self._port, _left(until))
         connection.response_class = _timely(until)
         try:
             connection.connect()
@@ -233,9 +259,36 @@ class HttpClient:
             connection.close()
 
 
-def _connection(tls: bool, host: str, port: int | None, timeout: float) -> http.client.HTTPConnection:
+#: What the first bytes of something else look like.
+_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"})
+
+
+def trusted(tls_ca: str | os.PathLike[str] | None) -> str | None:
+    """The file with those to trust among Windlass's own services: the given one, or that of the environment."""
+    if tls_ca is None:
+        return os.environ.get(TLS_CA_VARIABLE) or None
+    return os.fspath(tls_ca)
+
+
+@functools.lru_cache(maxsize=16)
+def _context(tls_ca: str | None) -> ssl.SSLContext:
+    """Checks certificates and the names in them, against those in a file or those whom the system trusts."""
+    try:
+        return ssl.create_default_context(cafile=tls_ca)
+    except ssl.SSLError as e:
+        raise WindlassInvalid(
+            f"there are no certificates in {tls_ca!r}: {e}",
+            "give a file in PEM, which begins with -----BEGIN",
+        ) from e
+    except OSError as e:
+        raise WindlassNotFound(f"the certificates in {tls_ca!r} cannot be read: {e.strerror}") from e
+
+
+def _connection(
+    tls: bool, tls_ca: str | None, host: str, port: int | None, timeout: float
+) -> http.client.HTTPConnection:
     if tls:
-        return http.client.HTTPSConnection(host, port, timeout=timeout)
+        return http.client.HTTPSConnection(host, port, timeout=timeout, context=_context(tls_ca))
     return http.client.HTTPConnection(host, port, timeout=timeout)
 
 

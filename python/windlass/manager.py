@@ -26,7 +26,7 @@ from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
-from windlass.controller import Controller, Notified, Served, Span
+from windlass.controller import Controller, Notified, Reminder, Served, Span
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
@@ -37,7 +37,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.exchange import Alone, Exchange, exchange_for, together
-from windlass.http import HttpClient
+from windlass.http import HttpClient, trusted
 from windlass.memory import flat
 from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
 from windlass.names.conversion import persistent_buffers
@@ -186,6 +186,7 @@ class WeightManager:
         self._sealed: tuple[int, float] | None = None
         self._controller_token = controller_token
         self._notifier: ThreadPoolExecutor | None = None
+        self._reminder: Reminder | None = None
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
 
@@ -355,6 +356,8 @@ class WeightManager:
         """
         self._check_usable()
         self._found, self._buffers = None, frozenset()
+        if self._reminder is not None:
+            self._reminder.forget()
         self._leave()
 
     def close(self) -> None:
@@ -365,6 +368,8 @@ class WeightManager:
         self._closed = True
         if self._notifier is not None:
             self._notifier.shutdown(wait=True, cancel_futures=True)
+        if self._reminder is not None:
+            self._reminder.close()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -631,6 +636,9 @@ class WeightManager:
             ports=self._ports[0] if self._ports else agent.ports,
             data_ports=self._ports[1] if self._ports else agent.data_ports,
             token_file=agent.token_file,
+            tls_cert=self.config.tls_cert,
+            tls_key=self.config.tls_key,
+            tls_ca=self.config.tls_ca,
             history=agent.history,
             history_bytes=agent.history_bytes,
             check_every=agent.check_every,
@@ -803,7 +811,8 @@ class WeightManager:
         if url is None:
             return None
         token = self._controller_token
-        return Controller(url, token=token, token_file=file if token is None else None)
+        file = file if token is None else None
+        return Controller(url, token=token, token_file=file, tls_ca=self.config.tls_ca)
 
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
@@ -865,6 +874,9 @@ class WeightManager:
                 # One that was overtaken meanwhile is in the agent's history.
                 with contextlib.suppress(WindlassStale):
                     self._wait_sealed(publisher, named, _left(until))
+            if self._reminder is None:
+                self._reminder = Reminder(there)
+            self._reminder.remember(identity, lambda: agent.endpoint(ASK_S))
             return there.notify_version(
                 identity,
                 endpoint,
@@ -893,7 +905,8 @@ class WeightManager:
         if opened is None or token_file is None:
             return {}
         try:
-            agent = HttpClient(endpoint, name="the agent", token=Path(token_file).read_text().strip())
+            token = Path(token_file).read_text().strip()
+            agent = HttpClient(endpoint, name="the agent", token=token, tls_ca=trusted(self.config.tls_ca))
             said = agent.get("/get_capabilities", stage="ask about the delta", timeout=ASK_S).object()
         except (WindlassError, OSError) as e:
             log.debug("nothing is known about the delta to version %d: %s", version, e)

@@ -50,7 +50,8 @@ class Receiver:
     ...     model.tie_weights()
 
     ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
-    instead. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
+    instead. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
+    that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only: nothing runs in the background. With ``keep_deltas``, the last deltas that led to the image
     stay beside it, so that engines can load only what changed.
     """
@@ -62,6 +63,7 @@ class Receiver:
         endpoint: str | None = None,
         token: str | None = None,
         token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
         region: str | Path | None = None,
         name: str = "receiver",
         mode: Literal["auto", "full", "delta"] = "auto",
@@ -85,6 +87,7 @@ class Receiver:
             Path(image_dir),
             endpoint=endpoint,
             token=token,
+            tls_ca=None if tls_ca is None else Path(tls_ca),
             region=None if region is None else Path(region),
             name=name,
             mode=mode,

@@ -83,7 +83,9 @@ class World:
         self.url = str(command.event("listening")["endpoint"])
         return command
 
-    def receiver(self, name: str, *models: str) -> Command:
+    def receiver(self, name: str, *words: str) -> Command:
+        """Starts a receiver of models; words that begin with dashes are further options."""
+        models = [word for word in words if not word.startswith("--")]
         command = Command(
             self.home / f"{name}.log",
             "receive",
@@ -92,6 +94,7 @@ class World:
             f"--dir={self.home / name}",
             f"--name={name}",
             *(f"--model={model}" for model in models),
+            *(word for word in words if word.startswith("--")),
         )
         self.commands.append(command)
         command.event("joined")

@@ -198,6 +198,43 @@ def test_who_waits_at_the_gate_outlives_the_controller(home: Path) -> None:
         assert said == [told.served]
 
 
+def test_a_restarted_controller_hears_of_a_trainer_that_waits(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer waited at the gate for a controller that waited for its next word."""
+    monkeypatch.setattr("windlass.controller.REMIND_S", 0.2)
+    with world(home, "--set=main=policy", "--max-ahead=2") as there, manager(there) as wm:
+        controller = Controller(there.url, token=there.token)
+        for version in range(1, 5):
+            wm.offload(weights(version), version, 0, 1)
+            told = wm.notify_version()
+        assert told is not None
+        assert told.wait
+        thread, said = in_background(lambda: wm.gate(2, timeout=PATIENCE))
+        until("somebody waits", lambda: controller.status()["waits"] == 1)
+        there.commands[0].end(kill=True)
+        there.start_controller()
+        there.receiver("r1", "policy")
+        thread.join(PATIENCE)
+        assert [getattr(one, "version", one) for one in said] == [4]
+
+
+def test_an_eval_that_nobody_runs_ends_in_time_and_says_so(home: Path) -> None:
+    with world(home, "--set=main=policy") as there, manager(there) as wm:
+        there.receiver("r1", "policy")
+        wm.offload(weights(1), 1, 0, 1)
+        wm.notify_version(sync=True, timeout=PATIENCE)
+        with pytest.raises(WindlassTimeout, match="serve_evals"):
+            wm.notify_version(eval={"suite": "short"}, timeout=1.0)
+
+
+def test_a_gate_waits_for_a_controller_that_is_away_as_long_as_it_may() -> None:
+    began = time.monotonic()
+    with pytest.raises(WindlassPeerLost):
+        windlass.gate(1, controller="http://127.0.0.1:9", timeout=1.0)
+    assert time.monotonic() - began >= 1.0
+
+
 def test_a_wait_on_behalf_of_a_superseded_trainer_ends(home: Path) -> None:
     with world(home, "--set=main=policy", "--retry=0.2") as there, manager(there) as wm:
         controller = Controller(there.url, token=there.token)

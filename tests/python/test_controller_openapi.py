@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -49,10 +48,6 @@ def whole(value):
 def map_body(context, body):
     return whole(body)
 """
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed"
-)
 
 
 @pytest.fixture

@@ -209,6 +209,11 @@ impl Endpoint {
     pub fn address(&self) -> &HostPort {
         &self.address
     }
+
+    /// Whether it is to be reached through TLS.
+    pub fn is_https(&self) -> bool {
+        self.text.starts_with("https://")
+    }
 }
 
 impl FromStr for Endpoint {

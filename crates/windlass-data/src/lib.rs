@@ -20,6 +20,7 @@
 //! | [`local`] | the way into a region on the same host |
 //! | [`roles`] | the four roles as traits, for trainers and engines in Rust |
 //! | `conformance` | what every link and loader must do, as a suite (feature `conformance`) |
+//! | [`tls`] | certificates and whom to trust |
 //! | [`stop`] | when to give up |
 //!
 //! Called by the `windlass` crate, and by programs in Rust that train or serve. Must not: use async, know Python or
@@ -44,4 +45,5 @@ pub mod shm;
 pub mod simd;
 pub mod stop;
 pub mod tcp;
+pub mod tls;
 pub mod work;

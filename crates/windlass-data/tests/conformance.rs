@@ -1,4 +1,6 @@
-//! The suite for links and loaders, instantiated for TCP and for shared memory.
+//! The suite for links and loaders, instantiated for TCP, TCP inside TLS and shared memory.
+
+mod authority;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -6,24 +8,28 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
+use authority::{Authority, store};
 use windlass_core::address::Token;
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
-use windlass_core::sync_info::AgentWeightSyncInfo;
+use windlass_core::sync_info::{AgentWeightSyncInfo, WeightSyncInfo};
 use windlass_core::wire::control::{
     Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::conformance::{LinkUnderTest, MemoryEngine, region_dir};
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::roles::{
-    ControlPlane, Reachable, ShmTransferStrategy, TcpTransferStrategy, WeightTransferStrategy,
+    ControlPlane, EngineConfig, PublisherConfig, Reachable, RoleError, ShmTransferStrategy,
+    TcpTransferStrategy, WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy,
 };
 use windlass_data::serve::Server;
 use windlass_data::stop::Stop;
+use windlass_data::tls::{Certificate, Privacy, Trust};
 
 windlass_data::link_conformance!(tcp, super::Tcp);
+windlass_data::link_conformance!(tls, super::Tls::new());
 windlass_data::link_conformance!(shm, super::Shm);
 windlass_data::loader_conformance!(memory_engine_over_tcp, super::Tcp, super::MemoryEngine::default());
 windlass_data::loader_conformance!(memory_engine_over_shm, super::Shm, super::MemoryEngine::default());
@@ -38,6 +44,69 @@ impl LinkUnderTest for Tcp {
     fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
         let plane = OneProcess { damage: true, ..OneProcess::default() };
         Some(Arc::new(TcpTransferStrategy::new(Arc::new(plane))))
+    }
+}
+
+/// TCP with a certificate.
+struct Tls {
+    certificate: Certificate,
+    privacy: Privacy,
+}
+
+impl Tls {
+    fn new() -> Tls {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let authority = Authority::new();
+        let (certificate, key) = store(dir.path(), "server", &authority.issue(&["127.0.0.1"]));
+        let trust = Trust::of_file(&authority.file(dir.path(), "ca.pem")).unwrap();
+        let certificate = Certificate::read(&certificate, &key).unwrap();
+        Tls { certificate, privacy: Privacy { trust: Some(trust), required: true } }
+    }
+
+    fn over(&self, damage: bool) -> Arc<dyn WeightTransferStrategy> {
+        let plane = OneProcess { damage, privacy: self.privacy.clone(), ..OneProcess::default() };
+        let tcp = TcpTransferStrategy::new(Arc::new(plane));
+        Arc::new(Certified { tcp, certificate: self.certificate.clone() })
+    }
+}
+
+impl LinkUnderTest for Tls {
+    fn strategy(&self, _: &Path) -> Arc<dyn WeightTransferStrategy> {
+        self.over(false)
+    }
+
+    fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
+        Some(self.over(true))
+    }
+}
+
+/// Gives publishers a certificate.
+struct Certified {
+    tcp: TcpTransferStrategy,
+    certificate: Certificate,
+}
+
+impl WeightTransferStrategy for Certified {
+    fn name(&self) -> &'static str {
+        self.tcp.name()
+    }
+
+    fn request_type(&self) -> &'static str {
+        self.tcp.request_type()
+    }
+
+    fn create_sender(&self, mut config: PublisherConfig) -> Result<Box<dyn WeightTransferSender>, RoleError> {
+        config.server.tcp.tls = Some(self.certificate.clone());
+        self.tcp.create_sender(config)
+    }
+
+    fn create_receiver(
+        &self,
+        info: &WeightSyncInfo,
+        config: EngineConfig,
+        stop: &Stop,
+    ) -> Result<Box<dyn WeightTransferReceiver>, RoleError> {
+        self.tcp.create_receiver(info, config, stop)
     }
 }
 
@@ -63,6 +132,7 @@ struct OneProcess {
     server: Arc<Mutex<Weak<Server>>>,
     /// Data goes through a wire that flips a bit.
     damage: bool,
+    privacy: Privacy,
 }
 
 impl OneProcess {
@@ -94,6 +164,10 @@ impl ControlPlane for OneProcess {
 impl Control for OneProcess {
     fn peer(&self) -> String {
         "the publisher in this process".into()
+    }
+
+    fn privacy(&self) -> Privacy {
+        self.privacy.clone()
     }
 
     fn version(

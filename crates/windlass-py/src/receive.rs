@@ -54,9 +54,10 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-    /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`.
+    /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
+    /// where the agent has a certificate.
     #[new]
-    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, region = None, name = "receiver", mode = "auto",
+    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
         keep_bytes = 4_294_967_296, timeout = 60.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
@@ -65,6 +66,7 @@ impl Receiver {
         image_dir: PathBuf,
         endpoint: Option<String>,
         token: Option<String>,
+        tls_ca: Option<PathBuf>,
         region: Option<PathBuf>,
         name: &str,
         mode: &str,
@@ -92,7 +94,8 @@ impl Receiver {
             }
         };
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
-        let control = Arc::new(control.with_patience(transfer_timeout));
+        let trust = windlass::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
+        let control = Arc::new(control.with_trust(trust).with_patience(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         let inner = enter(py, Some(timeout), move |stop| {
             let model_id = first_contact(&control, stop)?;

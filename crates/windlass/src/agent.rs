@@ -43,12 +43,13 @@ use windlass_data::region::{Region, RegionError};
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::SenderConfig;
+use windlass_data::tls::Trust;
 
 use crate::control::HttpControl;
 use crate::error::Error;
 use crate::http::{self, Failure, Limits, MAX_POLL};
 use crate::session::Session;
-use crate::token;
+use crate::{tls, token};
 
 /// The checked arguments of `agent`.
 #[derive(Clone, Debug)]
@@ -81,6 +82,10 @@ pub struct Agent {
     pub timeout: Duration,
     /// Agents that hold the other parts.
     pub peers: Vec<String>,
+    /// The files with the certificate and its key, for TLS.
+    pub tls: Option<(PathBuf, PathBuf)>,
+    /// Whom to trust among the peers; those whom the system trusts if not given.
+    pub trust: Option<Trust>,
     /// How long to wait for the region to be made.
     pub wait: Duration,
     /// End when standard input ends: the parent is gone.
@@ -119,6 +124,13 @@ impl Agent {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
+        let certificate = tls::certificate(self.tls.as_ref(), &advertise_host)?;
+        if let Some(plain) = self.peers.iter().find(|p| self.tls.is_some() && !p.starts_with("https://")) {
+            return Err(Error::Usage(format!(
+                "--peer {plain} is without TLS, but receivers of this agent take nothing that is: start it with \
+                 --tls-cert, too, and name it with https://"
+            )));
+        }
         if self.with_parent {
             // Before anything is waited for: a parent may die while the region is not there yet.
             let cancel = session.cancel().clone();
@@ -127,7 +139,7 @@ impl Agent {
         let region = self.open(session)?;
         let (token, token_file) = self.token(&region)?;
         let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
-            Ok(Arc::new(HttpControl::new(url, token.clone())?))
+            Ok(Arc::new(HttpControl::new(url, token.clone())?.with_trust(self.trust.clone())))
         };
         let config = ServerConfig {
             advertise_host: advertise_host.clone(),
@@ -135,6 +147,7 @@ impl Agent {
                 bind: self.bind,
                 ports: self.data_ports.0..=self.data_ports.1,
                 first: self.again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
+                tls: certificate.clone(),
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
@@ -168,7 +181,11 @@ impl Agent {
         };
         let port = NonZeroU16::new(address.port()).unwrap_or(NonZeroU16::MIN);
         let here = Whereabouts {
-            endpoint: format!("http://{}", HostPort::new(advertise_host, port)),
+            endpoint: format!(
+                "{}://{}",
+                tls::scheme(certificate.as_ref()),
+                HostPort::new(advertise_host, port)
+            ),
             data_port: server.data_endpoint().port(),
             token_file,
             pid: std::process::id(),
@@ -274,7 +291,7 @@ impl Agent {
     }
 }
 
-/// Answers requests about `server` until `ended` is true. Returns when nothing of it is left.
+/// Answers requests about `server`, inside TLS if its data is, until `ended` is true. Returns when nothing of it is left.
 pub(crate) async fn answer(
     listener: tokio::net::TcpListener,
     server: Arc<Server>,
@@ -282,6 +299,7 @@ pub(crate) async fn answer(
     ended: watch::Receiver<bool>,
 ) {
     let (newest, versions) = watch::channel(server.version());
+    let certificate = server.certificate().cloned();
     let limits = Limits::default();
     let port = listener.local_addr().map_or(0, |a| a.port());
     let stop = Stop::never();
@@ -303,7 +321,7 @@ pub(crate) async fn answer(
         let _ = told.wait_for(|e| *e).await;
         at_end.set();
     });
-    http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+    http::serve(listener, certificate.as_ref(), router, limits, ended, Duration::from_secs(2)).await;
     ending.abort();
     stop.set();
     let _ = watcher.await;

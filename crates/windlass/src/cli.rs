@@ -205,7 +205,7 @@ enum ParsedBench {
     /// An image into the parameters of an engine by a load plan, whole and what changed, beside copying it
     Load(ParsedPlane),
     /// A full image over loopback, with and without checks, beside bare sendfile and recv
-    Tcp(ParsedPlane),
+    Tcp(ParsedTcp),
     /// A delta from commit to the receiver's image, beside encoding, sending and applying it alone
     Sync(ParsedPlane),
     /// The same version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry
@@ -240,6 +240,15 @@ struct ParsedModel {
     /// Another seed makes another model
     #[arg(long, default_value_t = 1)]
     seed: u64,
+}
+
+#[derive(Debug, Args)]
+struct ParsedTcp {
+    #[command(flatten)]
+    plane: ParsedPlane,
+    /// Measure pulls inside TLS, too
+    #[arg(long)]
+    tls: bool,
 }
 
 #[derive(Debug, Args)]
@@ -391,7 +400,7 @@ pub enum Command {
     /// `bench load`.
     BenchLoad(PlaneConfig),
     /// `bench tcp`.
-    BenchTcp(PlaneConfig),
+    BenchTcp(PlaneConfig, bool),
     /// `bench sync`.
     BenchSync(PlaneConfig),
     /// `bench fanout`.
@@ -472,7 +481,7 @@ impl ParsedCommand {
             ParsedCommand::Bench(ParsedBench::Seal(p)) => Command::BenchSeal(p.check(128 << 20)?),
             ParsedCommand::Bench(ParsedBench::Offload(p)) => Command::BenchOffload(p.check(128 << 20)?),
             ParsedCommand::Bench(ParsedBench::Load(p)) => Command::BenchLoad(p.check(128 << 20)?),
-            ParsedCommand::Bench(ParsedBench::Tcp(p)) => Command::BenchTcp(p.check(128 << 20)?),
+            ParsedCommand::Bench(ParsedBench::Tcp(p)) => Command::BenchTcp(p.plane.check(128 << 20)?, p.tls),
             ParsedCommand::Bench(ParsedBench::Sync(p)) => Command::BenchSync(p.check(128 << 20)?),
             // Every receiver has an image of its own.
             ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
@@ -619,7 +628,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::BenchSeal(config) => bench::seal::run(&config, session)?,
         Command::BenchOffload(config) => bench::offload::run(&config, session)?,
         Command::BenchLoad(config) => bench::load::run(&config, session)?,
-        Command::BenchTcp(config) => bench::tcp::run(&config, session)?,
+        Command::BenchTcp(config, tls) => bench::tcp::run(&config, tls, session)?,
         Command::BenchSync(config) => bench::sync::run(&config, session)?,
         Command::BenchFanout(config) => bench::fanout::run(&config, session)?,
         Command::BenchController(config) => bench::controller::run(&config, session)?,

@@ -4,21 +4,29 @@
 //! by [`crate::control`] for agents and by [`crate::engines`] for engines, which know what an answer means. Must not:
 //! retry, or interpret a status.
 //!
+//! An `https://` URL is reached through TLS or not at all: the certificate must be trusted and be for the host of the URL
+//! ([`windlass_data::tls`]). The library below has TLS of its own, which is not used: data connections and requests
+//! shall trust the same certificates, and fail in the same words.
+//!
 //! Blocking; every request ends with its [`Stop`] or after the time it is given. The library below knows deadlines but
 //! no flags, so waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is
 //! not.
 
 use std::cell::RefCell;
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use rustls::{ClientConnection, StreamOwned};
 use serde::Serialize;
 use ureq::unversioned::resolver::DefaultResolver;
 use ureq::unversioned::transport::{
-    Buffers, ConnectionDetails, Connector, NextTimeout, TcpConnector, Transport,
+    Buffers, ConnectionDetails, Connector, Either, LazyBuffers, NextTimeout, TcpConnector, Transport,
+    TransportAdapter,
 };
 use windlass_core::error::Kind;
 use windlass_data::stop::Stop;
+use windlass_data::tls::{TlsError, Trust, server_name};
 
 /// How long it may take to connect.
 pub const CONNECT: Duration = Duration::from_secs(5);
@@ -42,10 +50,37 @@ pub struct Request<'a, B> {
 
 /// Sends requests. Connections are kept for a few seconds.
 #[derive(Clone, Debug)]
-pub struct Client(ureq::Agent);
+pub struct Client {
+    agent: ureq::Agent,
+    trust: Arc<Trusted>,
+}
 
 impl Default for Client {
     fn default() -> Client {
+        Client::new(None)
+    }
+}
+
+/// Whom to trust, which is found out when it is first needed.
+#[derive(Debug)]
+struct Trusted {
+    given: Option<Trust>,
+    system: OnceLock<Trust>,
+}
+
+impl Trusted {
+    fn get(&self) -> Result<&Trust, TlsError> {
+        if let Some(trust) = self.given.as_ref().or_else(|| self.system.get()) {
+            return Ok(trust);
+        }
+        let system = Trust::system()?;
+        Ok(self.system.get_or_init(|| system))
+    }
+}
+
+impl Client {
+    /// Trusts `trust`, or those whom the system does.
+    pub fn new(trust: Option<Trust>) -> Client {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -54,12 +89,17 @@ impl Default for Client {
             .max_idle_age(IDLE)
             .user_agent(concat!("windlass/", env!("CARGO_PKG_VERSION")))
             .build();
-        let connector = TcpConnector::default().chain(Glancing);
-        Client(ureq::Agent::with_parts(config, connector, DefaultResolver::default()))
+        let trust = Arc::new(Trusted { given: trust, system: OnceLock::new() });
+        let connector = TcpConnector::default().chain(Glancing).chain(Securing(Arc::clone(&trust)));
+        let agent = ureq::Agent::with_parts(config, connector, DefaultResolver::default());
+        Client { agent, trust }
     }
-}
 
-impl Client {
+    /// Whom it trusts.
+    pub fn trust(&self) -> Result<Trust, TlsError> {
+        self.trust.get().cloned()
+    }
+
     /// Sends a request; answers the status and the body, or what went wrong.
     pub fn send<B: Serialize>(
         &self,
@@ -84,14 +124,14 @@ impl Client {
         let bearer = request.bearer.map(|secret| format!("Bearer {secret}"));
         let sent = match request.body {
             None => {
-                let mut get = self.0.get(request.url);
+                let mut get = self.agent.get(request.url);
                 if let Some(bearer) = &bearer {
                     get = get.header("authorization", bearer);
                 }
                 get.config().timeout_global(timeout).build().call()
             }
             Some(body) => {
-                let mut post = self.0.post(request.url);
+                let mut post = self.agent.post(request.url);
                 if let Some(bearer) = &bearer {
                     post = post.header("authorization", bearer);
                 }
@@ -100,6 +140,10 @@ impl Client {
         };
         let mut response = sent.map_err(|e| match &e {
             ureq::Error::Timeout(_) => (Kind::Timeout, e.to_string()),
+            ureq::Error::Other(inner) => match inner.downcast_ref::<TlsError>() {
+                Some(tls) => (tls.kind(), tls.to_string()),
+                None => (Kind::PeerLost, e.to_string()),
+            },
             _ => (Kind::PeerLost, e.to_string()),
         })?;
         let mut bytes = Vec::new();
@@ -177,5 +221,85 @@ impl<T: Transport> Transport for Glance<T> {
 
     fn is_open(&mut self) -> bool {
         self.0.is_open()
+    }
+}
+
+/// Puts connections to `https://` URLs inside TLS. The handshake is over when the connection is made, so that nothing is
+/// sent to anybody who is not trusted.
+#[derive(Debug)]
+struct Securing(Arc<Trusted>);
+
+impl<In: Transport> Connector<In> for Securing {
+    type Out = Either<In, Secured<In>>;
+
+    fn connect(
+        &self,
+        details: &ConnectionDetails<'_>,
+        chained: Option<In>,
+    ) -> Result<Option<Self::Out>, ureq::Error> {
+        let Some(transport) = chained else { return Ok(None) };
+        if !details.needs_tls() {
+            return Ok(Some(Either::A(transport)));
+        }
+        let failed = |e: TlsError| ureq::Error::Other(Box::new(e));
+        let peer = details.uri.authority().map(ToString::to_string).unwrap_or_default();
+        let host = details.uri.host().unwrap_or_default();
+        let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+        let name = server_name(host).ok_or_else(|| {
+            let why = format!("no certificate can be for {host:?}");
+            failed(TlsError::Untrusted { peer: peer.clone(), why })
+        })?;
+        let config = self.0.get().map_err(failed)?.http();
+        let mut conn = ClientConnection::new(config, name).map_err(|e| failed(TlsError::of(&peer, e)))?;
+        let mut sock = TransportAdapter::new(transport, details.current_time.clone());
+        sock.set_timeout(details.timeout);
+        while conn.is_handshaking() {
+            conn.complete_io(&mut sock)
+                .map_err(|e| TlsError::of_io(&peer, &e).map_or_else(|| e.into(), failed))?;
+        }
+        let (input, output) = (details.config.input_buffer_size(), details.config.output_buffer_size());
+        Ok(Some(Either::B(Secured {
+            buffers: LazyBuffers::new(input, output),
+            stream: StreamOwned::new(conn, sock),
+        })))
+    }
+}
+
+/// A connection inside TLS.
+struct Secured<T: Transport> {
+    buffers: LazyBuffers,
+    stream: StreamOwned<ClientConnection, TransportAdapter<T>>,
+}
+
+impl<T: Transport> std::fmt::Debug for Secured<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Secured").finish_non_exhaustive()
+    }
+}
+
+impl<T: Transport> Transport for Secured<T> {
+    fn buffers(&mut self) -> &mut dyn Buffers {
+        &mut self.buffers
+    }
+
+    fn transmit_output(&mut self, amount: usize, timeout: NextTimeout) -> Result<(), ureq::Error> {
+        self.stream.sock.set_timeout(timeout);
+        let output = self.buffers.output().get(..amount).unwrap_or_default();
+        Ok(self.stream.write_all(output)?)
+    }
+
+    fn await_input(&mut self, timeout: NextTimeout) -> Result<bool, ureq::Error> {
+        self.stream.sock.set_timeout(timeout);
+        let amount = self.stream.read(self.buffers.input_append_buf())?;
+        self.buffers.input_appended(amount);
+        Ok(amount > 0)
+    }
+
+    fn is_open(&mut self) -> bool {
+        self.stream.sock.get_mut().is_open()
+    }
+
+    fn is_tls(&self) -> bool {
+        true
     }
 }

@@ -9,6 +9,7 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +27,7 @@ use windlass_core::wire::control::{
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::serve::Peer;
 use windlass_data::stop::Stop;
+use windlass_data::tls::{Privacy, Trust};
 
 use crate::agent::whereabouts;
 use crate::client::{Client, Request, kind_of};
@@ -45,6 +47,8 @@ pub struct HttpControl {
     source: Source,
     client: Client,
     patience: Duration,
+    /// Whether the last request went through TLS.
+    https: AtomicBool,
 }
 
 /// Where the agent is, and what it wants to hear.
@@ -63,19 +67,15 @@ enum Source {
 }
 
 impl HttpControl {
-    /// Talks to the agent at `endpoint`, such as `http://10.0.0.5:7777`.
+    /// Talks to the agent at `endpoint`, such as `http://10.0.0.5:7777`, or `https://…` if it has a certificate.
     pub fn new(endpoint: &str, token: Token) -> Result<HttpControl, Error> {
-        if endpoint.starts_with("https://") {
-            return Err(Error::Usage(format!(
-                "{endpoint}: agents speak plain http; across networks that are not trusted, use a tunnel"
-            )));
-        }
-        let scheme = if endpoint.starts_with("http://") { "" } else { "http://" };
+        let scheme = if endpoint.contains("://") { "" } else { "http://" };
         let endpoint = format!("{scheme}{endpoint}").parse().map_err(|e| Error::Usage(format!("{e}")))?;
         Ok(HttpControl {
             source: Source::Endpoint((endpoint, token)),
             client: Client::default(),
             patience: PATIENCE,
+            https: AtomicBool::new(false),
         })
     }
 
@@ -83,7 +83,13 @@ impl HttpControl {
     /// `token` is for an agent that keeps its token in no file.
     pub fn of_region(dir: &Path, token: Option<Token>) -> HttpControl {
         let source = Source::Region { dir: dir.to_owned(), token, place: Mutex::new(None) };
-        HttpControl { source, client: Client::default(), patience: PATIENCE }
+        HttpControl { source, client: Client::default(), patience: PATIENCE, https: AtomicBool::new(false) }
+    }
+
+    /// Trusts `trust` where the agent has a certificate; without it, those whom the system trusts.
+    #[must_use]
+    pub fn with_trust(self, trust: Option<Trust>) -> HttpControl {
+        HttpControl { client: Client::new(trust), ..self }
     }
 
     /// Gives every request so long, and at most [`PATIENCE`].
@@ -152,6 +158,7 @@ impl HttpControl {
         let lost = |peer: String, kind: Kind, why: String| ControlError::Lost { peer, what, why, kind };
         stop.check().map_err(|s| lost(self.name(), s.kind(), s.to_string()))?;
         let (endpoint, token) = self.place(what)?;
+        self.https.store(endpoint.is_https(), Ordering::Relaxed);
         let peer = || endpoint.to_string();
         let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
         let bearer = Some(token.expose());
@@ -224,6 +231,12 @@ pub(crate) fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
 impl Control for HttpControl {
     fn peer(&self) -> String {
         self.name()
+    }
+
+    fn privacy(&self) -> Privacy {
+        // The request whose answer was the ticket.
+        let required = self.https.load(Ordering::Relaxed);
+        Privacy { trust: required.then(|| self.client.trust().ok()).flatten(), required }
     }
 
     fn version(

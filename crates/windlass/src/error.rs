@@ -17,6 +17,7 @@ use windlass_data::region::RegionError;
 use windlass_data::seal::SealError;
 use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
+use windlass_data::tls::TlsError;
 
 use crate::config::ConfigError;
 use crate::controller::client::ControllerError;
@@ -170,6 +171,9 @@ pub enum Error {
         /// What sort of failure.
         kind: Kind,
     },
+    /// A certificate.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// A configuration that cannot be used.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -274,6 +278,7 @@ impl Error {
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
             Error::Child { kind, .. } | Error::Plane { kind, .. } | Error::Engines { kind, .. } => *kind,
+            Error::Tls(e) => e.kind(),
             Error::Config(e) => e.kind(),
             Error::Controller(e) => e.kind(),
             Error::Engine(e) => e.kind(),
@@ -288,7 +293,8 @@ impl Error {
         match self {
             Error::Io { source, path, .. }
             | Error::File(FileError::Io { source, path, .. })
-            | Error::Region(RegionError::Io { source, path, .. }) => io_advice(source, path),
+            | Error::Region(RegionError::Io { source, path, .. })
+            | Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { .. } => "choose another output".into(),
             Error::File(FileError::NoShards { .. }) => {
@@ -303,6 +309,10 @@ impl Error {
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Config(e) => e.advice(),
+            Error::Tls(_)
+            | Error::Controller(ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. }) => {
+                "see docs/security.md on how certificates are made and what they must contain".into()
+            }
             Error::Controller(ControllerError::Lost { .. }) => {
                 "check that `windlass controller` runs there, and that this is the address it printed".into()
             }

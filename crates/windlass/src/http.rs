@@ -13,6 +13,9 @@
 //! | requests per second with the token, all connections together | [`Limits::rate`], with bursts of twice that |
 //! | the same without it | [`Limits::strangers`] |
 //!
+//! With a certificate every connection is inside TLS. Its handshake must be over within [`Limits::head`] and counts as a
+//! connection from its first byte on. A request without TLS is answered with an error that says so, and nothing else.
+//!
 //! Requests with the token and those without are counted apart: strangers cannot use up what receivers need.
 
 use std::io;
@@ -35,8 +38,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
+use windlass_data::tls::Certificate;
 
 use crate::token;
 
@@ -199,6 +204,26 @@ pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener>
     Err(last.unwrap_or_else(|| io::Error::other("the port range is empty")))
 }
 
+/// What a client without TLS is told on a port with it. Whatever it has sent, others may have read.
+fn without_tls() -> Router {
+    Router::new().fallback(async || {
+        let message = "this port speaks TLS: use https:// in place of http://, and take another token if this one went \
+                       over a network that is not trusted";
+        let mut response = Failure::new(Kind::Invalid, message).into_response();
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        response
+    })
+}
+
+/// Whether a connection begins as a request without TLS does: with a letter. Waits for its first byte.
+async fn begins_plain(stream: &TcpStream) -> io::Result<bool> {
+    let mut first = [0];
+    match stream.peek(&mut first).await? {
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Ok(first[0].is_ascii_alphabetic()),
+    }
+}
+
 /// A stream whose writes fail once the peer has taken nothing for [`Limits::stall`]: one that sends requests and never
 /// reads the answers would hold its connection for ever.
 struct Moving {
@@ -208,6 +233,10 @@ struct Moving {
 }
 
 impl Moving {
+    fn new(stream: TcpStream, limits: Limits) -> Moving {
+        Moving { stream, most: limits.stall, stalled: None }
+    }
+
     fn bounded<T>(&mut self, cx: &mut Context<'_>, done: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if done.is_ready() {
             self.stalled = None;
@@ -255,15 +284,17 @@ impl AsyncWrite for Moving {
     }
 }
 
-/// Serves until `ended` is true, then gives open requests `grace`.
+/// Serves until `ended` is true, then gives open requests `grace`. With a certificate, inside TLS.
 pub async fn serve(
     listener: TcpListener,
+    tls: Option<&Certificate>,
     router: Router,
     limits: Limits,
     mut ended: watch::Receiver<bool>,
     grace: Duration,
 ) {
     let room = Arc::new(Semaphore::new(limits.connections));
+    let tls = tls.map(|certificate| TlsAcceptor::from(certificate.http()));
     let mut tasks = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -283,24 +314,15 @@ pub async fn serve(
             continue;
         };
         let _ = stream.set_nodelay(true);
-        let stream = Moving { stream, most: limits.stall, stalled: None };
-        let service = TowerToHyperService::new(router.clone());
-        let mut ended = ended.clone();
+        let (router, tls, ended) = (router.clone(), tls.clone(), ended.clone());
         while tasks.try_join_next().is_some() {}
         tasks.spawn(async move {
             let _permit = permit;
-            let connection = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(limits.head)
-                .serve_connection(TokioIo::new(stream), service);
-            let mut connection = std::pin::pin!(connection);
-            tokio::select! {
-                // What went wrong on a connection concerns the peer alone.
-                _ = connection.as_mut() => {}
-                () = until(&mut ended) => {
-                    connection.as_mut().graceful_shutdown();
-                    let _ = tokio::time::timeout(grace, connection).await;
-                }
+            let end = Ending { ended, grace };
+            // What went wrong on a connection concerns the peer alone.
+            match tls {
+                Some(tls) => secret(stream, tls, router, limits, end).await,
+                None => converse(Moving::new(stream, limits), router, limits, end).await,
             }
         });
     }
@@ -308,6 +330,54 @@ pub async fn serve(
     // Each ends by itself within the grace; what does not is dropped with the set.
     let all = async { while tasks.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(grace + Duration::from_millis(100), all).await;
+}
+
+/// When a connection ends, and how long it has for that.
+struct Ending {
+    ended: watch::Receiver<bool>,
+    grace: Duration,
+}
+
+/// One connection on a port with TLS.
+async fn secret(stream: TcpStream, tls: TlsAcceptor, router: Router, limits: Limits, mut end: Ending) {
+    let by = tokio::time::Instant::now() + limits.head;
+    let shake = async {
+        match tokio::time::timeout_at(by, begins_plain(&stream)).await {
+            Ok(Ok(true)) => return Some(Err(stream)),
+            Ok(Ok(false)) => {}
+            Ok(Err(_)) | Err(_) => return None,
+        }
+        let shaken = tokio::time::timeout_at(by, tls.accept(Moving::new(stream, limits))).await;
+        shaken.ok()?.ok().map(Ok)
+    };
+    let shaken = tokio::select! {
+        shaken = shake => shaken,
+        () = until(&mut end.ended) => None,
+    };
+    match shaken {
+        Some(Ok(stream)) => converse(stream, router, limits, end).await,
+        Some(Err(plain)) => converse(Moving::new(plain, limits), without_tls(), limits, end).await,
+        None => {}
+    }
+}
+
+/// The requests of one connection.
+async fn converse<S>(stream: S, router: Router, limits: Limits, mut end: Ending)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.head)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        _ = connection.as_mut() => {}
+        () = until(&mut end.ended) => {
+            connection.as_mut().graceful_shutdown();
+            let _ = tokio::time::timeout(end.grace, connection).await;
+        }
+    }
 }
 
 /// Returns when the value is true, or nobody can set it any more.
@@ -338,6 +408,21 @@ mod tests {
 
     impl Service {
         fn start(limits: Limits) -> Service {
+            Service::start_with(limits, None)
+        }
+
+        /// With the certificate of the bench, which is for 127.0.0.1.
+        fn start_secret(limits: Limits) -> Service {
+            use std::os::unix::fs::PermissionsExt as _;
+            let dir = tempfile::tempdir().unwrap();
+            let (certificate, key) = (dir.path().join("certificate"), dir.path().join("key"));
+            std::fs::write(&certificate, include_str!("bench/tls/server.pem")).unwrap();
+            std::fs::write(&key, include_str!("bench/tls/server.key")).unwrap();
+            std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+            Service::start_with(limits, Some(Certificate::read(&certificate, &key).unwrap()))
+        }
+
+        fn start_with(limits: Limits, tls: Option<Certificate>) -> Service {
             let router = Router::new()
                 .route("/echo", axum::routing::post(async |body: String| body))
                 .route("/long", axum::routing::get(async || "x".repeat(32 << 20)));
@@ -347,7 +432,8 @@ mod tests {
             let listener = runtime.block_on(bind([127, 0, 0, 1].into(), (0, 0))).unwrap();
             let address = listener.local_addr().unwrap();
             let (end, ended) = watch::channel(false);
-            runtime.spawn(serve(listener, router, limits, ended, Duration::from_millis(100)));
+            let grace = Duration::from_millis(100);
+            runtime.spawn(async move { serve(listener, tls.as_ref(), router, limits, ended, grace).await });
             Service { address, end, _runtime: runtime }
         }
 
@@ -464,5 +550,57 @@ mod tests {
         assert!(count("401") >= 5 && count("429") >= 1, "{} {}", count("401"), count("429"));
         assert_eq!(count("401") + count("429"), 51);
         assert_eq!(service.ask("GET /healthz", b""), Some(200), "who has the token is not held up");
+    }
+
+    /// How long a connection stayed open after these bytes, and what came back on it.
+    fn left_alone(service: &Service, bytes: &[u8]) -> (Duration, Vec<u8>) {
+        let (mut stream, began) = (service.connect(), Instant::now());
+        let _ = stream.write_all(bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        (began.elapsed(), answer)
+    }
+
+    #[test]
+    fn garbage_and_slow_handshakes_at_a_port_with_tls_are_cut_off() {
+        let service = Service::start_secret(small());
+        let most = Duration::from_secs(5);
+        // What is no handshake is closed with an alert, or with nothing; what takes too long, at the bound of a head.
+        let alert = [21, 3];
+        let (after, said) = left_alone(&service, &[0xff; 4096]);
+        assert!(after < most && (said.is_empty() || said.starts_with(&alert)), "{after:?} {said:?}");
+        let (after, said) = left_alone(&service, &[22, 3, 1, 0, 200, 1, 0]);
+        assert!(after >= small().head && after < most && said.is_empty(), "{after:?} {said:?}");
+        let (after, said) = left_alone(&service, &[]);
+        assert!(after >= small().head && after < most && said.is_empty(), "{after:?} {said:?}");
+        // A request without TLS is answered, and told what to do.
+        let (after, said) = left_alone(&service, b"GET /healthz HTTP/1.1\r\nhost: h\r\n\r\n");
+        let said = String::from_utf8(said).unwrap();
+        assert!(said.starts_with("HTTP/1.1 400 ") && said.contains("https://") && after < most, "{said}");
+        // One that never ends its head is not waited for either.
+        let (after, _) = left_alone(&service, b"GET /healthz HT");
+        assert!(after >= small().head && after < most, "{after:?}");
+    }
+
+    #[test]
+    fn handshakes_count_as_connections() {
+        let service = Service::start_secret(small());
+        let until = Instant::now() + Duration::from_secs(10);
+        let began = loop {
+            // Connections are accepted in the order in which they are made: the one after these is one too many, unless
+            // this thread was held up until they were cut off.
+            let silent: Vec<_> = (0..small().connections).map(|_| service.connect()).collect();
+            let began = Instant::now();
+            let (after, said) = left_alone(&service, &[22]);
+            if after < small().head / 2 {
+                assert!(said.is_empty(), "{said:?}");
+                break began;
+            }
+            assert!(Instant::now() < until, "it was let in beside {} others", silent.len());
+        };
+        // When those are cut off, there is room again.
+        while left_alone(&service, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n").1.is_empty() {
+            assert!(began.elapsed() < Duration::from_secs(5));
+        }
     }
 }

@@ -54,6 +54,7 @@ pub mod receive;
 pub mod session;
 pub mod supervise;
 pub mod synth;
+pub mod tls;
 pub mod token;
 pub mod top;
 pub mod verify;

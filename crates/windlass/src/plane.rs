@@ -15,10 +15,11 @@ use windlass_core::sync_info::AgentWeightSyncInfo;
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::roles::{ControlPlane, Reachable};
 use windlass_data::serve::Server;
+use windlass_data::tls::Trust;
 
 use crate::agent;
 use crate::control::HttpControl;
-use crate::http;
+use crate::{http, tls};
 
 /// HTTP with a token.
 #[derive(Clone, Debug)]
@@ -31,12 +32,16 @@ pub struct HttpPlane {
     pub advertise_host: Option<Host>,
     /// What engines must have. The engine's side takes it from the sync info.
     pub token: Token,
+    /// Whom the engine's side trusts where the trainer's has a certificate; those whom the system trusts if not given.
+    /// The trainer's certificate is that of its data connections ([`windlass_data::tcp::SenderConfig::tls`]).
+    pub trust: Option<Trust>,
 }
 
 impl HttpPlane {
     /// On the loopback interface, at any port.
     pub fn loopback(token: Token) -> HttpPlane {
-        HttpPlane { bind: std::net::Ipv4Addr::LOCALHOST.into(), ports: (0, 0), advertise_host: None, token }
+        let bind = std::net::Ipv4Addr::LOCALHOST.into();
+        HttpPlane { bind, ports: (0, 0), advertise_host: None, token, trust: None }
     }
 
     fn failed(&self, why: impl ToString, kind: Kind) -> ControlError {
@@ -85,7 +90,8 @@ impl ControlPlane for HttpPlane {
             .map_err(|e| self.failed(e, Kind::Exhausted))?;
         let port = listener.local_addr().map_err(|e| self.failed(e, Kind::Exhausted))?.port();
         let address = HostPort::new(host, NonZeroU16::new(port).unwrap_or(NonZeroU16::MIN));
-        let endpoint: Endpoint = format!("http://{address}").parse().map_err(|e| invalid(&e))?;
+        let endpoint: Endpoint =
+            format!("{}://{address}", tls::scheme(server.certificate())).parse().map_err(|e| invalid(&e))?;
         let (model, incarnation) = (server.region().model_id().clone(), server.region().incarnation());
         let info = AgentWeightSyncInfo::new(vec![endpoint], self.token.clone(), model, Some(incarnation))
             .map_err(|e| invalid(&e))?;
@@ -101,6 +107,6 @@ impl ControlPlane for HttpPlane {
         };
         let control = HttpControl::new(endpoint.as_str(), info.token.clone())
             .map_err(|e| self.failed(e, Kind::Invalid))?;
-        Ok(Arc::new(control))
+        Ok(Arc::new(control.with_trust(self.trust.clone())))
     }
 }

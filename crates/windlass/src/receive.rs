@@ -11,7 +11,7 @@
 //! With engines, every whole version is loaded by each of them when it is free ([`crate::engines`]), while the next one
 //! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
 //!
-//! With a controller ([`member`]) it is told which version to bring here when, and when to load it, for several models at
+//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
 //! once; it names the agents, too.
 //!
 //! | module | what it owns |
@@ -47,6 +47,7 @@ use windlass_data::receiver::{
 use windlass_data::region::{LeaseKind, Memfd, RegionError};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
+use windlass_data::tls::Trust;
 
 use crate::control::HttpControl;
 use crate::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
@@ -66,12 +67,12 @@ pub enum Publisher {
 }
 
 impl Publisher {
-    fn control(&self, patience: Duration) -> Result<HttpControl, Error> {
+    fn control(&self, patience: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
         let control = match self {
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(control.with_patience(patience))
+        Ok(control.with_trust(trust.cloned()).with_patience(patience))
     }
 }
 
@@ -104,6 +105,8 @@ pub struct Receive {
     pub with_parent: bool,
     /// The engines that load what is received, and how.
     pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// Whom to trust among agents and controllers; those whom the system trusts if not given.
+    pub trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
     pub controller: Option<Controlled>,
 }
@@ -177,7 +180,7 @@ impl Receive {
 
     /// Keeps one model's image up to date.
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let control = Arc::new(publisher.control(self.timeout)?);
+        let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
         let model_id = patiently(session, stop, || -> Result<_, ReceiverError> {
             Ok(control.version(None, stop)?.model_id)
         })?;

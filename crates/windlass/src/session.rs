@@ -26,14 +26,16 @@ pub struct Session {
 impl Session {
     /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
     pub fn start(json: bool) -> Result<Session, Error> {
-        let flag = Arc::new(AtomicBool::new(false));
+        // Not one flag: others set `stop` too, and the first signal after that is still the first.
+        let (stop, signalled) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             // The order matters: the first signal finds the flag unset, sets it, and only the next one exits.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&signalled))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&signalled)))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
                 .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         }
-        Ok(Session { json, cancel: Stop::from_flag(flag) })
+        Ok(Session { json, cancel: Stop::from_flag(stop) })
     }
 
     /// Whether to speak JSON.

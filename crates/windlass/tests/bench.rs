@@ -41,6 +41,15 @@ fn the_load_bench_replays_many_small_tensors_and_large_ones() {
 fn the_tcp_bench_pulls_with_and_without_checks() {
     let tcp = bench("tcp", &[]);
     assert!(tcp["ratio_unchecked"].as_f64() > Some(0.0), "{tcp}");
+    assert!(tcp.get("tls").is_none(), "{tcp}");
+}
+
+#[test]
+fn the_tcp_bench_measures_tls_beside_the_pull_without() {
+    let tcp = bench("tcp", &["--tls"]);
+    for key in ["gbps", "ratio_to_plain", "cpu_ratio_to_plain"] {
+        assert!(tcp["tls"][key].as_f64() > Some(0.0), "{key} of {tcp}");
+    }
 }
 
 #[test]

@@ -486,6 +486,15 @@ fn an_engine_without_routes_or_with_another_token_is_told_what_it_needs() {
     let last = receiver.rest().pop().unwrap();
     let message = last["error"]["message"].as_str().unwrap();
     assert!(message.starts_with("2 of 2 engines did not load version 0"), "{last}");
+    let token = world.home.path().join("another");
+    fs::write(&token, "another-token-that-is-long-enough").unwrap();
+    fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let token = format!("--engine-token-file={}", token.display());
+    let mut receiver = world.receive(&[&plugin], &["--until=0", "--load-timeout=2", &token]);
+    let failed = event(&receiver, "engine_failed");
+    assert!(failed["error"].as_str().unwrap().contains("another token"), "{failed}");
+    assert!(failed["error"].as_str().unwrap().contains("--engine-token-file"), "{failed}");
+    assert_ne!(receiver.ends_within(PATIENCE), 0);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use process::{Agent, PATIENCE, Process, Trainer};
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// A controller with one set, and how to talk to it. Requests are the same as to an agent.
 fn controller(home: &Path) -> (Agent, PathBuf) {
@@ -116,6 +116,12 @@ fn top_prints_the_document_of_the_controller_once_or_as_json() {
     for part in ["release", "started", "sets", "trainers", "errors"] {
         assert_eq!(told[part], status[part], "{part}");
     }
+    let trace = home.path().join("trace.json");
+    let wrote = run!("top", "--controller", url, "--token-file", &token, "--trace", &trace).ok().stdout;
+    assert!(wrote.contains("trace.json") && wrote.contains("perfetto"), "{wrote}");
+    let trace: Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    assert!(events.iter().any(|e| e["args"]["name"] == "set policy"), "{trace}");
     // Without the token, without a controller, and without either.
     let wrong = home.path().join("wrong");
     std::fs::write(&wrong, "wrong").unwrap();

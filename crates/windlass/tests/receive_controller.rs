@@ -104,6 +104,10 @@ impl World {
     }
 
     fn receiver(&self, name: &str, models: &[&str], more: &[&str]) -> Member {
+        self.receiver_in(&self.images(name), name, models, more)
+    }
+
+    fn receiver_in(&self, dir: &Path, name: &str, models: &[&str], more: &[&str]) -> Member {
         let out = File::options().create(true).append(true).open(&self.log).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_windlass"));
         command.args([
@@ -113,7 +117,7 @@ impl World {
             &format!("--controller={}", self.controller.url()),
         ]);
         command.arg(format!("--token-file={}", self.token().display()));
-        command.arg(format!("--dir={}", self.images(name).display())).arg(format!("--name={name}"));
+        command.arg(format!("--dir={}", dir.display())).arg(format!("--name={name}"));
         command.args(models.iter().map(|m| format!("--model={m}"))).args(more);
         command.env_remove("WINDLASS_TOKEN").stdin(Stdio::piped()).stdout(out);
         Member { child: command.spawn().unwrap(), name: name.to_owned() }
@@ -563,4 +567,21 @@ fn a_receiver_says_what_keeps_it_from_following_a_controller() {
     assert!(code != 0 && said.contains("--engine a:vllm=http://127.0.0.1:1"), "{said}");
     let (code, said) = run(&["--model=a", "--engine=b:vllm=http://127.0.0.1:1", &token]);
     assert!(code != 0 && said.contains("which no --model names"), "{said}");
+}
+
+/// Both joined again and again, thousands of times a second.
+#[test]
+fn of_two_receivers_with_one_name_the_earlier_ends_and_says_why() {
+    let world = World::new(&["--set=main=policy"]);
+    let elsewhere = world.images("elsewhere");
+    let mut first = world.receiver("r1", &["policy"], &[]);
+    let (at, _) = world.event(0, "r1", "joined");
+    let _second = world.receiver_in(&elsewhere, "r1", &["policy"], &[]);
+    world.event(at, "r1", "joined");
+    let (_, error) = world.line(at, "the error of the first", |l| l["error"].is_object());
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("another receiver has joined as r1") && message.contains("--name"), "{error}");
+    assert_ne!(first.child.wait().unwrap().code(), Some(0));
+    let joins = world.lines().iter().filter(|l| l["event"] == "joined").count();
+    assert_eq!(joins, 2, "{}", world.said());
 }

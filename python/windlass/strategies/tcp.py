@@ -219,7 +219,8 @@ class _Reserved:
                 shutil.rmtree(folder, ignore_errors=True)
 
         shown = f"[{host}]" if ":" in host else host
-        return cls(dataclasses.replace(config, agent=agent), f"http://{shown}:{port}", token, release)
+        scheme = "http" if config.tls_cert is None else "https"
+        return cls(dataclasses.replace(config, agent=agent), f"{scheme}://{shown}:{port}", token, release)
 
 
 class TcpTransferSender(WeightTransferSender):
@@ -418,6 +419,7 @@ class TcpTransferReceiver(WeightTransferReceiver):
                 folder,
                 endpoint=request.sender_endpoint,
                 token=self._info.token,
+                tls_ca=self._settings.config().tls_ca,
                 name=f"engine-rank-{self._rank}",
                 mode=request.mode,
                 transfer_timeout=self._settings.timeout,

@@ -7,7 +7,8 @@ Owns: :class:`WindlassWeightTransferEngine`, one per worker. Called by vLLM (``-
 
 - ``{"image": DIR}``: an image that a sidecar (``windlass receive``) keeps on this host;
 - ``{"endpoint": URL, "token": ..., "image_dir": DIR}``: an agent; the first worker of the host pulls into an image
-  below ``image_dir`` when it is told of a version, and the others wait for it;
+  below ``image_dir`` when it is told of a version, and the others wait for it; ``tls_ca`` names a file with those to
+  trust where the URL begins with ``https://``;
 - ``{"sync_info": {...}, "strategy": {...}, "rank_offset": n}``: any strategy, such as a broadcast.
 
 ``update_info`` is ``{"order": {...}}`` for the first two (see :class:`windlass.load.LoadOrder`; with an endpoint the
@@ -53,6 +54,7 @@ class WindlassInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     image: str | None = None
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
+    tls_ca: str | None = None
     image_dir: str | None = None
     model_id: str | None = None
     sync_info: dict[str, Any] | None = field(default=None, repr=False)
@@ -195,6 +197,7 @@ class _Pulling:
                     self._directory,
                     endpoint=self._info.endpoint,
                     token=self._info.token,
+                    tls_ca=self._info.tls_ca,
                     timeout=max(1.0, until - time.monotonic()),
                 )
             self._receiver.wait(version, max(1.0, until - time.monotonic()))

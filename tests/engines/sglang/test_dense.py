@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(400)
 
 PROMPT = tiny.PROMPTS[0]
 #: So many that a request is in flight for a while.
-TOKENS = 80
+TOKENS = 400
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,8 @@ impl Group {
             member.pursue(&view, ctx);
         }
         self.advance(ctx);
-        self.press(model, ctx);
+        // Others may be behind by this, or not behind any more.
+        (0..self.models.len()).for_each(|model| self.press(model, ctx));
     }
 
     /// A receiver joins with what its engines hold, per model index.
@@ -385,12 +386,20 @@ impl Group {
         self.lineage(model).map_or(0, |l| l.announced.iter().rev().take_while(above).count())
     }
 
+    /// Whether another model of the set has announced something newer than `model` has. Then the others wait for it, and
+    /// if it waited for them there would be no end to that.
+    fn is_behind(&self, model: usize) -> bool {
+        let newest = |l: &Lineage| l.announced.last().copied();
+        let mine = self.lineage(model).and_then(newest);
+        self.lineages.iter().flatten().any(|l| newest(l) > mine)
+    }
+
     /// Tells the trainer of `model` to wait, or to go on, when that has changed.
     pub(super) fn press(&mut self, model: usize, ctx: &mut Ctx<'_>) {
-        let ahead = self.ahead(model);
+        let (ahead, behind) = (self.ahead(model), self.is_behind(model));
         let Some(model_id) = self.models.get(model).cloned() else { return };
         let Some(lineage) = self.lineage_mut(model) else { return };
-        let wait = ahead > ctx.limits.max_ahead;
+        let wait = ahead > ctx.limits.max_ahead && !behind;
         if std::mem::replace(&mut lineage.pressed, wait) != wait {
             let incarnation = lineage.incarnation;
             ctx.out.push(Action::BackPressure { model: model_id, incarnation, ahead, wait });

@@ -87,7 +87,8 @@
 //! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
 //! - B-9 If receivers answer, the newest common version is served in the end, and all are live.
 //! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
-//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait; history is
+//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait, unless another model of
+//!   its set is at a newer version, which only it can reach; history is
 //!   released when no member has a claim on it, or its claim has expired.
 //! - B-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
 //!   becomes none. Failures name the receiver.

@@ -371,7 +371,8 @@ impl fmt::Display for Blocked {
                     Phase::Staging => "staging",
                     Phase::Loading => "loading",
                 };
-                write!(f, "{receivers} receivers are still {doing} version {version}")
+                let who = if *receivers == 1 { "receiver is" } else { "receivers are" };
+                write!(f, "{receivers} {who} still {doing} version {version}")
             }
         }
     }

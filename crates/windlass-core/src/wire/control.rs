@@ -296,6 +296,9 @@ pub struct PartInfo {
     pub sum: PartSum,
     /// Where its data connections go.
     pub data: Endpoint,
+    /// Whether they are inside TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
     /// The size of its delta from the base that was asked about, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_bytes: Option<u64>,

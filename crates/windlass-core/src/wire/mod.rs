@@ -25,7 +25,8 @@
 //! # Non-goals
 //!
 //! - Secrecy, and integrity against somebody who can rewrite TCP segments: frames after the handshake carry
-//!   no MAC. Use TLS below this protocol where the network is not trusted.
+//!   no MAC. Where the network is not trusted, streams are put inside TLS, which the ticket says of each source
+//!   ([`Source::tls`]): the first byte of a frame then follows the last one of the TLS handshake.
 //! - Choosing between full and delta, making deltas, applying them: the ticket only says what was chosen.
 //! - Discovery. Receivers contact the endpoints in their configuration and those in a ticket, no others.
 //! - Multiplexing: one connection serves one stream of one ticket and is then closed.

@@ -12,7 +12,8 @@ pub(super) fn identity(version: u64) -> Identity {
 }
 
 pub(super) fn source(id: u32, blocks: BlockRanges) -> Source {
-    Source { id: SourceId(id), endpoint: format!("trainer-{id}.example:7071").parse().unwrap(), blocks }
+    let endpoint = format!("trainer-{id}.example:7071").parse().unwrap();
+    Source { id: SourceId(id), endpoint, blocks, tls: false }
 }
 
 pub(super) fn fields(wanted: BlockRanges, sources: Vec<Source>) -> TicketFields {

@@ -276,6 +276,9 @@ pub struct Source {
     pub endpoint: Endpoint,
     /// The image blocks it can serve.
     pub blocks: BlockRanges,
+    /// Its streams are inside TLS, with a certificate for the endpoint's host. Absent means that they are not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
 }
 
 /// One part of a delta: a delta container of a known length that any of its sources can serve.

@@ -464,6 +464,18 @@ impl<'a, W: Word> Flip<'a, W> {
         }
     }
 
+    /// The committed version that a living agent has not sealed yet. Whoever begins an attempt meanwhile takes the slot
+    /// away that the version would be compared with.
+    pub fn unsealed(&self, now: u64, alive: impl Fn(u64) -> bool) -> Option<Blocker> {
+        let control = self.control();
+        let owner = self.words[AGENT].load();
+        if owner == 0 || self.is_silent(now) || !control.whole(control.active()) {
+            return None;
+        }
+        let active = self.slot_words(control.active());
+        (active.digest.is_none() && alive(owner)).then_some(Blocker::Agent { owner, id: active.id })
+    }
+
     /// What keeps the target slot of attempt `n` from being written. Takes back entries of dead owners and breaks
     /// leases whose deadline is before `now`, or that a silent agent holds. Nothing, if the attempt is no longer in its
     /// guard.
@@ -475,12 +487,7 @@ impl<'a, W: Word> Flip<'a, W> {
         let mut found = Vec::new();
         let agent = self.words[AGENT].load();
         let silent = self.is_silent(now);
-        if agent != 0 && !silent && control.whole(control.active()) {
-            let active = self.slot_words(control.active());
-            if active.digest.is_none() && alive(agent) {
-                found.push(Blocker::Agent { owner: agent, id: active.id });
-            }
-        }
+        found.extend(self.unsealed(now, &alive));
         let target = self.target(control);
         for entry in 0..self.shape.leases {
             let (owner_word, state_word, deadline) = self.lease(entry);

@@ -9,6 +9,7 @@ use windlass_core::wire::control::{
 };
 
 use crate::stop::Stop;
+use crate::tls::Privacy;
 
 /// A control connection that failed.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +64,10 @@ impl ControlError {
 pub trait Control: Send + Sync {
     /// Who is at the other end, for people.
     fn peer(&self) -> String;
+    /// What TLS the data connections must have that its tickets lead to. Where requests go through TLS, so must data.
+    fn privacy(&self) -> Privacy {
+        Privacy::default()
+    }
     /// What is served now. With `newer_than`, waits until something newer is, or some time has passed.
     fn version(
         &self,

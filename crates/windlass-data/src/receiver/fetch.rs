@@ -171,7 +171,8 @@ impl Puller {
         let watch = self.begin_transfer(ticket, bytes, synced);
         let start = Instant::now();
         let allow = |e: &HostPort| self.allow.as_ref().is_none_or(|hosts| hosts.contains(e.host()));
-        let config = PullConfig { allow: &allow, ..self.pull };
+        let privacy = &self.control.privacy();
+        let config = PullConfig { allow: &allow, privacy, ..self.pull };
         let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
         synced.wire_ms += millis(start);
         synced.wire_bytes += watch.see().bytes;

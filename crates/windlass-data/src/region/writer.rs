@@ -105,6 +105,10 @@ impl Writer {
             return Err(RegionError::VersionOrder { version, current });
         }
         let flip = region.flip();
+        // The agent compares with the slot that the guard takes from it; when time is up, the guard says who is missing.
+        let _ = region.wait_for(stop, || {
+            flip.unsealed(now(), alive).inspect(|_| step("unsealed")).is_none().then_some(())
+        });
         let id = flip.begin();
         region.ring();
         step("guard");

@@ -63,6 +63,7 @@ use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
 use crate::stop::Stop;
 use crate::tcp::{Body, OfferHandle, Sender, SenderConfig};
+use crate::tls::Certificate;
 
 /// How long the other holders may take to answer for a ticket.
 const PEER_PATIENCE: Duration = Duration::from_secs(5);
@@ -359,6 +360,11 @@ impl Server {
         &self.inner.region
     }
 
+    /// What it shows on data connections, if they are inside TLS. Its requests must be then, too.
+    pub fn certificate(&self) -> Option<&Certificate> {
+        self.inner.config.tcp.tls.as_ref()
+    }
+
     /// Where data connections go.
     pub fn data_endpoint(&self) -> HostPort {
         self.inner.data.clone()
@@ -518,6 +524,7 @@ impl Server {
             blocks: blocks_of(region),
             sum: PartSum(sum.to_bytes()),
             data: self.data_endpoint(),
+            tls: self.inner.config.tcp.tls.is_some(),
             delta_bytes: segment.map(|s| s.bytes),
         })
     }

@@ -158,7 +158,8 @@ impl Inner {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         let timeout = request.timeout_ms.unwrap_or(self.config.transfer_timeout.as_millis() as u64);
         let blocks = BlockRanges::from(0..manifest.cuts().blocks());
-        let source = Source { id: SourceId(0), endpoint: self.data.clone(), blocks: blocks_of(&self.region) };
+        let (endpoint, tls) = (self.data.clone(), self.config.tcp.tls.is_some());
+        let source = Source { id: SourceId(0), endpoint, blocks: blocks_of(&self.region), tls };
         Ok(TicketFields {
             protocol: ProtocolVersion::CURRENT.major,
             id: TicketId(random()?),
@@ -195,7 +196,7 @@ impl Inner {
         for (i, peer) in self.config.peers.iter().enumerate() {
             let part = peer.part(slot.version, None, stop)?;
             let id = SourceId(i as u32 + 1);
-            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks, tls: part.tls });
         }
         let ticket = Ticket::new(fields.clone())?;
         self.share_with_peers(&fields, stop)?;
@@ -277,7 +278,7 @@ impl Inner {
                 return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
             };
             payloads.push(Payload { bytes, sources: vec![id] });
-            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks });
+            fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks, tls: part.tls });
         }
         fields.stripe_bytes = delta_stripe(&payloads, fields.streams, self.config.stripe_bytes);
         let parts = payloads.len();

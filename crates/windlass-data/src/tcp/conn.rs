@@ -1,7 +1,8 @@
 //! One connection: a socket, the bytes read ahead of it, and waits that end.
 //!
 //! Both ends use it for handshakes and headers. Payload never passes through its buffer but for the few bytes
-//! that a read for a header happened to bring along.
+//! that a read for a header happened to bring along. Where the connection is inside TLS, a [`Session`] stands between it
+//! and the socket: whoever waits for a socket asks the connection, which may have bytes that no socket tells of.
 
 use std::io;
 use std::net::TcpStream;
@@ -14,7 +15,9 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use windlass_core::wire::{FrameKind, HEADER_LEN, Header, Stage, WireError, decode_header};
 
 use super::TcpError;
+use super::secret::{Session, Trouble};
 use crate::stop::Stop;
+use crate::tls::TlsError;
 
 /// Bytes read ahead at most. Holds any frame of a receiver, and what follows a stripe in the common case.
 const READ_AHEAD: usize = 4096;
@@ -65,6 +68,9 @@ pub(super) struct Conn {
     buffer: Box<[u8; READ_AHEAD]>,
     start: usize,
     end: usize,
+    tls: Option<Box<Session>>,
+    /// Bytes that the socket has taken, without TLS.
+    taken: u64,
     /// When the last byte came.
     pub(super) heard: Instant,
     /// How far the transfer is, for errors.
@@ -76,7 +82,55 @@ impl Conn {
     pub(super) fn new(socket: Arc<TcpStream>, name: String) -> Conn {
         let buffer = Box::new([0; READ_AHEAD]);
         let stage = Stage::Handshake;
-        Conn { socket, name, buffer, start: 0, end: 0, heard: Instant::now(), stage }
+        Conn { socket, name, buffer, start: 0, end: 0, tls: None, taken: 0, heard: Instant::now(), stage }
+    }
+
+    /// Puts the connection inside TLS: from here on every byte is. Ends when both sides agree, before `by`.
+    pub(super) fn secure_by(
+        &mut self,
+        tls: impl Into<rustls::Connection>,
+        protocol: &[u8],
+        by: &By<'_>,
+    ) -> Result<(), TcpError> {
+        self.tls = Some(Box::new(Session::new(tls)));
+        while let Some(tls) = self.tls.as_mut().filter(|tls| tls.is_handshaking()) {
+            let went = tls
+                .drain(&self.socket)
+                .and_then(|drained| Ok((drained, tls.advance(&self.socket, false, &mut self.heard)?)));
+            if let (drained, None) = went.map_err(|e| self.trouble("shake hands", e))? {
+                let nap = by.nap(self)?;
+                self.wait(!drained, None, nap)?;
+            }
+        }
+        let spoken = self.tls.as_ref().and_then(|tls| tls.protocol());
+        if spoken != Some(protocol) {
+            let source = rustls::Error::NoApplicationProtocol;
+            return Err(self.trouble("shake hands", Trouble::Tls(source)));
+        }
+        self.send_by(&[], by)
+    }
+
+    /// Whether it is inside TLS.
+    pub(super) fn is_secret(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// Bytes that the peer's host has taken, so far.
+    pub(super) fn taken(&self) -> u64 {
+        self.tls.as_ref().map_or(self.taken, |tls| tls.taken)
+    }
+
+    /// Waits until there is something to read, or room to write if `write`, or `wake` is readable.
+    pub(super) fn wait(
+        &self,
+        write: bool,
+        wake: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+    ) -> Result<Ready, TcpError> {
+        if self.tls.as_ref().is_some_and(|tls| tls.is_pending()) {
+            return Ok(Ready { readable: true, writable: false });
+        }
+        wait(self.fd(), write, wake, timeout).map_err(|e| self.io("wait", e))
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -103,6 +157,19 @@ impl Conn {
         TcpError::Closed { peer: self.peer(), stage: self.stage }
     }
 
+    fn trouble(&self, doing: &'static str, trouble: Trouble) -> TcpError {
+        match trouble {
+            Trouble::Closed => self.closed(),
+            Trouble::Io(source) => self.io(doing, source),
+            Trouble::Tls(source) => self.tls(source),
+        }
+    }
+
+    pub(super) fn tls(&self, source: rustls::Error) -> TcpError {
+        let source = Box::new(TlsError::of(&self.name, source));
+        TcpError::Tls { peer: self.peer(), stage: self.stage, source }
+    }
+
     /// Bytes that were read ahead.
     pub(super) fn ahead(&self) -> &[u8] {
         &self.buffer[self.start..self.end]
@@ -118,6 +185,12 @@ impl Conn {
         if self.start > 0 {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
+        }
+        if let Some(tls) = &mut self.tls {
+            let read = tls.read(&self.socket, &mut self.buffer[self.end..], block, &mut self.heard);
+            let read = read.map_err(|e| self.trouble("receive", e))?;
+            self.end += read.unwrap_or(0);
+            return Ok(read);
         }
         let flags = if block { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         match recv(&self.socket, &mut self.buffer[self.end..], flags) {
@@ -142,6 +215,10 @@ impl Conn {
             self.used(bytes);
             return Ok(Some(bytes));
         }
+        if let Some(tls) = &mut self.tls {
+            let read = tls.read(&self.socket, into, true, &mut self.heard);
+            return read.map_err(|e| self.trouble("receive", e));
+        }
         match recv(&self.socket, &mut *into, RecvFlags::WAITALL) {
             Ok((_, 0)) => Err(self.closed()),
             Ok((_, bytes)) => {
@@ -162,24 +239,40 @@ impl Conn {
         Ok(header)
     }
 
-    /// Sends without waiting; says how many bytes went. `more` keeps a small packet back for what follows.
-    pub(super) fn send_now(&self, bytes: &[u8], more: bool) -> Result<usize, TcpError> {
+    /// Sends without waiting; says how many bytes went. `more` keeps a small packet back for what follows. With TLS
+    /// some of what went may still be here: see [`Conn::drain`].
+    pub(super) fn send_now(&mut self, bytes: &[u8], more: bool) -> Result<usize, TcpError> {
+        if let Some(tls) = &mut self.tls {
+            return tls.write(&self.socket, bytes).map_err(|e| self.trouble("send", e));
+        }
         let more = if more { SendFlags::MORE } else { SendFlags::empty() };
         match send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT | more) {
-            Ok(sent) => Ok(sent),
+            Ok(sent) => {
+                self.taken += sent as u64;
+                Ok(sent)
+            }
             Err(e) if is_pause(e) => Ok(0),
             Err(e) => Err(self.io("send", e)),
         }
     }
 
+    /// Sends what is encrypted and not yet gone, without waiting; whether all of it went. Without TLS there is none.
+    pub(super) fn drain(&mut self) -> Result<bool, TcpError> {
+        let Some(tls) = &mut self.tls else { return Ok(true) };
+        tls.drain(&self.socket).map_err(|e| self.trouble("send", e))
+    }
+
     /// Sends all of `bytes` before `until`, which is `limit` after the beginning of what is being done.
-    pub(super) fn send_by(&self, mut bytes: &[u8], by: &By<'_>) -> Result<(), TcpError> {
+    pub(super) fn send_by(&mut self, mut bytes: &[u8], by: &By<'_>) -> Result<(), TcpError> {
         loop {
-            bytes = &bytes[self.send_now(bytes, false)?..];
-            if bytes.is_empty() {
+            if !bytes.is_empty() {
+                bytes = &bytes[self.send_now(bytes, false)?..];
+            }
+            if bytes.is_empty() && self.drain()? {
                 return Ok(());
             }
             let nap = by.nap(self)?;
+            // Not `Conn::wait`: bytes that can be read make no room.
             wait(self.fd(), true, None, nap).map_err(|e| self.io("wait", e))?;
         }
     }
@@ -205,7 +298,7 @@ impl Conn {
             }
             if self.read_ahead(false)?.is_none() {
                 let nap = by.nap(self)?;
-                wait(self.fd(), false, None, nap).map_err(|e| self.io("wait", e))?;
+                self.wait(false, None, nap)?;
             }
         }
     }
@@ -215,7 +308,13 @@ impl Conn {
     pub(super) fn farewell(&mut self, frame: &[u8], linger: Duration) {
         let (stop, until) = (Stop::never(), Instant::now() + linger);
         let by = By { until, limit: linger, what: "the last frame", stop: &stop };
-        if self.send_by(frame, &by).is_err() || self.socket.shutdown(std::net::Shutdown::Write).is_err() {
+        if self.send_by(frame, &by).is_err() {
+            return;
+        }
+        if let Some(tls) = &mut self.tls {
+            tls.close(&self.socket);
+        }
+        if self.socket.shutdown(std::net::Shutdown::Write).is_err() {
             return;
         }
         let mut scrap = 0;
@@ -225,7 +324,7 @@ impl Conn {
                 Ok(Some(bytes)) => scrap += bytes,
                 Ok(None) => {
                     let left = until.saturating_duration_since(Instant::now());
-                    if wait(self.fd(), false, None, left).is_err() {
+                    if self.wait(false, None, left).is_err() {
                         return;
                     }
                 }

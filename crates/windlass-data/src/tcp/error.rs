@@ -8,6 +8,7 @@ use windlass_core::error::Kind;
 use windlass_core::wire::{Failure, Fault, Stage, TicketError, TicketId, WireError};
 
 use crate::stop::Stopped;
+use crate::tls::TlsError;
 
 /// What can go wrong on the TCP link. `peer` names the other end as the caller knows it, with its address.
 #[derive(Debug, thiserror::Error)]
@@ -187,6 +188,34 @@ pub enum TcpError {
         /// What it was.
         source: WireError,
     },
+    /// TLS failed.
+    #[error("{peer}, stage {stage}: {source}")]
+    Tls {
+        /// The other end.
+        peer: String,
+        /// Where in the transfer.
+        stage: Stage,
+        /// What it was.
+        source: Box<TlsError>,
+    },
+    /// A source without TLS, where it is wanted.
+    #[error(
+        "the ticket leads to {endpoint} without TLS, but it was given out by an https:// endpoint: a publisher that has a \
+         certificate sends its data inside TLS, and nothing else is taken; start every agent of the model with --tls-cert"
+    )]
+    Plain {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// A source inside TLS, where nobody is trusted.
+    #[error(
+        "the ticket leads to {endpoint}, which is inside TLS, but was given out by an http:// endpoint: address the agent \
+         with https://"
+    )]
+    NoTrust {
+        /// The endpoint.
+        endpoint: String,
+    },
     /// This side put the connection out: for a newer one of the same stream, or to make room.
     #[error("{peer}: the connection was put out here: replaced by a newer one, crowded out or shutting down")]
     PutOut {
@@ -260,7 +289,8 @@ impl TcpError {
             TcpError::Layout { .. } | TcpError::Reset { .. } => Kind::Stale,
             TcpError::Ticket(e) => e.kind(),
             TcpError::Read { .. } => Kind::NotFound,
-            TcpError::Forbidden { .. } => Kind::Denied,
+            TcpError::Forbidden { .. } | TcpError::Plain { .. } | TcpError::NoTrust { .. } => Kind::Denied,
+            TcpError::Tls { source, .. } => source.kind(),
             TcpError::Resolve { .. }
             | TcpError::Io { .. }
             | TcpError::Closed { .. }

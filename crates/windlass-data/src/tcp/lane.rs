@@ -115,21 +115,23 @@ impl<'a> Lane<'a> {
     /// Whether the sender has said something, though nothing is claimed.
     fn is_addressed(&mut self) -> Result<bool, TcpError> {
         self.look()?;
-        let ready = wait(self.conn.fd(), false, None, Duration::ZERO).map_err(|e| self.conn.io("wait", e))?;
+        let ready = self.conn.wait(false, None, Duration::ZERO)?;
         Ok(ready.readable || !self.conn.ahead().is_empty())
     }
 
     fn flush(&mut self) -> Result<(), TcpError> {
-        while !self.outbox.is_empty() {
-            let sent = self.conn.send_now(&self.outbox, false)?;
-            self.outbox.drain(..sent);
+        loop {
             if !self.outbox.is_empty() {
-                // The sender always reads, so this is a full pipe on the way; it must not hold up a stop.
-                wait(self.conn.fd(), true, None, Stop::GLANCE).map_err(|e| self.conn.io("wait", e))?;
-                self.look()?;
+                let sent = self.conn.send_now(&self.outbox, false)?;
+                self.outbox.drain(..sent);
             }
+            if self.outbox.is_empty() && self.conn.drain()? {
+                return Ok(());
+            }
+            // The sender always reads, so this is a full pipe on the way; it must not hold up a stop.
+            wait(self.conn.fd(), true, None, Stop::GLANCE).map_err(|e| self.conn.io("wait", e))?;
+            self.look()?;
         }
-        Ok(())
     }
 
     /// Looks whether to go on: stop, failure elsewhere, a stripe overdue, silence. Sends a ping when it is due.

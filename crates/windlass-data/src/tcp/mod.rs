@@ -31,6 +31,13 @@
 //! source that refuses twice, or whose streams have all run out of attempts, is given up. All of it ends by the
 //! ticket's deadline, the caller's, or its stop.
 //!
+//! # TLS
+//!
+//! With a certificate ([`SenderConfig::tls`]) every connection begins with a TLS handshake, within the time that the
+//! handshake of the protocol has; both happen, the ticket is proved as without. `sendfile` cannot encrypt: bytes are read
+//! into a buffer and encrypted there, and at the other end decrypted and then copied into their place. Which sources are
+//! inside TLS is said by the ticket, what must be by whoever pulls ([`PullConfig::privacy`]): the two never differ silently.
+//!
 //! `sendfile` to a closed connection raises `SIGPIPE`, which cannot be suppressed per call: the process must
 //! ignore that signal, as Rust and Python programs do.
 //!
@@ -47,6 +54,7 @@
 //! | T-7 | a receiver that is gone gives the memory back | `a_dead_receiver_frees_its_offer`, `a_receiver_that_stops_reading_is_lost_and_frees_its_offer` |
 //! | T-8 | only allowed endpoints are contacted | `endpoints_outside_the_allow_list_are_not_contacted` |
 //! | T-9 | no thread and no descriptor is left behind | `nothing_is_left_after_many_pulls` |
+//! | T-10 | with a certificate nothing but TLS is spoken, and nobody is trusted who should not be | `nobody_on_the_wire_can_read_weights_or_tickets_inside_tls`, `certificates_that_are_not_right_end_the_transfer_at_once_and_say_why`, `tls_is_neither_given_up_nor_taken_up_by_what_a_ticket_says`, `strangers_at_the_tls_port_are_closed_in_time_and_harm_nobody` |
 
 mod conn;
 mod error;
@@ -54,6 +62,7 @@ mod landing;
 mod lane;
 mod offer;
 mod pull;
+mod secret;
 mod sender;
 mod serve;
 mod watch;

@@ -25,6 +25,7 @@ use super::landing::Landing;
 use super::lane::Lane;
 use super::watch::Watch;
 use crate::stop::{Stop, Stopped};
+use crate::tls::{self, DATA_PROTOCOL, Privacy, TlsError};
 
 /// How a receiver pulls.
 #[derive(Clone, Copy)]
@@ -49,6 +50,8 @@ pub struct PullConfig<'a> {
     pub backoff: Duration,
     /// The longest wait before dialling again.
     pub max_backoff: Duration,
+    /// What TLS the sources must have, and whom to trust.
+    pub privacy: &'a Privacy,
     /// Whether bytes are checked. Off for measuring only: stripes are then acknowledged unseen.
     pub verify: bool,
 }
@@ -66,6 +69,7 @@ impl Default for PullConfig<'_> {
             reconnects: 6,
             backoff: Duration::from_millis(50),
             max_backoff: Duration::from_secs(2),
+            privacy: &tls::PLAIN,
             verify: true,
         }
     }
@@ -110,6 +114,7 @@ pub fn pull(
     if let Some(source) = ticket.sources.iter().find(|s| !(config.allow)(&s.endpoint)) {
         return Err(TcpError::Forbidden { endpoint: source.endpoint.to_string() });
     }
+    check_privacy(ticket, config.privacy)?;
     landing.check(ticket)?;
     let plan = StripePlan::new(ticket, |b| landing.block_bytes(b))?;
     let stop = stop.with_timeout(Duration::from_millis(ticket.deadline.timeout_ms));
@@ -150,6 +155,19 @@ pub fn pull(
         }
     });
     transfer.result()
+}
+
+/// Before any of them is contacted, every source must be as secret as is wanted here.
+fn check_privacy(ticket: &Ticket, privacy: &Privacy) -> Result<(), TcpError> {
+    for source in &ticket.sources {
+        let endpoint = || source.endpoint.to_string();
+        match (source.tls, &privacy.trust) {
+            (true, None) => return Err(TcpError::NoTrust { endpoint: endpoint() }),
+            (false, _) if privacy.required => return Err(TcpError::Plain { endpoint: endpoint() }),
+            (true, Some(_)) | (false, _) => {}
+        }
+    }
+    Ok(())
 }
 
 /// The ticket's streams, but for each source no more than it has stripes: a delta of a megabyte is not worth six
@@ -352,7 +370,7 @@ impl Transfer<'_> {
 
     fn try_connection(&self, stream: StreamId, source: &Source, progress: &mut bool) -> Result<(), TcpError> {
         let mut conn = self.dial(source)?;
-        let pull = self.shake(&mut conn, stream, source.id)?;
+        let pull = self.shake(&mut conn, stream, source)?;
         self.update(|claims, now| claims.join(stream, source.id, now)).map_err(|e| conn.wire(e))?;
         self.watch.reach(Stage::Claim);
         let lander = self.landing.lander(self.ticket, &self.plan, self.config.verify);
@@ -376,6 +394,14 @@ impl Transfer<'_> {
         if let TcpError::Ground { stripe, .. } = error {
             let (kind, stage) = (Kind::Bug, Stage::Data);
             let fault = Fault { kind, stage, stripe: Some(stripe), message: error.to_string() };
+            return End::Fatal(error, fault);
+        }
+        if let TcpError::Tls { source, stage, .. } = &error
+            && matches!(**source, TlsError::Untrusted { .. })
+        {
+            // Asking again does not make it the right one.
+            let (kind, message) = (Kind::Denied, error.to_string());
+            let fault = Fault { kind, stage: *stage, stripe: None, message };
             return End::Fatal(error, fault);
         }
         if let TcpError::Wire { source, .. } = &error {
@@ -450,9 +476,13 @@ impl Transfer<'_> {
         Ok(conn)
     }
 
-    fn shake(&self, conn: &mut Conn, stream: StreamId, source: SourceId) -> Result<PullStream, TcpError> {
+    fn shake(&self, conn: &mut Conn, stream: StreamId, from: &Source) -> Result<PullStream, TcpError> {
         let limit = self.config.handshake_timeout;
         let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop: self.stop };
+        if from.tls {
+            self.secure(conn, from, &by)?;
+        }
+        let source = from.id;
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
             .map_err(|e| TcpError::Setup { what: "a nonce", source: std::io::Error::other(e) })?;
@@ -465,6 +495,22 @@ impl Transfer<'_> {
         let (header, body) = conn.frame_by(&by)?;
         let proved = sent.accept(&header, &body).map_err(|e| conn.wire(e))?;
         Ok(PullStream::new(proved, self.ticket.completion(), self.ticket.checks))
+    }
+
+    /// Puts the connection inside TLS with a peer that has a certificate for the source's host.
+    fn secure(&self, conn: &mut Conn, source: &Source, by: &By<'_>) -> Result<(), TcpError> {
+        let endpoint = || source.endpoint.to_string();
+        let Some(trust) = &self.config.privacy.trust else {
+            return Err(TcpError::NoTrust { endpoint: endpoint() });
+        };
+        let host = source.endpoint.host().as_str();
+        let name = tls::server_name(host).ok_or_else(|| {
+            let why = format!("no certificate can be for {host}");
+            let source = Box::new(TlsError::Untrusted { peer: endpoint(), why });
+            TcpError::Tls { peer: endpoint(), stage: Stage::Handshake, source }
+        })?;
+        let tls = rustls::ClientConnection::new(trust.data(), name).map_err(|e| conn.tls(e))?;
+        conn.secure_by(tls, DATA_PROTOCOL, by)
     }
 
     /// Whether the landing finds the whole right; asked once.

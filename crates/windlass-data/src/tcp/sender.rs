@@ -22,6 +22,7 @@ use super::conn::wait;
 use super::offer::{Offer, OfferHandle, Open, Served};
 use super::{TcpError, serve};
 use crate::stop::Stop;
+use crate::tls::Certificate;
 
 /// How a sender listens and what it puts up with.
 #[derive(Clone, Debug)]
@@ -50,6 +51,8 @@ pub struct SenderConfig {
     pub window: u16,
     /// Offers at a time.
     pub max_offers: usize,
+    /// Puts every connection inside TLS.
+    pub tls: Option<Certificate>,
 }
 
 impl Default for SenderConfig {
@@ -67,6 +70,7 @@ impl Default for SenderConfig {
             abandoned_after: Duration::from_secs(30),
             window: DEFAULT_WINDOW,
             max_offers: 4096,
+            tls: None,
         }
     }
 }

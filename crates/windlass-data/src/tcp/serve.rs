@@ -3,7 +3,7 @@
 //! One thread runs it. Its socket does not block: while the peer takes no more bytes, the thread waits for room
 //! *and* for frames of the peer, so that two ends with full buffers cannot wait for each other. What it keeps in
 //! memory is bounded: the peer's frames by their limits, its claims by the window, answers to pings by
-//! [`MAX_PONGS`].
+//! [`MAX_PONGS`]. Inside TLS, `sendfile` is replaced by reads into a buffer that is encrypted from there.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -20,10 +20,11 @@ use windlass_core::wire::{
 use xxhash_rust::xxh3::Xxh3;
 
 use super::TcpError;
-use super::conn::{By, Conn, wait};
+use super::conn::{By, Conn};
 use super::offer::{Content, Open, Over, Served};
 use super::sender::{Found, Peer, Shared, now_unix_ms};
 use crate::stop::Stop;
+use crate::tls::DATA_PROTOCOL;
 
 /// Runs shorter than this are gathered into one write; longer ones go out by `sendfile`.
 const SHORT_RUN: u64 = 16 << 10;
@@ -67,6 +68,11 @@ fn greet(shared: &Shared, id: u64, peer: &Peer, conn: &mut Conn) -> Result<Greet
     let limit = shared.config.handshake_timeout;
     let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop: &shared.stop };
     let nobody = StreamId { index: 0, epoch: 0 };
+    if let Some(certificate) = &shared.config.tls {
+        let tls = rustls::ServerConnection::new(certificate.data());
+        let tls = tls.map_err(|e| conn.tls(e)).map_err(|e| (e, nobody))?;
+        conn.secure_by(tls, DATA_PROTOCOL, &by).map_err(|e| (e, nobody))?;
+    }
     let (header, body) = conn.frame_by(&by).map_err(|e| (e, nobody))?;
     let greeted = Greeted::read(&header, &body).map_err(|e| (conn.wire(e), nobody))?;
     let stream = greeted.stream();
@@ -213,8 +219,7 @@ impl<'a> Serving<'a> {
             }
             let timeout = self.patience(over.as_ref())?;
             let wake = over.is_none().then(|| self.served.wake());
-            let ready = wait(self.conn.fd(), wrote == Wrote::Blocked, wake, timeout)
-                .map_err(|e| self.conn.io("wait", e))?;
+            let ready = self.conn.wait(wrote == Wrote::Blocked, wake, timeout)?;
             if ready.readable {
                 self.hear()?;
             }
@@ -366,7 +371,10 @@ impl<'a> Serving<'a> {
     /// Writes until a stripe is out or nothing more can be written.
     fn write(&mut self, over: bool) -> Result<Wrote, TcpError> {
         loop {
-            if !self.flush(over)? {
+            // A record of its own for every header would cost more than the bytes in it.
+            let gathering =
+                self.conn.is_secret() && self.sending.is_some() && self.out.len() < SHORT_RUN as usize;
+            if !gathering && !self.flush(over)? {
                 return Ok(Wrote::Blocked);
             }
             let Some(sending) = &mut self.sending else {
@@ -398,6 +406,15 @@ impl<'a> Serving<'a> {
 
     /// Sends what is in `out`; whether all of it went.
     fn flush(&mut self, over: bool) -> Result<bool, TcpError> {
+        let taken = self.conn.taken();
+        let all = self.flush_now(over);
+        if self.conn.taken() > taken {
+            self.alive();
+        }
+        all
+    }
+
+    fn flush_now(&mut self, over: bool) -> Result<bool, TcpError> {
         while self.sent < self.out.len() {
             let more = self.sending.is_some() || (!over && self.serve.sending().is_some());
             let sent = self.conn.send_now(&self.out[self.sent..], more)?;
@@ -405,11 +422,10 @@ impl<'a> Serving<'a> {
                 return Ok(false);
             }
             self.sent += sent;
-            self.alive();
         }
         self.out.clear();
         self.sent = 0;
-        Ok(true)
+        self.conn.drain()
     }
 
     /// Begins the next claimed stripe; false if there is none, or the memory is gone.
@@ -451,6 +467,17 @@ impl<'a> Serving<'a> {
         let Some(file) = self.open.as_ref().and_then(|o| o.file(sending.payload)) else {
             return Err(self.unreadable(std::io::ErrorKind::NotFound.into()));
         };
+        if self.conn.is_secret() {
+            // The kernel cannot encrypt what it sends by itself: the bytes come up here once.
+            let count = (sending.run.end - sending.run.start).min(GATHER as u64);
+            let at = self.out.len();
+            self.out.resize(at + count as usize, 0);
+            let read = file.read_exact_at(&mut self.out[at..], sending.run.start);
+            sending.run.start += count;
+            read.map_err(|e| self.unreadable(e))?;
+            self.served.sent.fetch_add(count, Ordering::Relaxed);
+            return Ok(true);
+        }
         let count = (sending.run.end - sending.run.start).min(MAX_SENDFILE);
         match rustix::fs::sendfile(self.conn.fd(), file, Some(&mut sending.run.start), count as usize) {
             Ok(0) => Err(self.unreadable(std::io::ErrorKind::UnexpectedEof.into())),
@@ -469,7 +496,7 @@ impl<'a> Serving<'a> {
     /// Copies short runs, `first` and those after it, into `out`.
     fn gather(&mut self, first: Range<u64>) -> Result<(), TcpError> {
         let (Some(sending), Some(open)) = (&mut self.sending, self.open.as_ref()) else { return Ok(()) };
-        let (mut run, payload) = (first, sending.payload);
+        let (mut run, payload, before) = (first, sending.payload, self.out.len());
         loop {
             let at = self.out.len();
             self.out.resize(at + (run.end - run.start) as usize, 0);
@@ -487,7 +514,7 @@ impl<'a> Serving<'a> {
                 None => break,
             }
         }
-        self.served.sent.fetch_add(self.out.len() as u64, Ordering::Relaxed);
+        self.served.sent.fetch_add((self.out.len() - before) as u64, Ordering::Relaxed);
         Ok(())
     }
 

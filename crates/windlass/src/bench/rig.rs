@@ -4,6 +4,8 @@
 //! Owns: the directory in which they live, which goes when it is dropped, and how their errors become the
 //! command's. Must not: measure anything.
 
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,6 +23,7 @@ use windlass_data::region::{Memfd, Region, RegionSpec, Slots, Writer};
 use windlass_data::serve::{Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
+use windlass_data::tls::{Certificate, Privacy, Trust};
 
 use super::{Images, PlaneConfig};
 use crate::error::Error;
@@ -104,6 +107,17 @@ impl<'a> Publisher<'a> {
         config: &'a PlaneConfig,
         cancel: &'a Stop,
     ) -> Result<Publisher<'a>, Error> {
+        Publisher::start_with(place, images, config, cancel, None)
+    }
+
+    /// The same with a certificate, or without.
+    pub fn start_with(
+        place: &Place,
+        images: &Images,
+        config: &'a PlaneConfig,
+        cancel: &'a Stop,
+        tls: Option<Certificate>,
+    ) -> Result<Publisher<'a>, Error> {
         let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
         let writer = region.writer(0).map_err(failed!("write the region"))?;
         region.report();
@@ -114,6 +128,7 @@ impl<'a> Publisher<'a> {
             ..ServerConfig::new(host)
         };
         serving.tcp.max_handshakes_per_peer = serving.tcp.max_handshakes;
+        serving.tcp.tls = tls;
         let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
         let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
         let instance = registered.instance_id;
@@ -198,6 +213,21 @@ impl<'a> Publisher<'a> {
         let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))
     }
+}
+
+/// A certificate for 127.0.0.1 whose key everybody knows, and those who trust it: for nothing but measuring.
+pub fn certificate(place: &Place) -> Result<(Certificate, Privacy), Error> {
+    let write = |name: &str, pem: &str| {
+        let path = place.join(name);
+        let mut file = std::fs::OpenOptions::new();
+        let file = file.create_new(true).write(true).mode(0o600).open(&path);
+        file.and_then(|mut f| f.write_all(pem.as_bytes())).map_err(Error::io("write", &path))?;
+        Ok::<_, Error>(path)
+    };
+    let certificate = write("server.pem", include_str!("tls/server.pem"))?;
+    let key = write("server.key", include_str!("tls/server.key"))?;
+    let trust = Trust::of_file(&write("ca.pem", include_str!("tls/ca.pem"))?)?;
+    Ok((Certificate::read(&certificate, &key)?, Privacy { trust: Some(trust), required: true }))
 }
 
 /// Where an image of the bench lies.

@@ -7,7 +7,7 @@ use windlass_core::address::Host;
 use windlass_core::barrier::{Config, Limits, Mode, Required, SetConfig, SetName};
 use windlass_core::identity::ModelId;
 
-use super::service::{TokenArgs, parse_ports, parse_seconds};
+use super::service::{ServerTls, TokenArgs, parse_ports, parse_seconds};
 use crate::controller::{Controller, Settings};
 use crate::error::Error;
 
@@ -28,6 +28,8 @@ pub(super) struct ParsedController {
     advertise_host: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
+    #[command(flatten)]
+    tls: ServerTls,
     /// Models that are served together, such as main=actor,verifier; may be given several times. Without it each model is
     /// a set of its own as soon as it is heard of
     #[arg(long = "set", value_parser = parse_set, value_name = "NAME=MODEL[,MODEL]…")]
@@ -112,6 +114,7 @@ impl ParsedController {
             token: self.token.in_environment()?,
             token_file: self.token.token_file.unwrap_or_else(|| TOKEN_FILE.into()),
             settings,
+            tls: self.tls.files(),
             with_parent: self.with_parent,
         })
     }

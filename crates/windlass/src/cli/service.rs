@@ -10,6 +10,7 @@ use windlass_core::barrier::ReceiverId;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
+use windlass_data::tls::Trust;
 
 use super::{Command, Threads, parse_count};
 use crate::agent::Agent;
@@ -18,8 +19,8 @@ use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine
 use crate::error::Error;
 use crate::gc::Gc;
 use crate::receive::{Controlled, Publisher, Receive};
-use crate::token;
 use crate::verify::Verify;
+use crate::{tls, token};
 
 /// Where regions and images are kept unless said otherwise.
 const SHM: &str = "/dev/shm";
@@ -61,6 +62,10 @@ pub(super) struct ParsedAgent {
     /// An agent that holds another part of the model; may be given several times
     #[arg(long = "peer", value_name = "URL")]
     peers: Vec<String>,
+    #[command(flatten)]
+    server: ServerTls,
+    #[command(flatten)]
+    client: ClientTls,
     /// How long to wait for the trainer to make the region, in seconds
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(0..=86_400), value_name = "S")]
     wait: u64,
@@ -79,6 +84,39 @@ pub(super) struct TokenArgs {
     /// The file with the token that both sides must know; WINDLASS_TOKEN holds the token itself
     #[arg(long, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
+}
+
+/// The certificate of a server.
+#[derive(Debug, Args)]
+pub(super) struct ServerTls {
+    /// The certificate of this server in PEM, followed by those that lead to its issuer: requests and data are then
+    /// inside TLS, and the address begins with https://
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// The private key of --tls-cert in PEM, readable by its owner only
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+}
+
+impl ServerTls {
+    pub(super) fn files(self) -> Option<(PathBuf, PathBuf)> {
+        self.tls_cert.zip(self.tls_key)
+    }
+}
+
+/// Whom a client trusts.
+#[derive(Debug, Args)]
+pub(super) struct ClientTls {
+    /// Whom to trust where the other side is at https://: a file with certificates in PEM. If not given, the one that
+    /// WINDLASS_TLS_CA names, or those of the system
+    #[arg(long, value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+}
+
+impl ClientTls {
+    pub(super) fn trust(&self) -> Result<Option<Trust>, Error> {
+        tls::trust(self.tls_ca.as_deref())
+    }
 }
 
 impl TokenArgs {
@@ -119,6 +157,8 @@ impl ParsedAgent {
             streams: self.streams,
             timeout: Duration::from_secs(self.timeout),
             peers: self.peers,
+            trust: self.client.trust()?,
+            tls: self.server.files(),
             wait: Duration::from_secs(self.wait),
             with_parent: self.with_parent,
             again: self.again,
@@ -159,6 +199,8 @@ pub(super) struct ParsedReceive {
     model: Vec<ModelId>,
     #[command(flatten)]
     token: TokenArgs,
+    #[command(flatten)]
+    client: ClientTls,
     /// Where images are kept, each in a directory named after its model
     #[arg(long, default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
@@ -321,6 +363,7 @@ impl ParsedReceive {
             group: self.group,
             with_parent: self.with_parent,
             engines,
+            trust: self.client.trust()?,
             controller: controller.transpose()?,
         })
     }

@@ -1,12 +1,12 @@
 //! Arguments of `top`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 
 use super::controller::TOKEN_FILE;
-use super::service::{TokenArgs, parse_seconds};
+use super::service::{ClientTls, TokenArgs, parse_seconds};
 use crate::controller::client::ControllerClient;
 use crate::error::Error;
 use crate::token;
@@ -19,12 +19,17 @@ pub(super) struct ParsedTop {
     controller: String,
     #[command(flatten)]
     token: TokenArgs,
+    #[command(flatten)]
+    tls: ClientTls,
     /// Print it once and end
     #[arg(long)]
     once: bool,
     /// The time between two looks, in seconds
     #[arg(long, default_value_t = 1.0, value_parser = parse_seconds, value_name = "S")]
     interval: f64,
+    /// Write the last syncs as a trace for timeline viewers (Perfetto, chrome://tracing) and end
+    #[arg(long, value_name = "FILE", conflicts_with = "once")]
+    trace: Option<PathBuf>,
 }
 
 impl ParsedTop {
@@ -39,7 +44,12 @@ impl ParsedTop {
                 return Err(Error::Usage(format!("{why} {}", token::VARIABLE)));
             }
         };
-        let controller = ControllerClient::new(&self.controller, token)?;
-        Ok(Top { controller, once: self.once, interval: Duration::from_secs_f64(self.interval) })
+        let controller = ControllerClient::new(&self.controller, token)?.with_trust(self.tls.trust()?);
+        Ok(Top {
+            controller,
+            once: self.once,
+            interval: Duration::from_secs_f64(self.interval),
+            trace: self.trace,
+        })
     }
 }

@@ -12,6 +12,7 @@ use windlass_core::address::{Endpoint, Token};
 use windlass_core::barrier::Peer;
 use windlass_core::error::Kind;
 use windlass_data::stop::Stop;
+use windlass_data::tls::Trust;
 
 use super::status::Status;
 use super::wire::{
@@ -97,15 +98,16 @@ pub struct ControllerClient {
 impl ControllerClient {
     /// Talks to the controller at `url`, such as `http://10.0.0.5:7000`.
     pub fn new(url: &str, token: Token) -> Result<ControllerClient, Error> {
-        if url.starts_with("https://") {
-            return Err(Error::Usage(format!(
-                "{url}: the controller speaks plain http; across networks that are not trusted, use a tunnel"
-            )));
-        }
-        let scheme = if url.starts_with("http://") { "" } else { "http://" };
+        let scheme = if url.contains("://") { "" } else { "http://" };
         let url = format!("{scheme}{}", url.trim_end_matches('/'));
         let endpoint = url.parse().map_err(|e| Error::Usage(format!("{e}")))?;
         Ok(ControllerClient { endpoint, token, client: Client::default() })
+    }
+
+    /// Trusts `trust` where the controller has a certificate; without it, those whom the system trusts.
+    #[must_use]
+    pub fn with_trust(self, trust: Option<Trust>) -> ControllerClient {
+        ControllerClient { client: Client::new(trust), ..self }
     }
 
     /// The controller, for people.

@@ -23,6 +23,7 @@ use super::outbox::Outbox;
 use super::record::{Record, wire_bytes};
 use super::status::{Status, Unix, status};
 use super::wire::{Doing, Join, NotifyVersion, Numbered, Outcome, Report, Task};
+use crate::http::Failure;
 
 /// What the service is configured with.
 #[derive(Clone, Debug)]
@@ -373,6 +374,23 @@ impl State {
                     && i.version >= identity.version
             })
         })
+    }
+
+    /// Why a synchronous notify has no answer by its deadline.
+    pub(super) fn late(&self, id: WaitId, notify: &NotifyVersion) -> Failure {
+        let name = format!("{}@{}.{}", notify.model_id, notify.incarnation, notify.version);
+        let message = if self.words.contains_key(&id) || notify.eval.is_none() {
+            let set = self.barrier.set_of(&notify.model_id);
+            let why = set
+                .and_then(|set| self.barrier.blocked(set))
+                .map_or_else(|e| e.to_string(), |b| b.to_string());
+            format!("{name} is not served in time: {why}")
+        } else if self.evals.iter().any(|e| e.id == id) {
+            format!("{name} is served, but nobody has taken its eval: start a runner (windlass.serve_evals)")
+        } else {
+            format!("{name} is served, but its eval did not end in time")
+        };
+        Failure::new(Kind::Timeout, message)
     }
 
     /// Whether another eval may be asked for.

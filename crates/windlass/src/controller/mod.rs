@@ -52,11 +52,12 @@ use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use windlass_core::address::{Host, HostPort, Token};
+use windlass_data::tls::Certificate;
 
 use crate::error::Error;
 use crate::http::{self, Limits};
 use crate::session::Session;
-use crate::token;
+use crate::{tls, token};
 
 pub use hub::Settings;
 
@@ -75,6 +76,8 @@ pub struct Controller {
     pub token_file: PathBuf,
     /// Sets, deadlines and limits.
     pub settings: Settings,
+    /// The files with the certificate and its key, for TLS.
+    pub tls: Option<(PathBuf, PathBuf)>,
     /// End when standard input ends: the parent is gone.
     pub with_parent: bool,
 }
@@ -83,6 +86,7 @@ impl Controller {
     /// Serves until it is told to end.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
         let host = self.host()?;
+        let certificate = tls::certificate(self.tls.as_ref(), &host)?;
         if self.with_parent {
             let cancel = session.cancel().clone();
             session.with_parent(move || cancel.set())?;
@@ -101,8 +105,8 @@ impl Controller {
             .block_on(http::bind(self.bind, self.ports))
             .map_err(|source| Error::Listen { bind: self.bind, ports: self.ports, source })?;
         let port = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?.port();
-        let endpoint =
-            format!("http://{}", HostPort::new(host, NonZeroU16::new(port).unwrap_or(NonZeroU16::MIN)));
+        let address = HostPort::new(host, NonZeroU16::new(port).unwrap_or(NonZeroU16::MIN));
+        let endpoint = format!("{}://{address}", tls::scheme(certificate.as_ref()));
         let sets: Vec<_> = self.settings.sets.iter().map(|s| &s.name).collect();
         let event = json!({
             "event": "listening",
@@ -128,7 +132,7 @@ impl Controller {
                 }
                 let _ = end.send(true);
             });
-            let served = answer(listener, self.settings.clone(), token, ended).await;
+            let served = answer(listener, certificate.as_ref(), self.settings.clone(), token, ended).await;
             signals.abort();
             served
         });
@@ -150,9 +154,10 @@ impl Controller {
     }
 }
 
-/// Answers requests until `ended` is true. Returns when nothing of it is left.
+/// Answers requests until `ended` is true, inside TLS if there is a certificate. Returns when nothing of it is left.
 pub async fn answer(
     listener: TcpListener,
+    certificate: Option<&Certificate>,
     settings: Settings,
     token: Token,
     ended: watch::Receiver<bool>,
@@ -167,7 +172,7 @@ pub async fn answer(
         async move { hub.tick().await }
     });
     let publisher = tokio::spawn(async move { events::publish(&hub).await });
-    http::serve(listener, router, limits, ended, Duration::from_secs(2)).await;
+    http::serve(listener, certificate, router, limits, ended, Duration::from_secs(2)).await;
     ticker.abort();
     publisher.abort();
     Ok(())

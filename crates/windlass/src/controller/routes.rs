@@ -32,6 +32,8 @@ use crate::http::Failure;
 
 /// How long a request's body may take to arrive.
 const BODY: Duration = Duration::from_secs(5);
+/// Longer than the barrier lets anybody wait.
+const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
 /// The most bytes of what a trainer says about an eval.
@@ -191,6 +193,7 @@ async fn notify_version(
         )));
     }
     let sync = notify.sync || notify.eval.is_some();
+    let begun = Instant::now();
     let wait = hub.change(|state, now| {
         if notify.eval.is_some() && !state.has_room_for_an_eval() {
             return Err(Failure::new(Kind::Exhausted, "too many evals are open: wait for some to end"));
@@ -208,9 +211,13 @@ async fn notify_version(
     })?;
     let Some((id, channel)) = wait else { return Ok(Json(answer)) };
     let mut waiting = Waiting { hub: Arc::clone(&hub), id, answer: channel };
-    let outcome = match waiting.answer().await? {
-        Answer::Notify(outcome) => outcome,
-        Answer::Gate(_) => return Err(Failure::new(Kind::Bug, "a gate's answer to a notify")),
+    // The barrier gives the load and the eval a time each; whoever asked gave one for both.
+    let most = notify.timeout_ms.map_or(NEVER, Duration::from_millis);
+    let outcome = match within(&hub, begun + most.min(NEVER), waiting.answer()).await? {
+        Some(Ok(Answer::Notify(outcome))) => outcome,
+        Some(Ok(Answer::Gate(_))) => return Err(Failure::new(Kind::Bug, "a gate's answer to a notify")),
+        Some(Err(failure)) => return Err(failure),
+        None => return Err(hub.with(|state, _| state.late(id, &notify))),
     };
     let name = format!("{}@{}.{}", notify.model_id, notify.incarnation, notify.version);
     let (served, eval) = match outcome {

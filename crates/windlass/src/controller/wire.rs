@@ -43,6 +43,8 @@
 //! Clocks of hosts differ. A [`Span`] says how long ago something began and ended when it was sent, and the controller
 //! puts it on its own clock.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use windlass_core::barrier::{Order, Peer, Phase, Served, SetName};
@@ -70,7 +72,7 @@ pub struct Span {
 }
 
 /// A row of the timeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
     /// The training process.
@@ -81,6 +83,17 @@ pub enum Lane {
     Wire,
     /// The engines behind a receiver.
     Engine,
+}
+
+impl fmt::Display for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Lane::Trainer => "trainer",
+            Lane::Agent => "agent",
+            Lane::Wire => "wire",
+            Lane::Engine => "engine",
+        })
+    }
 }
 
 /// A trainer has published a version.

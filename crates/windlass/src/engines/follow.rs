@@ -223,6 +223,11 @@ impl Follower {
                         let why = "its plugin wants a token: give it with --engine-token-file".into();
                         return Err(EngineError::NoRoute { engine: self.name.clone(), why });
                     }
+                    Err(e) if is_denied(&e) => {
+                        let why = "its plugin wants another token: give it with --engine-token-file".into();
+                        let (engine, stage, kind) = (self.name.clone(), Stage::Ask, Kind::Denied);
+                        return Err(EngineError::Lost { engine, stage, why, kind });
+                    }
                     status => status?,
                 };
                 let Some(status) = status else {

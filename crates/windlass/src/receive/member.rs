@@ -67,13 +67,14 @@ pub(super) fn run(
     stop: &Stop,
 ) -> Result<(), Error> {
     std::fs::create_dir_all(&receive.dir).map_err(Error::io("create", &receive.dir))?;
-    let link = ControllerClient::new(&place.url, place.token.clone())?;
+    let link = ControllerClient::new(&place.url, place.token.clone())?.with_trust(receive.trust.clone());
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {
         let engines = engines_of(receive, id, place.models.len(), session)?;
         let (id, name) = (id.clone(), place.id.as_str());
         let config = receive.config(id.clone());
-        Model::open(Opening { id, index, config, token: &place.agents, name, session, stop }, engines)
+        let (token, trust) = (&place.agents, receive.trust.as_ref());
+        Model::open(Opening { id, index, config, token, trust, name, session, stop }, engines)
     });
     let models: Vec<Model> = models.collect::<Result<_, Error>>()?;
     let life = AtomicU64::new(0);
@@ -107,10 +108,11 @@ pub(super) fn run(
     })
 }
 
-/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end.
+/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end. A certificate that is not
+/// trusted stays so.
 fn passes(e: &ControllerError) -> bool {
     match e.status() {
-        None => true,
+        None => !matches!(e.kind(), Kind::Denied | Kind::Invalid),
         Some(status) => status == 429 || status >= 500,
     }
 }
@@ -171,6 +173,8 @@ enum End {
     Enough,
     /// Another one must begin.
     Again(String),
+    /// Somebody else has begun one under this name.
+    Taken(ControllerError),
 }
 
 impl Member<'_> {
@@ -188,6 +192,18 @@ impl Member<'_> {
                 End::Again(why) => {
                     let event = json!({ "event": "rejoining", "receiver": self.id, "why": why });
                     self.session.event(&event, || format!("joining the controller again: {why}"));
+                }
+                // The later one stays: it may be this one's successor. If both came back, neither would ever serve.
+                End::Taken(e) => {
+                    let why = format!(
+                        "another receiver has joined as {}: give one of the two another --name ({e})",
+                        self.id
+                    );
+                    return Err(Error::Plane {
+                        doing: "follow the controller any longer",
+                        kind: Kind::Denied,
+                        source: why.into(),
+                    });
                 }
             }
         }
@@ -290,11 +306,8 @@ impl Member<'_> {
                     }
                 }
                 Err(_) if self.stop.is_set() => return End::Enough,
-                Err(
-                    e @ ControllerError::Refused {
-                        kind: Kind::NotFound | Kind::Stale | Kind::Invalid, ..
-                    },
-                ) => {
+                Err(e @ ControllerError::Refused { kind: Kind::Stale, .. }) => return End::Taken(e),
+                Err(e @ ControllerError::Refused { kind: Kind::NotFound | Kind::Invalid, .. }) => {
                     return End::Again(e.to_string());
                 }
                 Err(e) => self.unanswered(&e),

@@ -24,6 +24,7 @@ use windlass_data::receiver::{
     StatusHandle, Synced,
 };
 use windlass_data::stop::Stop;
+use windlass_data::tls::Trust;
 
 use super::desk::{Answer, Desk, Loading, Stage, Staging};
 use super::together::Together;
@@ -138,6 +139,7 @@ pub(super) struct Model {
     index: usize,
     timeout: Duration,
     token: Token,
+    trust: Option<Trust>,
     state: Mutex<State>,
     changed: Condvar,
     receiver: Mutex<Receiver>,
@@ -153,6 +155,8 @@ pub(super) struct Opening<'a> {
     pub(super) index: usize,
     pub(super) config: ReceiverConfig,
     pub(super) token: &'a Token,
+    /// Whom to trust among them.
+    pub(super) trust: Option<&'a Trust>,
     /// What this receiver is called by the controller.
     pub(super) name: &'a str,
     pub(super) session: &'a Session,
@@ -165,7 +169,7 @@ impl Model {
         opening: Opening<'_>,
         engines: Option<(Engines, EngineLoads)>,
     ) -> Result<Model, Error> {
-        let Opening { id, index, config, token, name, session, stop } = opening;
+        let Opening { id, index, config, token, trust, name, session, stop } = opening;
         let timeout = config.transfer_timeout;
         let receiver = Receiver::open(config, Arc::new(Nobody), None, stop)?;
         let known = receiver.current().map(|k| k.identity.clone());
@@ -192,6 +196,7 @@ impl Model {
             index,
             timeout,
             token: token.clone(),
+            trust: trust.cloned(),
             state: Mutex::new(state),
             changed: Condvar::new(),
             receiver: Mutex::new(receiver),
@@ -434,8 +439,8 @@ impl Model {
         if let Some((_, control)) = last.as_ref().filter(|(url, _)| *url == stage.endpoint) {
             return Ok(Arc::clone(control));
         }
-        let control = HttpControl::new(&stage.endpoint, self.token.clone())?.with_patience(self.timeout);
-        let control = Arc::new(control);
+        let control = HttpControl::new(&stage.endpoint, self.token.clone())?;
+        let control = Arc::new(control.with_trust(self.trust.clone()).with_patience(self.timeout));
         self.receiver().turn_to(Arc::clone(&control) as Arc<dyn Control>);
         *last = Some((stage.endpoint.clone(), Arc::clone(&control)));
         Ok(control)

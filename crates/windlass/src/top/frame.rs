@@ -393,13 +393,13 @@ pub fn clean(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::{Value, json};
 
     use super::*;
 
     /// A set of two models with three receivers: one pulls, one is out, one is idle.
-    fn sample() -> Value {
+    pub(in crate::top) fn sample() -> Value {
         let sync = |version: u64, state: &str, latency: Option<f64>| {
             json!({
                 "version": version, "state": state, "at": 90_000, "models": [], "loading_ms": null,
@@ -446,7 +446,7 @@ mod tests {
                     { "model_id": "actor", "incarnation": 1, "version": 7 },
                     { "model_id": "verifier", "incarnation": 1, "version": 7 },
                 ] },
-                "blocked": "1 receivers are still staging version 8", "up_to_date": false,
+                "blocked": "1 receiver is still staging version 8", "up_to_date": false,
                 "rounds": [{
                     "models": ["actor", "verifier"], "version": 8, "phase": "staging", "waiting": 1, "done": 2,
                     "deadline": 130_000,
@@ -483,7 +483,7 @@ mod tests {
 windlass 0.1.0  http://c:1  up 1 min 40 s  1 error
 
 policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  wire 3.00 MiB
-  1 receivers are still staging version 8
+  1 receiver is still staging version 8
   v8 staging ███████░░░ 2 of 3
   MODEL     SERVED  ANNOUNCED     AHEAD   DELTA  AGENT             HEARD
   actor         v7         v8  1, waits  0.84 %  10.0.0.5:7000   5 s ago

@@ -5,20 +5,25 @@
 //! that cannot be reached is told above the last frame and asked again, except with `--once`, which fails.
 
 pub mod frame;
+pub mod trace;
 
+use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
 use windlass_data::stop::Stop;
 
 use self::frame::{Frame, Style};
 use crate::controller::client::{ControllerClient, ControllerError};
 use crate::controller::status::Status;
 use crate::error::Error;
+use crate::outfile::OutFile;
 use crate::session::{Session, print};
 
 /// Rows and columns where there is no terminal to ask.
-const PLAIN: (usize, usize) = (usize::MAX, 120);
+const PLAIN: (usize, usize) = (usize::MAX, 1000);
 
 /// The checked arguments of `top`.
 #[derive(Debug)]
@@ -29,11 +34,16 @@ pub struct Top {
     pub once: bool,
     /// The time between two frames.
     pub interval: Duration,
+    /// Where to write the syncs as a trace, instead of showing anything.
+    pub trace: Option<PathBuf>,
 }
 
 impl Top {
     /// Shows frames until Ctrl-C.
     pub fn run(&self, session: &Session) -> Result<(), Error> {
+        if let Some(file) = &self.trace {
+            return self.write_trace(file, session);
+        }
         if self.once || session.json() {
             let status = self.ask(session)?;
             let object = serde_json::to_value(&status).map_err(|e| Error::Bug(e.to_string()))?;
@@ -41,6 +51,18 @@ impl Top {
             return session.finish(object, |out| out.push_str(&text));
         }
         if io::stdout().is_terminal() { self.watch(session) } else { self.list(session) }
+    }
+
+    fn write_trace(&self, file: &Path, session: &Session) -> Result<(), Error> {
+        let events = trace::events(&self.ask(session)?);
+        let out = OutFile::create(file, &[])?;
+        let written = serde_json::to_writer(io::BufWriter::new(out.file()), &events);
+        written.map_err(|e| Error::io("write", file)(e.into()))?;
+        out.commit()?;
+        let count = events.pointer("/traceEvents").and_then(Value::as_array).map_or(0, Vec::len);
+        session.finish(json!({ "trace": file, "events": count }), |out| {
+            let _ = writeln!(out, "{}: {count} events; open it at ui.perfetto.dev", file.display());
+        })
     }
 
     fn frame(&self, size: (usize, usize), style: Style) -> Frame<'_> {

@@ -245,6 +245,26 @@ fn trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on() {
     assert_eq!(pressure(&t.load(0)), Some((false, 2)));
 }
 
+/// A trainer that was resumed at an older step, or began at a lower one, was told to wait like the one that waited for it.
+#[test]
+fn a_trainer_that_its_set_waits_for_is_never_told_to_wait() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    let told = |t: &Rig, name: &str| t.barrier.ahead(&model(name)).unwrap().1;
+    for version in 30..=36 {
+        t.notify(id("verifier", 1, version));
+    }
+    assert!(told(&t, "verifier"));
+    for version in 1..=36 {
+        t.notify(id("actor", 1, version));
+        assert!(version == 36 || !told(&t, "actor"), "{version}");
+    }
+    assert!(told(&t, "actor") && told(&t, "verifier"));
+    // Whoever is passed while it waits goes on.
+    t.notify(id("verifier", 1, 37));
+    assert!(!told(&t, "actor") && told(&t, "verifier"));
+}
+
 fn released(actions: &[Action]) -> Vec<String> {
     let find =
         |a: &Action| if let Action::Release { identity } = a { Some(identity.to_string()) } else { None };

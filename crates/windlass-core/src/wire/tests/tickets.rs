@@ -28,6 +28,17 @@ fn tickets_survive_json() {
 }
 
 #[test]
+fn a_source_inside_tls_says_so_and_one_without_says_nothing() {
+    let mut fields = good();
+    fields.sources[1].tls = true;
+    let ticket = Ticket::new(fields).unwrap();
+    let json = ticket.to_json().unwrap();
+    assert_eq!(Ticket::from_json(json.as_bytes()), Ok(ticket));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((json["sources"][0].get("tls"), &json["sources"][1]["tls"]), (None, &json!(true)));
+}
+
+#[test]
 fn an_uncovered_block_is_named() {
     let error = broken(good(), |t| t.sources[1].blocks = set(&[(61, 10), (75, 25)]));
     assert_eq!(error, TicketError::Uncovered { block: 60 });

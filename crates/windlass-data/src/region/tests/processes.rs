@@ -301,6 +301,26 @@ fn a_killed_agent_gives_up_its_seat_and_leases_at_every_step() {
     }
 }
 
+/// The guard took the slot of version 1 from an agent that had not got round to 2 yet, and 2 got no delta.
+#[test]
+fn a_hasty_writer_leaves_the_agent_what_it_compares_with() {
+    let (_home, region, writer, mut child) = alone();
+    drop(writer);
+    let seat = region.agent().unwrap();
+    child.ask("rank 0").unwrap();
+    child.run_to("unsealed", "write 3 3");
+    child.go_on();
+    for version in 2..=3 {
+        let seal = region.wait_for(&Stop::after(PATIENCE), || seat.seal().unwrap()).unwrap();
+        assert_eq!(seal.new.version(), version);
+        assert_eq!(seal.base.as_ref().map(Lease::version), Some(version - 1));
+        seal.finish(StateDigest([version as u8; 16])).unwrap();
+        if version == 2 {
+            child.done().unwrap();
+        }
+    }
+}
+
 #[test]
 fn a_silent_agent_is_not_waited_for_and_finds_its_seal_broken() {
     let (_home, region, mut writer, mut child) = alone();

@@ -4,5 +4,9 @@ mod faults;
 mod hostile;
 mod leases;
 mod proxy;
+mod secret;
 mod transfers;
 mod world;
+
+#[path = "../../../tests/authority/mod.rs"]
+mod authority;

@@ -153,7 +153,7 @@ fn sums(manifest: &Manifest, data: &[u8]) -> Vec<BlockSum> {
 }
 
 pub(super) fn source(id: u32, at: SocketAddr, blocks: BlockRanges) -> Source {
-    Source { id: SourceId(id), endpoint: at.to_string().parse().unwrap(), blocks }
+    Source { id: SourceId(id), endpoint: at.to_string().parse().unwrap(), blocks, tls: false }
 }
 
 pub(super) fn identity(version: u64) -> Identity {
