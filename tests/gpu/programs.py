@@ -52,7 +52,7 @@ ENCODE = np.dtype(
     + [(n, u4) for n in ("count", "entry_capacity", "work", "unused")]
 )
 SUM = np.dtype([(n, u8) for n in ("spans", "sums", "tally")] + [(n, u4) for n in ("count", "work")])
-COPIES = np.dtype([(n, u8) for n in ("copies", "tally")] + [(n, u4) for n in ("count", "work")])
+COPIES = np.dtype([(n, u8) for n in ("copies", "from", "to", "tally")] + [(n, u4) for n in ("count", "work")])
 APPLY = np.dtype(
     [(n, u8) for n in ("places", "pieces", "patches", "payload", "sums", "outcomes", "tally")]
     + [(n, u4) for n in ("count", "work")]
@@ -61,7 +61,11 @@ APPLY = np.dtype(
 #: Program: files, options, kernels with the type of their argument.
 PROGRAMS: dict[str, tuple[list[str], list[str], dict[str, tuple[str, np.dtype[Any]]]]] = {
     "sum": (["unit", "sum"], [], {"windlass_sum": ("SumArgs", SUM)}),
-    "copy": (["unit", "copy"], [], {"windlass_copy": ("CopyArgs", COPIES)}),
+    "copy": (
+        ["unit", "copy"],
+        [],
+        {"windlass_copy": ("CopyArgs", COPIES), "windlass_cast": ("CopyArgs", COPIES)},
+    ),
 }
 for unit in ("1", "2", "4", "8", "cast"):
     options = ["-DUNIT=2", "-DCAST=1"] if unit == "cast" else [f"-DUNIT={unit}"]

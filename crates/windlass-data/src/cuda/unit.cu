@@ -3,7 +3,8 @@
 // Owns: the device's form of `windlass_core::delta::line` and `windlass_core::digest`, whose documentation is the
 // specification. Must not: have kernels.
 //
-// A program is the text of this file and of those behind it, compiled at run time for compute capability 8.0 or newer:
+// A program is the text of this file and of those behind it. `scripts/ptx.py` compiles programs for compute capability
+// 8.0, and the driver translates them for the device at hand:
 //
 // | program | files | options |
 // |---|---|---|
