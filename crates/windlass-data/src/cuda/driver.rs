@@ -278,11 +278,6 @@ impl Gpu {
         &self.0.kernels
     }
 
-    /// The context, for whoever binds more of the driver ([`mod@super`]).
-    pub(super) fn context(&self) -> sys::CUcontext {
-        self.0.context
-    }
-
     /// Makes the context current on this thread until dropped.
     pub(super) fn current(&self) -> Result<Current, CudaError> {
         // SAFETY: the context lives as long as `self`; `Current` takes it back on the same thread.
@@ -397,7 +392,7 @@ impl Event {
         }
     }
 
-    fn wait(&self, stage: &'static str, stop: &Stop) -> Result<(), CudaError> {
+    pub(super) fn wait(&self, stage: &'static str, stop: &Stop) -> Result<(), CudaError> {
         let _current = self.gpu.current()?;
         let spin_until = Instant::now() + SPIN;
         while !self.is_past(stage)? {
@@ -551,6 +546,14 @@ impl Stream {
         (run, count): (u64, u64),
     ) -> Result<(), CudaError> {
         let _current = self.gpu.current()?;
+        if from_pitch.max(to_pitch) > i32::MAX as u64 {
+            // More than a DMA engine counts.
+            return (0..count).try_for_each(|row| {
+                let to = to.wrapping_add((row * to_pitch) as usize);
+                // SAFETY: the caller's promise.
+                unsafe { self.download(from + row * from_pitch, to, run) }
+            });
+        }
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,

@@ -2,8 +2,9 @@
 //!
 //! | module | what it owns |
 //! |---|---|
+//! | `boxes` | strided copies as what a kernel and a DMA engine take |
 //! | [`driver`] | the driver, a device, its streams and memory |
-//! | [`kernels`] | the compiled programs and the structures that they take |
+//! | `kernels` | the compiled programs and the structures that they take |
 //! | [`offload`] | copy mode: device memory into the slot that is written |
 //! | [`encode`] | delta mode: the baseline, and records of what changed |
 //! | [`load`] | a load plan on the device: dense, sparse, and the digest of live weights |
@@ -31,9 +32,25 @@
 //!    reach is the promise of the caller, as it is for host tensors: the package computes it from shapes and strides.
 //! 3. Kernels write only where their tables say. Tables are made here from plans that were checked against the layout.
 
+mod boxes;
 pub mod driver;
+pub mod encode;
 pub mod error;
-pub mod kernels;
+mod kernels;
+pub mod load;
+pub mod offload;
+
+use std::convert::Infallible;
+
+use crate::copies::Copy;
 
 pub use driver::{DeviceBuffer, Facts, Gpu, HostBuffer, Stream, StreamHandle};
 pub use error::CudaError;
+
+/// Calls `each(in the target, in the source)` for every run of a copy.
+fn each_run(copy: &Copy, mut each: impl FnMut(u64, u64)) {
+    let Ok(()) = copy.runs(0..copy.outer(), |to, from| {
+        each(to, from);
+        Ok::<(), Infallible>(())
+    });
+}
