@@ -18,6 +18,8 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 BLOCK_UNITS = 1 << 16
+#: Seconds that a program may take.
+PATIENCE = 120
 SPARSE, CONTEXT, BITMAP, DENSE = 1, 2, 3, 4
 
 #: safetensors' name: bits of an element, bytes of a unit, whether units are floats.
@@ -200,12 +202,13 @@ def write_safetensors(path: Path, tensors: Iterable[Tensor], state: str) -> None
             f.write(data.tobytes())
 
 
-def container(windlass: str, tensors: list[Tensor]) -> bytes:
+def container(windlass: list[str], tensors: list[Tensor]) -> bytes:
     """What the CPU encoder makes of them, in plain mode."""
     with tempfile.TemporaryDirectory() as folder:
         old, new, out = (Path(folder) / n for n in ("old.safetensors", "new.safetensors", "delta"))
         write_safetensors(old, tensors, "old")
         write_safetensors(new, tensors, "new")
-        command = [windlass, "delta", "make", str(old), str(new), "--mode", "plain", "-o", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [*windlass, "delta", "make", str(old), str(new), "--mode", "plain", "-o", str(out)]
+        quiet = subprocess.DEVNULL
+        subprocess.run(command, check=True, stdin=quiet, stdout=quiet, timeout=PATIENCE)
         return out.read_bytes()

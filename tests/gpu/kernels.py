@@ -9,6 +9,7 @@ draws new data; `--seed` repeats a run.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import time
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def compare(blocks: list[Block], found: tuple[Any, dict[int, Any], Bytes], recor
 @dataclass
 class Setting:
     programs: Programs
-    windlass: str
+    windlass: list[str]
     draw: Draw
     scale: float
 
@@ -405,10 +406,42 @@ def test_copies_of_any_shape_and_alignment(s: Setting) -> str:
     return f"{len(copies)} copies"
 
 
+def test_copies_are_rounded_as_torch_does(s: Setting) -> str:
+    d, copies = s.draw, []
+    source = d.rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint64).astype(np.uint32)
+    here, there = s.programs.zeros(source.nbytes), s.programs.zeros(source.nbytes)
+    here.copy_(torch.from_numpy(source.view(np.uint8)))
+    there.fill_(0xEE)
+    values = torch.from_numpy(source.view(np.float32)).to(s.programs.device)
+    cast = values.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
+    # torch on a CPU has another NaN.
+    cast = np.where((source & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FFF), cast)
+    want = np.full(source.nbytes // 2, 0xEEEE, np.uint16)
+    at = 0
+    for _ in range(s.some(120)):
+        run, count = d.pick.choice([1, 3, 8, 17, 500, 2048, 5000]), d.pick.choice([1, 1, 2, 9])
+        from_pitch, to_pitch = run + d.pick.randrange(9), run + d.pick.randrange(9)
+        start = d.pick.randrange(len(source) - count * from_pitch)
+        at += d.pick.randrange(20)
+        if at + count * to_pitch > len(want):
+            break
+        copies.append((4 * start, 2 * at, 4 * from_pitch, 2 * to_pitch, 2 * run, count))
+        for r in range(count):
+            first = start + r * from_pitch
+            want[at + r * to_pitch : at + r * to_pitch + run] = cast[first : first + run]
+        at += (count - 1) * to_pitch + run
+    table, tally = s.programs.table(np.array(copies, COPY)), s.programs.zeros(1, TALLY)
+    fields = {"copies": table, "from": here, "to": there, "tally": tally, "count": len(copies), "work": 0}
+    s.programs.start("copy", "windlass_cast", **fields)
+    assert np.array_equal(s.programs.read(there, np.uint16), want)
+    return f"{len(copies)} copies"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", action="store_true", help="run the kernels on the CPU")
-    parser.add_argument("--windlass", default="target/release/windlass")
+    parser.add_argument("--windlass", default="target/release/windlass", help="the command, with its first words")
+    parser.add_argument("--patience", type=float, default=900, help="seconds that a test may take")
     parser.add_argument("--scale", type=float, help="how much data; 1 on a GPU")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))
     parser.add_argument("names", nargs="*", help="parts of the names of tests")
@@ -421,13 +454,16 @@ def main() -> int:
     for name, test in tests.items():
         if args.names and not any(n in name for n in args.names):
             continue
+        # What hangs says where, and ends.
+        faulthandler.dump_traceback_later(args.patience, exit=True)
         began = time.monotonic()
         try:
-            note = test(Setting(programs, args.windlass, Draw(args.seed), scale))
+            note = test(Setting(programs, args.windlass.split(), Draw(args.seed), scale))
             say(f"ok    {time.monotonic() - began:6.1f} s  {name}: {note}")
         except AssertionError as e:
             failed += 1
             say(f"FAIL  {time.monotonic() - began:6.1f} s  {name}: {e}")
+    faulthandler.cancel_dump_traceback_later()
     return 1 if failed else 0
 
 

@@ -136,7 +136,8 @@ class Host(Programs):
                 path.write_text(source)
                 flags = ["-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
                 fresh = built.with_suffix(f".{os.getpid()}")
-                subprocess.run(["c++", *flags, *options, str(path), "-o", str(fresh)], check=True)
+                command = ["c++", *flags, *options, str(path), "-o", str(fresh)]
+                subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=600)
                 fresh.rename(built)
             self.libraries[program] = ctypes.CDLL(str(built))
         return self.libraries[program]
@@ -171,12 +172,16 @@ class Device(Programs):
             source = text(files)
             name = hashlib.sha256((source + str(options) + arch).encode()).hexdigest()[:16]
             built = self.cache / f"windlass-{name}.cubin"
-            if not built.exists():
-                built.write_bytes(compile_cubin(source, [*options, f"--gpu-architecture={arch}"]))
+            ptx = SOURCES / f"{program}.ptx"
+            if "WINDLASS_PTX" in os.environ and ptx.exists():
+                # As the extension does: the driver translates it.
+                image = ptx.read_bytes() + b"\0"
+            else:
+                if not built.exists():
+                    built.write_bytes(compile_cubin(source, [*options, f"--gpu-architecture={arch}"]))
+                image = built.read_bytes()
             module = ctypes.c_void_p()
-            self.check(
-                self.driver.cuModuleLoadData(ctypes.byref(module), built.read_bytes()), f"load {program}"
-            )
+            self.check(self.driver.cuModuleLoadData(ctypes.byref(module), image), f"load {program}")
             self.modules[program] = module
         return self.modules[program]
 

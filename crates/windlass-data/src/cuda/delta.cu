@@ -10,7 +10,8 @@
 // of the encoding, and writing longer pieces or with other cache hints costs no less.
 //
 // Blocks with more changes than the lists hold are slow but exact: the scan is undone, and the block is gone through
-// window by window, three times (parameters, sizes, sections).
+// window by window, three times (parameters, sizes, sections). Windows begin at half a block and are halved until none
+// has more than the lists hold; at the smallest that is so whatever the weights are.
 //
 // Invariants:
 // - Afterwards the baseline is the new state and `sums` are its sums, also where a payload found no room. The host
@@ -486,6 +487,7 @@ __device__ __noinline__ void encode_in_windows(const EncodeArgs& a, u32 index) {
     Shared& s = shared();
     const Block b = ((const Block*)a.blocks)[index];
     u32 units = b.run * b.count, chunks = (units + CHUNK_UNITS - 1) / CHUNK_UNITS, changes = 0;
+    u32 window = max(WARPS * STRETCH, (chunks / 2 + 255) / 256 * 256);
     bool plain = is_plain(b), lost = false;
     Parameters k;
     Layout l;
@@ -497,9 +499,10 @@ __device__ __noinline__ void encode_in_windows(const EncodeArgs& a, u32 index) {
         Totals t = {0, 0, 0};
         u32 rank = 0;
         int before = -1;
+        bool over = false;
 #pragma unroll 1
-        for (u32 first = 0; first < chunks; first += WARPS * STRETCH) {
-            u32 last = min(chunks, first + WARPS * STRETCH);
+        for (u32 first = 0; first < chunks && !over; first += window) {
+            u32 last = min(chunks, first + window);
             if (plain)
                 scan<true, false>(s, b, first, last);
             else
@@ -507,7 +510,10 @@ __device__ __noinline__ void encode_in_windows(const EncodeArgs& a, u32 index) {
             __syncthreads();
             Segment g = segment(s, before);
             before = g.last;
-            if (turn == 0) {
+            over = g.over;
+            if (over) {
+                // Only while parameters are chosen: later turns have the same windows.
+            } else if (turn == 0) {
                 collect(s, b, g, sum);
             } else {
                 to_codes(s, b, g.count);
@@ -519,7 +525,13 @@ __device__ __noinline__ void encode_in_windows(const EncodeArgs& a, u32 index) {
             rank += g.all;
             __syncthreads();
         }
-        if (turn == 0) {
+        if (over) {
+            window = max(WARPS * STRETCH, window / 2);
+            if (threadIdx.x <= BITS) s.length[threadIdx.x] = 0;
+            if (threadIdx.x < 16) s.gaps[threadIdx.x] = 0;
+            __syncthreads();
+            turn--;
+        } else if (turn == 0) {
             changes = rank;
             sum = warp_sum(sum);
             if (lane_id() == 0) s.sum[warp_id()] = sum;

@@ -787,7 +787,7 @@ impl Registration {
     /// Pins mapped memory, whole pages of it. It stays mapped for as long as `owner` lives. Refused by the driver where
     /// memory may not be locked, where part of it is registered already, or for memory that is mapped for reading
     /// on some devices.
-    pub(super) fn new(
+    pub fn new(
         gpu: &Gpu,
         (at, bytes): (*mut u8, u64),
         read_only: bool,

@@ -718,7 +718,8 @@ mod tests {
                 let copy = if along_rows {
                     Copy { at: w + first * columns * 2, run: n * columns * 2, dims: Vec::new() }
                 } else {
-                    let from = (n + gap) * 2 * scale;
+                    // Rows with gaps are in no block of whole rows.
+                    let from = (n + if n == columns { 0 } else { gap }) * 2 * scale;
                     let dims = vec![Dim { count: rows, to: columns * 2, from }];
                     Copy { at: w + first * 2, run: n * 2, dims }
                 };

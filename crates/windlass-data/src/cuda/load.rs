@@ -734,7 +734,7 @@ fn patches(
 
 /// Copies with several threads.
 fn copy_by(threads: usize, from: &[u8], to: &mut [u8]) {
-    let each = from.len().div_ceil(threads.max(1)).next_multiple_of(4096);
+    let each = from.len().div_ceil(threads.max(1)).next_multiple_of(4096).max(4096);
     std::thread::scope(|scope| {
         let mut parts = from.chunks(each).zip(to.chunks_mut(each));
         let mine = parts.next();
