@@ -271,6 +271,14 @@ impl DeltaRecords {
         self.records.lost()
     }
 
+    /// How many milliseconds the pass, the way to the host and reading the index took.
+    #[getter]
+    fn milliseconds(&self) -> (f64, f64, f64) {
+        let spent = self.records.spent();
+        let ms = |d: std::time::Duration| d.as_secs_f64() * 1e3;
+        (ms(spent.pass), ms(spent.copy), ms(spent.index))
+    }
+
     /// A container of these records. Its digests are zero where a part of the model is another rank's.
     fn container<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let container = enter(py, None, |_| Ok(self.records.container(&self.header)))?;

@@ -30,6 +30,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use windlass_core::Dtype;
 use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Record, Tile};
@@ -207,6 +208,10 @@ pub struct Baseline {
     sums: Vec<BlockSum>,
     /// For each block number of the layout, its place in `blocks`.
     places: Vec<u32>,
+    /// Which entry of an index each block of the layout has.
+    by_block: Vec<u32>,
+    /// The digest of what it holds, once asked for.
+    state: Option<StateDigest>,
     pool: Arc<Pool>,
 }
 
@@ -278,6 +283,8 @@ impl Baseline {
             sources,
             holds: None,
             sums: vec![BlockSum::default(); blocks.len()],
+            by_block: vec![u32::MAX; places.len()],
+            state: None,
             blocks,
             places,
             pool,
@@ -305,9 +312,9 @@ impl Baseline {
     }
 
     /// The digest of the state that it holds, if all of the model is this rank's.
-    pub fn digest(&self) -> Option<StateDigest> {
-        if self.blocks.len() != self.manifest.cuts().blocks() as usize {
-            return None;
+    pub fn digest(&mut self) -> Option<StateDigest> {
+        if self.state.is_some() || self.blocks.len() != self.manifest.cuts().blocks() as usize {
+            return self.state;
         }
         let mut tensors = vec![BlockSum::default(); self.manifest.tensors().len()];
         for (o, sum) in self.blocks.iter().zip(&self.sums) {
@@ -316,7 +323,8 @@ impl Baseline {
         }
         let mut state = StateSum::default();
         tensors.iter().enumerate().for_each(|(t, sum)| state.add(t as u32, *sum));
-        Some(state.digest(self.manifest.layout_hash()))
+        self.state = Some(state.digest(self.manifest.layout_hash()));
+        self.state
     }
 
     /// Takes the tensors at `addresses` as the state `which`, whatever it held, and sums their blocks.
@@ -327,7 +335,7 @@ impl Baseline {
         which: Which,
         stop: &Stop,
     ) -> Result<(), CudaError> {
-        self.holds = None;
+        (self.holds, self.state) = (None, None);
         self.follow(addresses)?;
         self.gpu.wait_for(after, stop)?;
         let result = self.fill().and_then(|()| self.sum());
@@ -356,14 +364,10 @@ impl Baseline {
         self.gpu.wait_for(after, stop)?;
         // From here on it is neither, until all is well.
         self.holds = None;
+        self.state = None;
         let records = self.pass();
         self.stream.finish("encoding")?;
         let records = records?;
-        for record in &records.entries {
-            if let Some(sum) = self.sums.get_mut(self.places[record.block as usize] as usize) {
-                *sum = record.encoded.sum;
-            }
-        }
         self.holds = Some(target);
         Ok(records)
     }
@@ -452,7 +456,8 @@ impl Baseline {
     }
 
     /// One pass, and what it found on the host.
-    fn pass(&self) -> Result<Records, CudaError> {
+    fn pass(&mut self) -> Result<Records, CudaError> {
+        let began = Instant::now();
         self.stream.zero(&self.tally, self.tally.bytes())?;
         for (work, group) in self.groups.iter().enumerate() {
             let args = self.args(group, work);
@@ -460,8 +465,8 @@ impl Baseline {
             // SAFETY: as in `fill`; nothing is written beyond `capacity`, nor more entries than there are blocks.
             unsafe { self.gpu.kernels().launch(&self.stream, kernel, &args, group.count as u64) }?;
         }
-        let told = self.stream.download_table::<Tally>(&self.tally, 1)?;
-        let Some(told) = told.first().copied() else { return Ok(Records::empty()) };
+        let told = self.stream.download_table::<Tally>(&self.tally, 1)?.first().copied().unwrap_or_default();
+        let passed = Instant::now();
         let count = (told.entries as usize).min(self.blocks.len());
         let index = count as u64 * size_of::<Entry>() as u64;
         let payload = told.cursor.min(self.out.bytes());
@@ -476,48 +481,75 @@ impl Baseline {
             self.stream.download(self.out.address(), at.wrapping_add(index as usize), payload)?;
         }
         self.stream.finish("copying records to the host")?;
-        let mut entries = self.sorted(&buffer, count, index)?;
-        let mut room = index + payload;
-        for e in entries.iter_mut().filter(|e| e.lost) {
-            let place = self.places[e.block as usize] as usize;
-            let bytes = self.blocks[place].tile.bytes() as u64;
-            // SAFETY: as above; a block of the baseline.
-            unsafe { self.stream.download(self.bases[place], at.wrapping_add(room as usize), bytes) }?;
-            (e.offset, e.length) = (room as usize, bytes as usize);
-            e.encoded.mode = Mode::Dense;
-            room += bytes;
+        let copied = Instant::now();
+        let (order, bytes) = self.read_index(&buffer, count)?;
+        let mut records = Records {
+            order,
+            lost: Vec::new(),
+            payload: index as usize,
+            bytes,
+            changes: told.changes,
+            spent: Spent::default(),
+            buffer: Some(buffer),
+            pool: Arc::clone(&self.pool),
+        };
+        if told.lost > 0 {
+            self.bring_lost(&mut records, at, index + payload)?;
         }
-        self.stream.finish("copying lost records to the host")?;
-        let pool = Arc::clone(&self.pool);
-        Ok(Records { entries, changes: told.changes, buffer: Some(buffer), pool: Some(pool) })
+        records.spent = Spent { pass: passed - began, copy: copied - passed, index: copied.elapsed() };
+        Ok(records)
     }
 
-    /// The entries by their blocks.
-    fn sorted(&self, buffer: &HostBuffer, count: usize, index: u64) -> Result<Vec<RecordEntry>, CudaError> {
+    /// Reads the index that has come, and takes over the new sums: the entries by their blocks, and the bytes of all
+    /// payloads.
+    fn read_index(&mut self, buffer: &HostBuffer, count: usize) -> Result<(Vec<u32>, u64), CudaError> {
         let bad =
             |why| CudaError::Kernel { kernel: "windlass_encode", stage: why, code: 0, text: String::new() };
-        let raw = entries_of(buffer, count);
-        let mut by_block = vec![u32::MAX; self.places.len()];
-        for (i, e) in raw.iter().enumerate() {
-            let slot = by_block.get_mut(e.number as usize).filter(|s| **s == u32::MAX);
-            *slot.ok_or_else(|| bad("a record of no block, or two of one"))? = i as u32;
-        }
-        let mut entries = Vec::with_capacity(count);
-        for e in by_block.iter().filter_map(|&i| raw.get(i as usize)) {
-            let mode = Mode::ALL.into_iter().find(|m| u32::from(m.code()) == e.mode);
-            let lost = e.offset == LOST;
-            let end = e.offset.wrapping_add(e.length.into());
-            if !lost && (end < e.offset || end > self.out.bytes()) {
-                return Err(bad("a record beyond the output"));
+        self.by_block.fill(u32::MAX);
+        let mut bytes = 0;
+        for (i, e) in entries_of(buffer, count).iter().enumerate() {
+            let place = self.places.get(e.number as usize).copied().unwrap_or(u32::MAX);
+            let (Some(slot), Some(sum)) =
+                (self.by_block.get_mut(e.number as usize), self.sums.get_mut(place as usize))
+            else {
+                return Err(bad("giving a record to a block that is not there"));
+            };
+            if std::mem::replace(slot, i as u32) != u32::MAX {
+                return Err(bad("giving a block two records"));
             }
-            let (offset, length) =
-                if lost { (0, 0) } else { ((index + e.offset) as usize, e.length as usize) };
-            let mode = mode.ok_or_else(|| bad("a record of an unknown mode"))?;
-            let encoded = Encoded { mode, changes: e.changes, sum: BlockSum(e.sum) };
-            entries.push(RecordEntry { block: e.number, encoded, offset, length, lost });
+            let end = e.offset.checked_add(e.length.into());
+            if e.offset != LOST && end.is_none_or(|end| end > self.out.bytes()) || mode_of(e.mode).is_none() {
+                return Err(bad("writing a record"));
+            }
+            *sum = BlockSum(e.sum);
+            bytes += if e.offset == LOST { 0 } else { u64::from(e.length) };
         }
-        Ok(entries)
+        let mut order = Vec::with_capacity(count);
+        order.extend(self.by_block.iter().filter(|i| **i != u32::MAX));
+        Ok((order, bytes))
     }
+
+    /// Reads the blocks of records that found no room, to `at` in the buffer of the records, which begins at `start`.
+    fn bring_lost(&self, records: &mut Records, start: *mut u8, mut at: u64) -> Result<(), CudaError> {
+        let Some(buffer) = &records.buffer else { return Ok(()) };
+        let raw = entries_of(buffer, records.order.len());
+        for e in records.order.iter().filter_map(|&i| raw.get(i as usize)).filter(|e| e.offset == LOST) {
+            let place = self.places[e.number as usize] as usize;
+            let bytes = self.blocks[place].tile.bytes() as u64;
+            // SAFETY: a block of the baseline; the buffer has room for it, and nobody reads it before the stream is
+            // finished.
+            unsafe { self.stream.download(self.bases[place], start.wrapping_add(at as usize), bytes) }?;
+            records.lost.push((e.number, at as usize, bytes as usize));
+            records.bytes += bytes;
+            at += bytes;
+        }
+        self.stream.finish("copying lost records to the host")
+    }
+}
+
+/// The mode of this code.
+fn mode_of(code: u32) -> Option<Mode> {
+    Mode::ALL.into_iter().find(|m| u32::from(m.code()) == code)
 }
 
 /// The index at the front of a buffer.
@@ -528,45 +560,48 @@ fn entries_of(buffer: &HostBuffer, count: usize) -> &[Entry] {
     unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), count) }
 }
 
-/// A record's place in a buffer.
-#[derive(Clone, Copy, Debug)]
-struct RecordEntry {
-    block: u32,
-    encoded: Encoded,
-    offset: usize,
-    length: usize,
-    /// There was no room for it on the device.
-    lost: bool,
+/// How long the steps of a pass took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spent {
+    /// Diff and encode.
+    pub pass: Duration,
+    /// The records' way to the host.
+    pub copy: Duration,
+    /// Their index.
+    pub index: Duration,
 }
 
 /// The records of a pass, by ascending block, in pinned memory that goes back to its baseline when they are dropped.
 pub struct Records {
-    entries: Vec<RecordEntry>,
+    /// Entries of the index, by their blocks.
+    order: Vec<u32>,
+    /// Blocks of which there was no room on the device, ascending, and where they are in the buffer.
+    lost: Vec<(u32, usize, usize)>,
+    /// Where payloads begin in the buffer.
+    payload: usize,
+    bytes: u64,
     changes: u64,
+    spent: Spent,
     buffer: Option<HostBuffer>,
-    pool: Option<Arc<Pool>>,
+    pool: Arc<Pool>,
 }
 
 impl std::fmt::Debug for Records {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (records, bytes) = (self.entries.len(), self.bytes());
+        let (records, bytes) = (self.len(), self.bytes);
         f.debug_struct("Records").field("records", &records).field("bytes", &bytes).finish_non_exhaustive()
     }
 }
 
 impl Records {
-    fn empty() -> Records {
-        Records { entries: Vec::new(), changes: 0, buffer: None, pool: None }
-    }
-
     /// How many blocks changed.
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.order.len()
     }
 
     /// Whether nothing changed.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.order.is_empty()
     }
 
     /// How many units changed.
@@ -576,27 +611,40 @@ impl Records {
 
     /// Records that found no room on the device and came as dense ones.
     pub fn lost(&self) -> usize {
-        self.entries.iter().filter(|e| e.lost).count()
+        self.lost.len()
     }
 
     /// Bytes of all payloads.
     pub fn bytes(&self) -> u64 {
-        self.entries.iter().map(|e| e.length as u64).sum()
+        self.bytes
+    }
+
+    /// How long it took.
+    pub fn spent(&self) -> Spent {
+        self.spent
     }
 
     /// The records, with what a container's index says of each.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (Record<'_>, Encoded)> {
+    pub fn iter(&self) -> impl Iterator<Item = (Record<'_>, Encoded)> {
         let bytes = self.buffer.as_ref().map_or(&[][..], HostBuffer::bytes);
-        self.entries.iter().map(|e| {
-            let payload = &bytes[e.offset..e.offset + e.length];
-            let Encoded { mode, sum, .. } = e.encoded;
-            (Record { block: e.block, mode, sum, payload }, e.encoded)
+        let raw = self.buffer.as_ref().map_or(&[][..], |b| entries_of(b, self.order.len()));
+        self.order.iter().filter_map(|&i| raw.get(i as usize)).map(|e| {
+            let lost = self.lost.binary_search_by_key(&e.number, |l| l.0).ok().map(|n| self.lost[n]);
+            // Modes were checked when the index was read.
+            let mode = mode_of(e.mode).filter(|_| lost.is_none()).unwrap_or(Mode::Dense);
+            let at = self.payload + if lost.is_some() { 0 } else { e.offset as usize };
+            let payload = match lost {
+                Some((_, at, length)) => &bytes[at..at + length],
+                None => &bytes[at..at + e.length as usize],
+            };
+            let encoded = Encoded { mode, changes: e.changes, sum: BlockSum(e.sum) };
+            (Record { block: e.number, mode, sum: encoded.sum, payload }, encoded)
         })
     }
 
     /// A container of these records alone, as `windlass delta make` writes it for the whole model.
     pub fn container(&self, header: &DeltaHeader) -> Vec<u8> {
-        let mut out = Vec::with_capacity(self.bytes() as usize + self.entries.len() * 24 + 4096);
+        let mut out = Vec::with_capacity(self.bytes() as usize + self.len() * 24 + 4096);
         out.extend_from_slice(&header.to_bytes());
         let mut builder = PartBuilder::new();
         for (record, encoded) in self.iter() {
@@ -609,8 +657,8 @@ impl Records {
 
 impl Drop for Records {
     fn drop(&mut self) {
-        if let (Some(buffer), Some(pool)) = (self.buffer.take(), self.pool.take()) {
-            pool.put(buffer);
+        if let Some(buffer) = self.buffer.take() {
+            self.pool.put(buffer);
         }
     }
 }
