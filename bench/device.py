@@ -193,7 +193,7 @@ def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
         whole = run.time("encode_to_host", encode)
         assert records is not None and records.lost == 0
         share = records.changes / (weights.bytes / 2)
-        say(f"  {100 * share:.2f} % changed, {records.bytes / 1e6:.1f} MB in {len(records)} records")
+        say(f"  {100 * share:.2f} % changed, {records.payload_bytes / 1e6:.1f} MB in {len(records)} records")
         run.tell("encode_to_host_ms", whole, "none")
         run.tell("encode_pass_ms", statistics.median(passes[-run.repeats :]), "<= 12 for 8 B")
         say("  pass, copy, index of the last: " + ", ".join(f"{ms:.3f}" for ms in records.milliseconds))

@@ -261,7 +261,7 @@ impl DeltaRecords {
 
     /// Bytes of all records.
     #[getter]
-    fn bytes(&self) -> u64 {
+    fn payload_bytes(&self) -> u64 {
         self.records.bytes()
     }
 
