@@ -296,7 +296,7 @@ impl Gpu {
     pub fn check_addresses(&self, what: &'static str, addresses: &[u64]) -> Result<(), CudaError> {
         let _current = self.current()?;
         for (index, &address) in addresses.iter().enumerate().filter(|(_, a)| **a != 0) {
-            let is = match self.owner(address)? {
+            let is = match owner(address)? {
                 Memory::Device(ordinal) if ordinal == self.0.device => continue,
                 Memory::Device(ordinal) => format!("memory of GPU {ordinal}"),
                 Memory::Managed => continue,
@@ -312,29 +312,30 @@ impl Gpu {
     /// Whether DMA can reach this host memory.
     pub(super) fn is_pinned(&self, address: u64) -> Result<bool, CudaError> {
         let _current = self.current()?;
-        Ok(matches!(self.owner(address)?, Memory::Host | Memory::Managed))
+        Ok(matches!(owner(address)?, Memory::Host | Memory::Managed))
     }
+}
 
-    fn owner(&self, address: u64) -> Result<Memory, CudaError> {
-        use sys::CUpointer_attribute as Pointer;
-        let (mut kind, mut managed, mut ordinal) = (0u32, 0u32, -1i32);
-        let mut which = [
-            Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-            Pointer::CU_POINTER_ATTRIBUTE_IS_MANAGED,
-            Pointer::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        ];
-        let mut into: [*mut c_void; 3] =
-            [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
-        // SAFETY: three attributes of four bytes each, and a place for each. Unknown addresses are no error.
-        let code = unsafe { sys::cuPointerGetAttributes(3, which.as_mut_ptr(), into.as_mut_ptr(), address) };
-        check(code, "cuPointerGetAttributes", "asking whose an address is")?;
-        Ok(match kind {
-            _ if managed != 0 => Memory::Managed,
-            1 => Memory::Host,
-            2 => Memory::Device(ordinal),
-            _ => Memory::Unknown,
-        })
-    }
+/// Asks whose memory an address is. The context must be current.
+fn owner(address: u64) -> Result<Memory, CudaError> {
+    use sys::CUpointer_attribute as Pointer;
+    let (mut kind, mut managed, mut ordinal) = (0u32, 0u32, -1i32);
+    let mut which = [
+        Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        Pointer::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+        Pointer::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    ];
+    let mut into: [*mut c_void; 3] =
+        [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
+    // SAFETY: three attributes of four bytes each, and a place for each. Unknown addresses are no error.
+    let code = unsafe { sys::cuPointerGetAttributes(3, which.as_mut_ptr(), into.as_mut_ptr(), address) };
+    check(code, "cuPointerGetAttributes", "asking whose an address is")?;
+    Ok(match kind {
+        _ if managed != 0 => Memory::Managed,
+        1 => Memory::Host,
+        2 => Memory::Device(ordinal),
+        _ => Memory::Unknown,
+    })
 }
 
 /// Whose memory an address is.

@@ -415,8 +415,7 @@ mod tests {
             let size = |kind: &str| match kind.trim() {
                 "u64" => 8,
                 "u32" => 4,
-                "[u64; 2]" => 16,
-                "[u32; 4]" => 16,
+                "[u64; 2]" | "[u32; 4]" => 16,
                 "[u32; 8]" => 32,
                 other => panic!("{ours} has a {other}"),
             };

@@ -119,7 +119,7 @@ fn chunks(replays: &[Replay], size: u64) -> Vec<Chunk> {
 struct Places {
     pieces: Vec<Piece>,
     /// For each block of the layout.
-    places: Vec<Place>,
+    blocks: Vec<Place>,
     /// For each block, whether all of it is held, once or more.
     whole: Vec<bool>,
 }
@@ -171,7 +171,7 @@ impl Places {
             let after = start + ((block.count - 1) * block.stride + block.run) * unit;
             let first = reach.partition_point(|far| *far <= start);
             let last = pieces.partition_point(|p| p.begin < after).max(first);
-            self.places.push(Place {
+            self.blocks.push(Place {
                 start,
                 pitch: block.stride * unit,
                 run: block.run as u32,
@@ -508,7 +508,7 @@ impl DevicePlan {
         if self.sparse.is_none() {
             let places = Places::new(&self.plan, &self.addresses)?;
             self.sparse = Some(Sparse {
-                place_table: DeviceBuffer::of(&self.stream, &places.places, "the table of blocks")?,
+                place_table: DeviceBuffer::of(&self.stream, &places.blocks, "the table of blocks")?,
                 piece_table: DeviceBuffer::of(&self.stream, &places.pieces, "the table of pieces")?,
                 places,
                 sums: None,
@@ -521,7 +521,7 @@ impl DevicePlan {
     /// The sums of the blocks of the version that the parameters hold, all blocks of the layout in order, by which records
     /// are checked from now on. `None`: not any more.
     pub fn set_sums(&mut self, sums: Option<&[BlockSum]>) -> Result<(), CudaError> {
-        let expected = self.sparse()?.places.places.len();
+        let expected = self.sparse()?.places.blocks.len();
         let made = match sums {
             None => None,
             Some(sums) if sums.len() != expected => {
@@ -705,7 +705,7 @@ fn patches(
             unit = Unit::of(manifest.tensors()[tensor].dtype.unit());
             tensor += 1;
         }
-        let place = places.places.get(e.block as usize);
+        let place = places.blocks.get(e.block as usize);
         if tensor == 0 || !chosen[tensor - 1] || place.is_none_or(|p| p.pieces == 0) {
             continue;
         }

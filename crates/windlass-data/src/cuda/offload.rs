@@ -98,8 +98,8 @@ impl Ways {
     /// Gives a box a place in the staging buffer.
     fn stage(&mut self, source: usize, shape: Box2, is_cast: bool, half: u64) {
         let at = self.fills.len();
-        let fits = |b: &&mut Batch| b.is_cast == is_cast && b.bytes + shape.bytes() <= half;
-        if self.batches.last_mut().filter(fits).is_none() {
+        let fits = |b: &Batch| b.is_cast == is_cast && b.bytes + shape.bytes() <= half;
+        if !self.batches.last().is_some_and(fits) {
             self.batches.push(Batch { is_cast, fills: at..at, ..Batch::default() });
         }
         let Some(batch) = self.batches.last_mut() else { return };

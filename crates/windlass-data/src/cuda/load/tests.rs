@@ -124,12 +124,12 @@ proptest! {
         let plan = plan(kind, parts);
         let manifest = plan.manifest();
         let all = Places::new(&plan, &ADDRESSES).unwrap();
-        prop_assert_eq!(all.places.len(), manifest.cuts().blocks() as usize);
+        prop_assert_eq!(all.blocks.len(), manifest.cuts().blocks() as usize);
         let mut expected: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
         for (to, from) in written(&plan) {
             expected.entry(from).or_default().insert(to);
         }
-        for (number, place) in all.places.iter().enumerate() {
+        for (number, place) in all.blocks.iter().enumerate() {
             let tile = Tile::of(manifest, number as u32).unwrap();
             let unit = tile.unit as u64;
             let base = manifest.tensors()[tile.block.tensor as usize].offset;
