@@ -23,7 +23,7 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench lint fmt layers contract testdata fuzz doc clean
+.PHONY: help demo test loom soak bench gpu lint fmt layers ptx ptx-check contract testdata fuzz doc clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
@@ -47,7 +47,7 @@ bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
 	    $(CARGO) run --release --locked -p windlass -- bench $$part || exit; done
 
-lint: layers ## formatting, clippy, layers, documentation, and the same for Python; warnings are errors
+lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -61,6 +61,20 @@ fmt: fmt-py ## format all code
 layers: ## forbidden dependencies, `unsafe` and `async` outside their places
 	$(PYTHON) scripts/layers.py --self-test
 	$(PYTHON) scripts/layers.py
+
+ptx: ## compile the CUDA kernels anew, into the PTX files beside them (needs nvidia-cuda-nvrtc-cu12; no GPU)
+	$(PYTHON) scripts/ptx.py
+
+ptx-check: # the PTX files were made of the sources as they are
+	$(PYTHON) scripts/ptx.py --check
+
+gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=python with torch)
+	@$(PY) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)' \
+	    || { echo "SKIPPED: no CUDA device; nothing of the GPU path was tested" >&2; exit 0; }; \
+	    $(CARGO) build --release --locked -p windlass-py; \
+	    cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION); \
+	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
+	    PYTHONPATH=python $(PY) tests/gpu/device.py
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

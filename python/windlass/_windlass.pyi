@@ -8,12 +8,46 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "LoadPlan", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Baseline", "Chunker", "Copies", "DeltaRecords", "DevicePlan", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Publisher", "Receiver", "Registered", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
 The version of the package.
 """
+
+@final
+class Baseline:
+    """
+    The last published state of a rank's weights, in device memory.
+    """
+    @property
+    def blocks(self, /) -> int:
+        """
+        How many blocks are this rank's.
+        """
+    @property
+    def bytes(self, /) -> tuple[int, int]:
+        """
+        Device memory that it takes: for the weights, and for the records of a pass.
+        """
+    def digest(self, /) -> str | None:
+        """
+        The digest of what it holds, if all of the model is this rank's.
+        """
+    def encode(self, /, addresses: SupportsGetItem[int, SupportsIndex], base: SupportsIndex, version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> DeltaRecords:
+        """
+        The records that lead from version `base`, which it must hold, to the tensors at `addresses`, which it
+        holds as `version` afterwards. Stale if it does not: publish a copy.
+        """
+    def reset(self, /, addresses: SupportsGetItem[int, SupportsIndex], version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Takes the tensors at `addresses` as `version`, whatever it held.
+        """
+    @property
+    def version(self, /) -> int | None:
+        """
+        The version that it holds.
+        """
 
 @final
 class Chunker:
@@ -48,6 +82,144 @@ class Copies:
     def bytes(self, /) -> int:
         """
         How many bytes they copy.
+        """
+
+@final
+class DeltaRecords:
+    """
+    What changed between two versions, in pinned host memory.
+    """
+    def __len__(self, /) -> int: ...
+    @property
+    def changes(self, /) -> int:
+        """
+        Units that changed.
+        """
+    def container(self, /) -> bytes:
+        """
+        A container of these records. Its digests are zero where a part of the model is another rank's.
+        """
+    @property
+    def lost(self, /) -> int:
+        """
+        Records that found no room on the device and came as dense ones.
+        """
+    @property
+    def milliseconds(self, /) -> tuple[float, float, float]:
+        """
+        How many milliseconds the pass, the way to the host and reading the index took.
+        """
+    @property
+    def payload_bytes(self, /) -> int:
+        """
+        Bytes of all records.
+        """
+
+@final
+class DevicePlan:
+    """
+    A load plan for parameters on a GPU. Whatever is given up, by its timeout or by Ctrl-C, may leave a mixture: load
+    again, whole.
+    """
+    def apply(self, /, staged: StagedDelta, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
+        already). Corrupt if a record does not fit what is there; the parameters are a mixture then.
+        """
+    def dense(self, /, image: SupportsIndex, stream: SupportsIndex = 0, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Copies all of the image whose data begins at `image` on this device, or of the tensors in `only`, to the
+        parameters: (bytes, copies).
+        """
+    def dense_held(self, /, held: Held, stream: SupportsIndex = 0, threads: SupportsIndex = 1, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Copies all of `held`, or of the tensors in `only`, to the parameters: (bytes, copies).
+        """
+    def digest(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> str:
+        """
+        The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
+        """
+    def set_sums(self, /, sums: bytes | None) -> None:
+        """
+        The sums of the blocks of what the parameters hold, sixteen bytes each in the order of blocks, by which records
+        are checked from now on; `None`: not any more.
+        """
+    def stage(self, /, delta: bytes, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> StagedDelta:
+        """
+        Brings a delta, a container of plain records, to the device. The parameters are not touched.
+        """
+    def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
+        """
+        Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
+        the reason, if they were not kept.
+        """
+
+@final
+class Gpu:
+    """
+    A GPU, shared with torch: its number, name, UUID and what it can do.
+    """
+    def baseline(self, /, copies: Copies, casts: SupportsGetItem[int, bool] | None = None, room: SupportsIndex | None = None) -> Baseline:
+        """
+        The state of the tensors that `copies` publishes, kept on this device. Where `casts` is true, the tensor is fp32
+        and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+        """
+    @staticmethod
+    def by_uuid(uuid: str) -> Gpu:
+        """
+        The device of this UUID, with or without "GPU-".
+        """
+    def can_reach(self, /, other: Gpu) -> bool:
+        """
+        Whether its kernels can reach the memory of `other`.
+        """
+    @property
+    def capability(self, /) -> tuple[int, int]:
+        """
+        Its compute capability.
+        """
+    @staticmethod
+    def count() -> int:
+        """
+        How many devices are visible.
+        """
+    @property
+    def cuda(self, /) -> tuple[int, int]:
+        """
+        The version of CUDA that the driver supports.
+        """
+    def load_plan(self, /, plan: LoadPlan, addresses: SupportsGetItem[int, SupportsIndex]) -> DevicePlan:
+        """
+        `plan` for parameters of this device, whose addresses are given in the order of its targets.
+        """
+    def memory(self, /) -> tuple[int, int]:
+        """
+        Bytes that are free, and all of them.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its name.
+        """
+    @staticmethod
+    def open(ordinal: SupportsIndex) -> Gpu:
+        """
+        The device of this number, as torch counts them. Unsupported, with the reason, where there is no driver, too old
+        a one, or no device.
+        """
+    @property
+    def ordinal(self, /) -> int:
+        """
+        Its number.
+        """
+    def register(self, /, memory: Memory) -> Registered:
+        """
+        Pins host memory for DMA, until the answer is closed. Exhausted if the system refuses.
+        """
+    @property
+    def uuid(self, /) -> str:
+        """
+        "GPU-" and its UUID.
         """
 
 @final
@@ -218,6 +390,12 @@ class Publisher:
         """
         Copies the memory at `addresses`, one for each copy of the plan, into the slot.
         """
+    def copy_device(self, /, gpu: Gpu, copies: Copies, addresses: SupportsGetItem[int, SupportsIndex], stream: SupportsIndex = 0, casts: SupportsGetItem[int, bool] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> bool:
+        """
+        Copies tensors of a GPU at `addresses`, one for each copy of the plan, into the slot, once `stream` has come to where
+        it is now. Where `casts` is true, the tensor is fp32, with strides of fp32, and the slot gets bf16. Answers whether
+        DMA went straight into the slot; if not, the system refused to pin it.
+        """
     @staticmethod
     def create(dir: str | PathLike[str], model_id: str, layout: Layout, *, ranks: SupportsIndex = 1, part: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None = None, incarnation: str | None = None, group: bool = False, memfd: str = "auto", extra_bytes: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 5.0) -> Publisher:
         """
@@ -340,6 +518,31 @@ class Receiver:
         """
         Waits until the publisher has something newer than the image: (incarnation, version), or `None` if nothing
         came within `timeout`.
+        """
+
+@final
+class Registered:
+    """
+    Host memory that DMA may reach.
+    """
+    def close(self, /) -> None:
+        """
+        Lets go of it. Nothing may be under way.
+        """
+
+@final
+class StagedDelta:
+    """
+    A delta on the device, for one plan.
+    """
+    def __len__(self, /) -> int:
+        """
+        Records that reach this worker.
+        """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes that it takes on the device.
         """
 
 @final

@@ -231,6 +231,11 @@ impl CopyPlan {
         Ok(CopyPlan { copies, spans, jobs, bytes })
     }
 
+    /// The copies, in the order of their sources.
+    pub(crate) fn copies(&self) -> &[Copy] {
+        &self.copies
+    }
+
     /// How many bytes each source must have.
     pub fn spans(&self) -> &[u64] {
         &self.spans

@@ -8,6 +8,7 @@
 //! | [`flip`] | who may read and who may write a slot: the protocol in a region's header |
 //! | [`region`] | the directory that publishers and readers share |
 //! | [`copies`] | a process' tensors into the slot that is written |
+//! | [`cuda`] | weights on a GPU |
 //! | [`work`] | threads over blocks |
 //! | [`seal`] | sums and delta of a committed version, in one pass |
 //! | [`early`] | a version by delta before its slot is whole |
@@ -29,6 +30,7 @@
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod copies;
+pub mod cuda;
 pub mod early;
 pub mod file;
 pub mod flip;

@@ -14,6 +14,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::IdentityError;
 use windlass_core::request::RequestError;
 use windlass_core::sync_info::SyncInfoError;
+use windlass_data::cuda::CudaError;
 use windlass_data::history::TrailError;
 use windlass_data::image::ImageError;
 use windlass_data::load::LoadError;
@@ -65,7 +66,7 @@ macro_rules! failures {
 }
 
 failures!(RoleError, ImageError, ReceiverError, LoadError, TrailError, windlass_core::Error);
-failures!(ChooseError, ChunkError, DtypeError, IdentityError);
+failures!(ChooseError, ChunkError, CudaError, DtypeError, IdentityError);
 
 impl From<AddressError> for Failure {
     fn from(e: AddressError) -> Failure {

@@ -9,6 +9,7 @@ mod cli;
 mod core;
 mod enter;
 mod errors;
+mod gpu;
 mod held;
 mod layout;
 mod load;
@@ -30,6 +31,8 @@ mod _windlass {
     };
     #[pymodule_export]
     use crate::errors::kinds;
+    #[pymodule_export]
+    use crate::gpu::{Baseline, DeltaRecords, DevicePlan, Gpu, Registered, StagedDelta};
     #[pymodule_export]
     use crate::held::{Held, open_image};
     #[pymodule_export]

@@ -30,8 +30,15 @@ type Covered = BTreeMap<String, (u64, u64)>;
 /// leaves a mixture: load again, whole.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct LoadPlan {
-    plan: Plan,
+    plan: Arc<Plan>,
     bytes: Vec<u64>,
+}
+
+impl LoadPlan {
+    /// The plan, for tables of it.
+    pub(crate) fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
 }
 
 #[pymethods]
@@ -56,7 +63,7 @@ impl LoadPlan {
         let copies: Vec<PlanCopy> = copies.into_iter().map(copy).collect();
         let plan = Plan::new(Arc::clone(&layout.0), targets, &copies).map_err(Failure::from)?;
         let bytes = plan.target_bytes();
-        Ok(LoadPlan { plan, bytes })
+        Ok(LoadPlan { plan: Arc::new(plan), bytes })
     }
 
     /// Under "targets" and "sources", for each name: (elements that are copied, all of them). Sources are all tensors

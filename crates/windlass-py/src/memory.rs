@@ -127,6 +127,16 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// Where it is, how many bytes it has, and whether it may be written.
+    pub(crate) fn place(&self) -> (usize, u64, bool) {
+        (self.address, self.length as u64, self.writable)
+    }
+
+    /// What keeps it mapped.
+    pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
+        Arc::clone(&self._owner)
+    }
+
     /// `bytes`, which live as long as `owner`.
     pub(crate) fn new(bytes: &[u8], writable: bool, owner: Arc<dyn Any + Send + Sync>) -> Memory {
         Memory { address: bytes.as_ptr().expose_provenance(), length: bytes.len(), writable, _owner: owner }

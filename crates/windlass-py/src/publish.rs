@@ -9,12 +9,15 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::copies::{Copy, CopyPlan, CopyTarget, Dim};
+use windlass_data::cuda::StreamHandle;
+use windlass_data::cuda::offload::Offload;
 use windlass_data::early::{Rank, RankSpec, Staging, Way};
 use windlass_data::region::{LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer};
 use windlass_data::shm::Mapping;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
+use crate::gpu::{Gpu, wide};
 use crate::held::Held;
 use crate::layout::Layout;
 use crate::memory::{Memory, lend};
@@ -216,7 +219,7 @@ impl Publisher {
         };
         let copies = copies.into_iter().map(copy).collect();
         let plan = CopyPlan::new(copies, &self.region).map_err(|e| Failure::of(e.kind(), &e))?;
-        Ok(Copies { plan, region: Arc::clone(&self.region) })
+        Ok(Copies { plan, region: Arc::clone(&self.region), device: Mutex::default() })
     }
 
     /// Begins `version` together with all other ranks.
@@ -401,6 +404,42 @@ impl Publisher {
         })
     }
 
+    /// Copies tensors of a GPU at `addresses`, one for each copy of the plan, into the slot, once `stream` has come to where
+    /// it is now. Where `casts` is true, the tensor is fp32, with strides of fp32, and the slot gets bf16. Answers whether
+    /// DMA went straight into the slot; if not, the system refused to pin it.
+    #[pyo3(signature = (gpu, copies, addresses, stream = 0, casts = None, timeout = 60.0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+    fn copy_device(
+        &self,
+        py: Python<'_>,
+        gpu: &Gpu,
+        copies: &Copies,
+        addresses: Vec<usize>,
+        stream: u64,
+        casts: Option<Vec<bool>>,
+        timeout: f64,
+    ) -> PyResult<bool> {
+        if !Arc::ptr_eq(&copies.region, &self.region) {
+            return Err(Failure::new(Kind::Bug, "copies were planned for another region").into());
+        }
+        enter(py, Some(timeout), |stop| {
+            let turn = self.turn()?;
+            let Turn::Writing(attempt, _) = &*turn else { return Err(self.state_error("write", &turn)) };
+            let casts = casts.unwrap_or_default();
+            let mut device = copies.device.lock().unwrap_or_else(PoisonError::into_inner);
+            let ready = device.take().filter(|(made_for, offload)| {
+                *made_for == casts && offload.gpu().facts().uuid == gpu.0.facts().uuid
+            });
+            let mut offload = match ready {
+                Some((_, offload)) => offload,
+                None => Offload::new(&gpu.0, &self.region, &copies.plan, &casts)?,
+            };
+            let done = offload.run(attempt, &wide(&addresses), StreamHandle(stream), stop);
+            *device = Some((casts, offload));
+            Ok(done?.is_direct)
+        })
+    }
+
     /// Says that this rank's share is written, and returns when the version is committed: (attempt, slot).
     fn commit(&self, py: Python<'_>, timeout: f64) -> PyResult<(u64, usize)> {
         enter(py, Some(timeout), |stop| {
@@ -518,6 +557,18 @@ impl Publisher {
 pub(crate) struct Copies {
     plan: CopyPlan,
     region: Arc<Region>,
+    /// What a GPU needs for them, and for which casts it was made.
+    device: Mutex<Option<(Vec<bool>, Offload)>>,
+}
+
+impl Copies {
+    pub(crate) fn plan(&self) -> &CopyPlan {
+        &self.plan
+    }
+
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
 }
 
 #[pymethods]

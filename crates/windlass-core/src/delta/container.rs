@@ -406,6 +406,11 @@ impl<'a> Delta<'a> {
         Some(self.record(&self.entries[i]))
     }
 
+    /// The container, from which [`Entry::offset`] counts.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// Bytes of the container.
     pub fn size(&self) -> usize {
         self.bytes.len()

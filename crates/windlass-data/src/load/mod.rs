@@ -75,7 +75,8 @@ use windlass_core::manifest::Manifest;
 pub use self::check::Coverage;
 use self::check::Group;
 pub use self::error::LoadError;
-use self::piece::Piece;
+pub(crate) use self::piece::Piece;
+pub(crate) use self::proof::HeldBox;
 pub use self::proof::{BoxSum, Combined, Proof, Sum, TensorProof, combine};
 
 /// Memory of an engine.
@@ -191,12 +192,17 @@ impl LoadPlan {
         if expected == found { Ok(()) } else { Err(LoadError::Layout { expected, found }) }
     }
 
-    fn check_image(&self, image: &[u8]) -> Result<(), LoadError> {
+    /// Its copies, in the order of targets.
+    pub(crate) fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    pub(crate) fn check_image(&self, image: &[u8]) -> Result<(), LoadError> {
         let (expected, found) = (self.manifest.data_bytes(), image.len() as u64);
         if expected == found { Ok(()) } else { Err(LoadError::ImageBytes { expected, found }) }
     }
 
-    fn check_targets(&self, found: impl ExactSizeIterator<Item = usize>) -> Result<(), LoadError> {
+    pub(crate) fn check_targets(&self, found: impl ExactSizeIterator<Item = usize>) -> Result<(), LoadError> {
         if found.len() != self.targets.len() {
             return Err(LoadError::Targets { expected: self.targets.len(), found: found.len() });
         }
@@ -210,7 +216,7 @@ impl LoadPlan {
     }
 
     /// Which tensors to replay, by index; all if none are named.
-    fn chosen(&self, only: Option<&[String]>) -> Result<Vec<bool>, LoadError> {
+    pub(crate) fn chosen(&self, only: Option<&[String]>) -> Result<Vec<bool>, LoadError> {
         let Some(only) = only else { return Ok(vec![true; self.manifest.tensors().len()]) };
         let mut chosen = vec![false; self.manifest.tensors().len()];
         for name in only {

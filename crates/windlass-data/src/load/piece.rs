@@ -13,21 +13,21 @@ use crate::shm::copy_slice;
 
 /// A copy between one tensor of the image and one target. All in bytes.
 #[derive(Clone, Debug)]
-pub(super) struct Piece {
+pub(crate) struct Piece {
     /// Which copy it was among those given.
-    pub(super) given: usize,
+    pub(crate) given: usize,
     /// The index of its tensor.
-    pub(super) tensor: u32,
+    pub(crate) tensor: u32,
     /// The index of its target.
-    pub(super) target: usize,
+    pub(crate) target: usize,
     /// Bytes of an element.
-    pub(super) item: u64,
+    pub(crate) item: u64,
     /// Where the tensor begins in the image.
-    pub(super) base: u64,
+    pub(crate) base: u64,
     /// The target's side first: `at` and `to` are within the target, `from` within the tensor from `reads.at` on.
-    pub(super) writes: Copy,
+    pub(crate) writes: Copy,
     /// The tensor's side first: `at` and `to` are within the tensor, `from` within the target from `writes.at` on.
-    pub(super) reads: Copy,
+    pub(crate) reads: Copy,
 }
 
 impl Piece {
@@ -45,7 +45,7 @@ impl Piece {
     }
 
     /// Bytes that it moves. They were counted when the plan was made.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.writes.bytes().unwrap_or(0)
     }
 

@@ -96,11 +96,33 @@ impl LoadPlan {
         let summed =
             work::each(threads.max(1), self.pieces.len() as u64, stop, state, |(scratch, sums), i| {
                 let piece = &self.pieces[i as usize];
-                box_sums(piece, targets[piece.target], scratch, |sum| sums.push((piece.tensor, sum)));
+                held_boxes(piece, |held| {
+                    let sum = sum_at(
+                        &held.reads,
+                        piece.item,
+                        &targets[piece.target][held.place as usize..],
+                        scratch,
+                    );
+                    sums.push((piece.tensor, held.with(sum)));
+                });
                 Ok::<(), LoadError>(())
             })?;
+        Ok(self.proof(summed.into_iter().flat_map(|(_, sums)| sums)))
+    }
+
+    /// The boxes that the targets hold: of which tensor, in which target, and what of it.
+    pub(crate) fn held_boxes(&self) -> Vec<(u32, usize, HeldBox)> {
+        let mut all = Vec::new();
+        for p in &self.pieces {
+            held_boxes(p, |held| all.push((p.tensor, p.target, held)));
+        }
+        all
+    }
+
+    /// What the sums of all boxes come to.
+    pub(crate) fn proof(&self, sums: impl Iterator<Item = (u32, BoxSum)>) -> Proof {
         let mut by_tensor: BTreeMap<u32, Vec<BoxSum>> = BTreeMap::new();
-        for (tensor, sum) in summed.into_iter().flat_map(|(_, sums)| sums) {
+        for (tensor, sum) in sums {
             by_tensor.entry(tensor).or_default().push(sum);
         }
         let tensors = by_tensor.into_iter().map(|(t, mut boxes)| {
@@ -108,7 +130,7 @@ impl LoadPlan {
             boxes.sort_unstable();
             TensorProof { name: self.manifest.tensors()[t as usize].name.clone(), boxes }
         });
-        Ok(Proof { layout: self.manifest.layout_hash(), tensors: tensors.collect() })
+        Proof { layout: self.manifest.layout_hash(), tensors: tensors.collect() }
     }
 
     /// Compares about `count` places of the targets, spread over all of them and chosen by `seed`, with the image;
@@ -165,20 +187,35 @@ fn nth(copy: &Copy, item: u64, n: u64) -> (u64, u64) {
     (to, from)
 }
 
-/// Sums what the target holds of a piece, at its place in the tensor. A box that went to several places of the target
-/// is summed at each.
-fn box_sums(piece: &Piece, target: &[u8], scratch: &mut Vec<u8>, mut found: impl FnMut(BoxSum)) {
+/// A box of a tensor that a target holds, not yet summed.
+pub(crate) struct HeldBox {
+    /// All but the sum.
+    shape: BoxSum,
+    /// Its bytes of the tensor, and by `from` where they are in the target from `place` on.
+    pub(crate) reads: Copy,
+    /// The byte of the target at which it begins.
+    pub(crate) place: u64,
+}
+
+impl HeldBox {
+    /// The box with its sum.
+    pub(crate) fn with(&self, sum: BlockSum) -> BoxSum {
+        BoxSum { sum: sum.into(), ..self.shape.clone() }
+    }
+}
+
+/// Finds the boxes that the target holds of a piece. One that went to several places of the target is one for each.
+fn held_boxes(piece: &Piece, mut found: impl FnMut(HeldBox)) {
     let (reads, item) = (&piece.reads, piece.item);
     let whole = boxed(reads);
     let sizes: Vec<u64> = whole.dims.iter().map(|d| d.count).chain([whole.run / item]).collect();
     let strides: Vec<u64> = whole.dims.iter().map(|d| d.to / item).collect();
+    let shape = BoxSum { offset: whole.at / item, sizes, strides, sum: BlockSum::default().into() };
     let (moving, still): (Vec<Dim>, Vec<Dim>) = reads.dims.iter().partition(|d| d.to != 0);
-    let once = Copy { at: reads.at, run: reads.run, dims: moving };
+    let reads = Copy { at: reads.at, run: reads.run, dims: moving };
     let places = Copy { at: 0, run: reads.run, dims: still };
     each(&places, 0..places.outer(), |_, place| {
-        let sum = sum_at(&once, item, &target[(piece.writes.at + place) as usize..], scratch);
-        let (sizes, strides) = (sizes.clone(), strides.clone());
-        found(BoxSum { offset: whole.at / item, sizes, strides, sum: sum.into() });
+        found(HeldBox { shape: shape.clone(), reads: reads.clone(), place: piece.writes.at + place });
     });
 }
 

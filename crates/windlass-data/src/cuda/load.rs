@@ -1,0 +1,751 @@
+//! A load plan on a device: an image, or what changed, into the live parameters of an engine.
+//!
+//! Owns: [`DevicePlan`], the tables of a [`LoadPlan`] for parameters at given addresses, and their replay. Called by a
+//! worker of an engine. Must not: decide which version is loaded, or know how an image came to the host.
+//!
+//! | call | reads | does |
+//! |---|---|---|
+//! | [`DevicePlan::dense`] | an image on the device | all copies in one launch |
+//! | [`DevicePlan::dense_from_host`] | an image on the host | the same, piece by piece, while the next piece is on its way |
+//! | [`DevicePlan::stage`] | a delta on the host | brings it to the device; the engine goes on computing |
+//! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes) |
+//! | [`DevicePlan::digest`] | the parameters | their sums, as they would stand in the image ([`crate::load::Proof`]) |
+//!
+//! A delta of plain records leads from the weights in place to the next ones, so that applying it twice is wrong unless
+//! sums are checked. With the sums of the image's blocks ([`DevicePlan::set_sums`]) every record is, as on a CPU: skipped
+//! where the block has its sum already, refused where the units in place do not lead to it. Without, and for tensors of which
+//! the worker holds only a part, whoever calls vouches for the base, and the digest shows whether that was right.
+//!
+//! | | must hold | test |
+//! |---|---|---|
+//! | D-1 | The boxes of a dense load write what the plan writes, once each. | `boxes_of_a_plan_write_what_the_plan_does` |
+//! | D-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
+//! | D-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
+
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use windlass_core::delta::{Delta, Mode, Tile};
+use windlass_core::digest::BlockSum;
+use windlass_core::dtype::Line;
+use windlass_core::manifest::Manifest;
+
+use super::boxes::{Box2, Limits, boxes, cut};
+use super::driver::{DeviceBuffer, Event, Gpu, HostBuffer, SMALL, Stream, StreamHandle};
+use super::error::CudaError;
+use super::kernels::{
+    ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, Piece, Place, Span, SumArgs, Tally, Unit, tally,
+};
+use crate::copies::{Copy, Dim};
+use crate::load::{HeldBox, LoadPlan, Loaded, Proof};
+use crate::shm::copy_slice;
+use crate::stop::Stop;
+
+/// Bytes that a CTA copies or sums at a time.
+const PIECE: u64 = 256 << 10;
+/// How far a box reaches in the image at the most.
+const REACH: u64 = 16 << 20;
+/// Bytes of an image that are on their way from the host at a time.
+const CHUNK: u64 = 64 << 20;
+/// The most pieces of a plan; more would be a plan of single elements.
+const MAX_PIECES: usize = 1 << 24;
+
+/// A box of an image and where it goes: offset in the image, address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Replay {
+    tensor: u32,
+    shape: Box2,
+}
+
+/// The boxes of a plan, by where they read.
+fn replays(plan: &LoadPlan, addresses: &[u64]) -> Result<Vec<Replay>, CudaError> {
+    let mut all = Vec::new();
+    let limits = Limits { bytes: PIECE, span: REACH, scale: 1 };
+    for p in plan.pieces() {
+        let (to, from) = (addresses[p.target], p.base + p.reads.at);
+        boxes(&p.writes, 1, |b| {
+            cut(&Box2 { to: to + b.to, from: from + b.from, ..b }, limits, |shape| {
+                all.push(Replay { tensor: p.tensor, shape });
+            });
+        });
+        check_count(all.len())?;
+    }
+    all.sort_by_key(|r| (r.shape.from, r.shape.to));
+    Ok(all)
+}
+
+fn check_count(pieces: usize) -> Result<(), CudaError> {
+    if pieces <= MAX_PIECES {
+        return Ok(());
+    }
+    Err(CudaError::Count { what: "pieces of a plan at the most", expected: MAX_PIECES, found: pieces })
+}
+
+fn table(replays: &[Replay]) -> Vec<CopyBox> {
+    let row = |r: &Replay| {
+        let Box2 { to, from, to_pitch, from_pitch, run, count } = r.shape;
+        CopyBox { from, to, from_pitch, to_pitch, run, count }
+    };
+    replays.iter().map(row).collect()
+}
+
+/// Boxes that come with one piece of the image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Chunk {
+    boxes: Range<usize>,
+    bytes: Range<u64>,
+}
+
+/// Divides boxes, which are sorted, into pieces of the image of at most `size` bytes.
+fn chunks(replays: &[Replay], size: u64) -> Vec<Chunk> {
+    let mut all: Vec<Chunk> = Vec::new();
+    for (i, r) in replays.iter().enumerate() {
+        let span = r.shape.source_span(1);
+        match all.last_mut().filter(|c| span.end.max(c.bytes.end) - c.bytes.start <= size) {
+            Some(chunk) => {
+                chunk.boxes.end = i + 1;
+                chunk.bytes.end = chunk.bytes.end.max(span.end);
+            }
+            None => all.push(Chunk { boxes: i..i + 1, bytes: span }),
+        }
+    }
+    all
+}
+
+/// Where the blocks of a layout are in an engine's memory.
+#[derive(Debug, Default)]
+struct Places {
+    pieces: Vec<Piece>,
+    /// For each block of the layout.
+    blocks: Vec<Place>,
+    /// For each block, whether all of it is held, once or more.
+    whole: Vec<bool>,
+}
+
+impl Places {
+    fn new(plan: &LoadPlan, addresses: &[u64]) -> Result<Places, CudaError> {
+        let manifest = plan.manifest();
+        let mut by_tensor: Vec<Vec<Piece>> = vec![Vec::new(); manifest.tensors().len()];
+        let mut count = 0;
+        for p in plan.pieces() {
+            let target = addresses[p.target] + p.writes.at;
+            let list = &mut by_tensor[p.tensor as usize];
+            let before = list.len();
+            scatter(&p.reads, target, list);
+            count += list.len() - before;
+            check_count(count)?;
+        }
+        let mut all = Places::default();
+        for (t, mut pieces) in by_tensor.into_iter().enumerate() {
+            pieces.sort_by_key(|p| p.begin);
+            let (_, read, numel) = &plan.coverage().sources[t];
+            all.add(manifest, t, &pieces, read == numel)?;
+            all.pieces.append(&mut pieces);
+        }
+        Ok(all)
+    }
+
+    /// Adds the blocks of a tensor, whose pieces are about to follow those that are there.
+    fn add(
+        &mut self,
+        manifest: &Manifest,
+        t: usize,
+        pieces: &[Piece],
+        is_whole: bool,
+    ) -> Result<(), CudaError> {
+        let end = |p: &Piece| p.begin + (p.count - 1) * p.pitch + p.run;
+        // Up to each piece, how far those before it and itself reach.
+        let reach: Vec<u64> = pieces
+            .iter()
+            .scan(0, |far, p| {
+                *far = end(p).max(*far);
+                Some(*far)
+            })
+            .collect();
+        for number in manifest.cuts().of_tensor(t) {
+            let tile = Tile::of(manifest, number)?;
+            let (block, unit) = (tile.block, tile.unit as u64);
+            let start = block.start * unit;
+            let after = start + ((block.count - 1) * block.stride + block.run) * unit;
+            let first = reach.partition_point(|far| *far <= start);
+            let last = pieces.partition_point(|p| p.begin < after).max(first);
+            self.blocks.push(Place {
+                start,
+                pitch: block.stride * unit,
+                run: block.run as u32,
+                count: block.count as u32,
+                first: (self.pieces.len() + first) as u32,
+                pieces: (last - first) as u32,
+                is_float: u32::from(matches!(tile.line, Line::Float(_))),
+                unused: 0,
+            });
+            self.whole.push(is_whole);
+        }
+        Ok(())
+    }
+}
+
+/// The pieces of a copy that is seen from the tensor; `target` is where `from` counts from. A unit has at most one place
+/// in each of them.
+fn scatter(reads: &Copy, target: u64, into: &mut Vec<Piece>) {
+    let mut dims: Vec<Dim> = reads.dims.clone();
+    // The pitch of a piece steps over its run, or it would hold units twice.
+    let last = dims.pop_if(|d| d.to >= reads.run);
+    let outer = Copy { at: reads.at, run: reads.run, dims };
+    super::each_run(&outer, |begin, from| {
+        let (pitch, count, target_pitch) =
+            last.map_or((reads.run, 1, reads.run), |d| (d.to, d.count, d.from));
+        into.push(Piece { begin, run: reads.run, pitch, count, target: target + from, target_pitch });
+    });
+}
+
+/// The spans of a digest; sums are by the number of the box.
+fn spans(held: &[(u32, usize, HeldBox)], addresses: &[u64]) -> Result<Vec<Span>, CudaError> {
+    let mut all = Vec::new();
+    let limits = Limits { bytes: PIECE, span: u64::MAX / 4, scale: 1 };
+    for (sum, (_, target, b)) in held.iter().enumerate() {
+        boxes(&b.reads, 1, |shape| {
+            cut(&shape, limits, |s| {
+                all.push(Span {
+                    at: addresses[*target] + b.place + s.from,
+                    pitch: s.from_pitch,
+                    start: s.to,
+                    stride: s.to_pitch,
+                    run: s.run as u32,
+                    count: s.count as u32,
+                    sum: sum as u32,
+                    unused: 0,
+                });
+            });
+        });
+        check_count(all.len())?;
+    }
+    Ok(all)
+}
+
+/// Records of one kind, of a staged delta.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Group {
+    unit: Unit,
+    is_checked: bool,
+    first: usize,
+    count: usize,
+}
+
+/// A delta on the device, for one plan.
+pub struct Staged {
+    payload: DeviceBuffer,
+    patches: DeviceBuffer,
+    outcomes: DeviceBuffer,
+    groups: Vec<Group>,
+    /// For each patch, its block.
+    blocks: Vec<u32>,
+    bytes: u64,
+}
+
+impl Staged {
+    /// Records that reach this worker.
+    pub fn records(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Bytes that it takes on the device.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl std::fmt::Debug for Staged {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Staged").field("records", &self.blocks.len()).finish_non_exhaustive()
+    }
+}
+
+/// What applying a delta did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Records that changed their block.
+    pub applied: u64,
+    /// Records whose block had its sum already.
+    pub skipped: u64,
+}
+
+/// A load plan for parameters on a device.
+pub struct DevicePlan {
+    // Finished before memory is given back.
+    stream: Stream,
+    link: Stream,
+    gpu: Gpu,
+    plan: Arc<LoadPlan>,
+    addresses: Vec<u64>,
+    replays: Vec<Replay>,
+    boxes: DeviceBuffer,
+    tally: DeviceBuffer,
+    /// Made when they are first needed.
+    sparse: Option<Sparse>,
+    digest: Option<Digest>,
+    way: Option<Way>,
+}
+
+struct Sparse {
+    places: Places,
+    place_table: DeviceBuffer,
+    piece_table: DeviceBuffer,
+    sums: Option<DeviceBuffer>,
+}
+
+struct Digest {
+    held: Vec<(u32, usize, HeldBox)>,
+    spans: DeviceBuffer,
+    count: usize,
+    sums: DeviceBuffer,
+}
+
+/// From the host to the device, two pieces at a time.
+struct Way {
+    device: DeviceBuffer,
+    arrived: [Event; 2],
+    used: [Event; 2],
+    host: Option<[HostBuffer; 2]>,
+}
+
+impl std::fmt::Debug for DevicePlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DevicePlan")
+            .field("targets", &self.addresses.len())
+            .field("boxes", &self.replays.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl DevicePlan {
+    /// Tables for the plan's targets at `addresses`.
+    pub fn new(gpu: &Gpu, plan: &Arc<LoadPlan>, addresses: &[u64]) -> Result<DevicePlan, CudaError> {
+        if addresses.len() != plan.targets().len() {
+            let (expected, found) = (plan.targets().len(), addresses.len());
+            return Err(CudaError::Count { what: "addresses", expected, found });
+        }
+        gpu.check_addresses("parameter", addresses)?;
+        gpu.kernels().prepare(gpu, &[Kernel::Copy])?;
+        let replays = replays(plan, addresses)?;
+        let stream = Stream::new(gpu)?;
+        Ok(DevicePlan {
+            boxes: DeviceBuffer::of(&stream, &table(&replays), "the table of copies")?,
+            tally: tally(gpu)?,
+            link: Stream::new(gpu)?,
+            stream,
+            gpu: gpu.clone(),
+            plan: Arc::clone(plan),
+            addresses: addresses.to_vec(),
+            replays,
+            sparse: None,
+            digest: None,
+            way: None,
+        })
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Arc<LoadPlan> {
+        &self.plan
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Copies all of the image whose data begins at `image` on this device, or of the tensors in `only`.
+    pub fn dense(
+        &mut self,
+        image: u64,
+        only: Option<&[String]>,
+        after: StreamHandle,
+        stop: &Stop,
+    ) -> Result<Loaded, CudaError> {
+        self.gpu.check_addresses("image", &[image])?;
+        let chosen = self.plan.chosen(only)?;
+        let loaded = self.loaded(&chosen);
+        self.gpu.wait_for(after, stop)?;
+        let some;
+        let (table, count) = if only.is_none() {
+            (&self.boxes, self.replays.len())
+        } else {
+            let these: Vec<_> = self.replays.iter().copied().filter(|r| chosen[r.tensor as usize]).collect();
+            some = DeviceBuffer::of(&self.stream, &self::table(&these), "the table of copies")?;
+            (&some, these.len())
+        };
+        let started = self.stream.zero(&self.tally, self.tally.bytes()).and_then(|()| {
+            let args = self.copy_args(table.address(), image, count, 0);
+            // SAFETY: boxes of a plan that was checked against the layout of the image and the targets.
+            unsafe { self.gpu.kernels().launch(&self.stream, Kernel::Copy, &args, count as u64) }
+        });
+        self.stream.finish("copying weights into the parameters")?;
+        started?;
+        Ok(loaded)
+    }
+
+    fn copy_args(&self, copies: u64, from: u64, count: usize, work: u32) -> CopyArgs {
+        CopyArgs { copies, from, to: 0, tally: self.tally.address(), count: count as u32, work }
+    }
+
+    fn loaded(&self, chosen: &[bool]) -> Loaded {
+        let mut loaded = Loaded::default();
+        for p in self.plan.pieces().iter().filter(|p| chosen[p.tensor as usize]) {
+            loaded.bytes += p.bytes();
+            loaded.elements += p.bytes() / p.item;
+            loaded.copies += 1;
+        }
+        loaded
+    }
+
+    /// Copies all of an image on the host, or of the tensors in `only`. Memory that is registered goes by itself;
+    /// other memory is copied by `threads` on the way.
+    pub fn dense_from_host(
+        &mut self,
+        image: &[u8],
+        only: Option<&[String]>,
+        after: StreamHandle,
+        threads: usize,
+        stop: &Stop,
+    ) -> Result<Loaded, CudaError> {
+        self.plan.check_image(image)?;
+        let chosen = self.plan.chosen(only)?;
+        let loaded = self.loaded(&chosen);
+        if loaded.bytes == 0 {
+            return Ok(loaded);
+        }
+        let is_pinned = self.gpu.is_pinned(image.as_ptr().expose_provenance() as u64)?
+            && self.gpu.is_pinned(image.as_ptr().expose_provenance() as u64 + image.len() as u64 - 1)?;
+        let mut way = self.take_way(!is_pinned)?;
+        let some;
+        let (replays, boxes) = if only.is_none() {
+            (&self.replays[..], &self.boxes)
+        } else {
+            let these: Vec<_> = self.replays.iter().copied().filter(|r| chosen[r.tensor as usize]).collect();
+            some = (DeviceBuffer::of(&self.stream, &table(&these), "the table of copies")?, these);
+            (&some.1[..], &some.0)
+        };
+        self.gpu.wait_for(after, stop)?;
+        let started = self.pull(image, (replays, boxes), &mut way, threads, stop);
+        let arrived = self.link.finish("copying the image to the device");
+        let finished = self.stream.finish("copying weights into the parameters");
+        self.way = Some(way);
+        started.and(arrived).and(finished)?;
+        Ok(loaded)
+    }
+
+    fn take_way(&mut self, by_host: bool) -> Result<Way, CudaError> {
+        let gpu = &self.gpu;
+        let mut way = match self.way.take() {
+            Some(way) => way,
+            None => Way {
+                device: DeviceBuffer::new(gpu, 2 * CHUNK, "weights on their way from the host", SMALL)?,
+                arrived: [Event::new(gpu)?, Event::new(gpu)?],
+                used: [Event::new(gpu)?, Event::new(gpu)?],
+                host: None,
+            },
+        };
+        if by_host && way.host.is_none() {
+            let buffer = || HostBuffer::new(gpu, CHUNK, "weights on their way to the device");
+            way.host = Some([buffer()?, buffer()?]);
+        }
+        Ok(way)
+    }
+
+    fn pull(
+        &self,
+        image: &[u8],
+        (replays, boxes): (&[Replay], &DeviceBuffer),
+        way: &mut Way,
+        threads: usize,
+        stop: &Stop,
+    ) -> Result<(), CudaError> {
+        self.stream.zero(&self.tally, self.tally.bytes())?;
+        for (n, chunk) in chunks(replays, CHUNK).into_iter().enumerate() {
+            let half = n % 2;
+            stop.check().map_err(|stopped| CudaError::Stopped {
+                stage: "copying the image to the device, of which the parameters hold a part",
+                stopped,
+            })?;
+            let device = way.device.address() + half as u64 * CHUNK;
+            let source = &image[chunk.bytes.start as usize..chunk.bytes.end as usize];
+            if n >= 2 {
+                self.link.follow(&way.used[half])?;
+            }
+            if n > 0 && n % 8 == 0 {
+                self.stream.zero(&self.tally, self.tally.bytes())?;
+            }
+            match &mut way.host {
+                Some(buffers) => {
+                    if n >= 2 {
+                        way.arrived[half].wait("copying the image to the device", &Stop::never())?;
+                    }
+                    let buffer = &mut buffers[half].bytes_mut()[..source.len()];
+                    copy_by(threads, source, buffer);
+                    // SAFETY: the half on the device is free; the buffer is written again only after `arrived`.
+                    unsafe { self.link.upload(buffer, device) }?;
+                }
+                // SAFETY: as above; the image is pinned and stays until the stream is finished.
+                None => unsafe { self.link.upload(source, device) }?,
+            }
+            self.link.mark(&way.arrived[half])?;
+            self.stream.follow(&way.arrived[half])?;
+            let copies = boxes.address() + (chunk.boxes.start * size_of::<CopyBox>()) as u64;
+            let from = device.wrapping_sub(chunk.bytes.start);
+            let args = self.copy_args(copies, from, chunk.boxes.len(), (n % 8) as u32);
+            // SAFETY: boxes that lie in the piece of the image that has arrived.
+            unsafe {
+                self.gpu.kernels().launch(&self.stream, Kernel::Copy, &args, chunk.boxes.len() as u64)
+            }?;
+            self.stream.mark(&way.used[half])?;
+        }
+        Ok(())
+    }
+
+    fn sparse(&mut self) -> Result<&Sparse, CudaError> {
+        if self.sparse.is_none() {
+            let places = Places::new(&self.plan, &self.addresses)?;
+            self.sparse = Some(Sparse {
+                place_table: DeviceBuffer::of(&self.stream, &places.blocks, "the table of blocks")?,
+                piece_table: DeviceBuffer::of(&self.stream, &places.pieces, "the table of pieces")?,
+                places,
+                sums: None,
+            });
+        }
+        let missing = CudaError::Count { what: "tables of blocks", expected: 1, found: 0 };
+        self.sparse.as_ref().ok_or(missing)
+    }
+
+    /// The sums of the blocks of the version that the parameters hold, all blocks of the layout in order, by which records
+    /// are checked from now on. `None`: not any more.
+    pub fn set_sums(&mut self, sums: Option<&[BlockSum]>) -> Result<(), CudaError> {
+        let expected = self.sparse()?.places.blocks.len();
+        let made = match sums {
+            None => None,
+            Some(sums) if sums.len() != expected => {
+                return Err(CudaError::Count { what: "sums of blocks", expected, found: sums.len() });
+            }
+            Some(sums) => {
+                let raw: Vec<[u64; 2]> = sums.iter().map(|s| s.0).collect();
+                Some(DeviceBuffer::of(&self.stream, &raw, "the sums of blocks")?)
+            }
+        };
+        if let Some(sparse) = &mut self.sparse {
+            sparse.sums = made;
+        }
+        Ok(())
+    }
+
+    /// Brings the records of a delta of this layout to the device, those of the tensors in `only` or all; the parameters are not touched.
+    pub fn stage(
+        &mut self,
+        delta: &Delta<'_>,
+        only: Option<&[String]>,
+        stop: &Stop,
+    ) -> Result<Staged, CudaError> {
+        delta.header.check(self.plan.manifest())?;
+        let chosen = self.plan.chosen(only)?;
+        let manifest = Arc::clone(self.plan.manifest());
+        let sparse = self.sparse()?;
+        let (patches, groups) = patches(delta, &manifest, &sparse.places, sparse.sums.is_some(), &chosen)?;
+        let kernels: Vec<_> = groups.iter().map(|g| Kernel::Apply(g.unit)).collect();
+        self.gpu.kernels().prepare(&self.gpu, &kernels)?;
+        let bytes = delta.bytes();
+        let payload = DeviceBuffer::new(&self.gpu, bytes.len() as u64 + 16, "a delta", SMALL)?;
+        self.bring(bytes, payload.address(), stop)?;
+        let table = DeviceBuffer::of(&self.stream, &patches, "the index of a delta")?;
+        let outcomes =
+            DeviceBuffer::new(&self.gpu, patches.len() as u64 * 4, "the outcomes of a delta", SMALL)?;
+        Ok(Staged {
+            bytes: payload.bytes() + table.bytes() + outcomes.bytes(),
+            payload,
+            patches: table,
+            outcomes,
+            groups,
+            blocks: patches.iter().map(|p| p.place).collect(),
+        })
+    }
+
+    /// Copies bytes of the host to the device.
+    fn bring(&mut self, bytes: &[u8], to: u64, stop: &Stop) -> Result<(), CudaError> {
+        let is_pinned = !bytes.is_empty() && self.gpu.is_pinned(bytes.as_ptr().expose_provenance() as u64)?;
+        if is_pinned {
+            // SAFETY: the buffer is as long, and the stream is finished before either goes.
+            let started = unsafe { self.link.upload(bytes, to) };
+            self.link.finish("copying a delta to the device")?;
+            return started;
+        }
+        let mut way = self.take_way(true)?;
+        let started = way.host.as_mut().map_or(Ok(()), |buffers| {
+            for (n, source) in bytes.chunks(CHUNK as usize / 4).enumerate() {
+                let half = n % 2;
+                let stopped =
+                    |stopped| CudaError::Stopped { stage: "copying a delta to the device", stopped };
+                stop.check().map_err(stopped)?;
+                if n >= 2 {
+                    way.arrived[half].wait("copying a delta to the device", &Stop::never())?;
+                }
+                let buffer = &mut buffers[half].bytes_mut()[..source.len()];
+                copy_by(2, source, buffer);
+                // SAFETY: the buffer on the device is as long; that on the host is written again after `arrived`.
+                unsafe { self.link.upload(buffer, to + n as u64 * (CHUNK / 4)) }?;
+                self.link.mark(&way.arrived[half])?;
+            }
+            Ok(())
+        });
+        let finished = self.link.finish("copying a delta to the device");
+        self.way = Some(way);
+        started.and(finished)
+    }
+
+    /// Applies a delta that was staged for this plan to the parameters. A refused record is an error, and the parameters
+    /// are a mixture until they are loaded whole.
+    pub fn apply(&mut self, staged: &Staged, after: StreamHandle, stop: &Stop) -> Result<Applied, CudaError> {
+        self.gpu.wait_for(after, stop)?;
+        let started = self.start(staged);
+        self.stream.finish("applying a delta to the parameters")?;
+        started?;
+        let told = self.stream.download_table::<Tally>(&self.tally, 1)?;
+        let told = told.first().copied().unwrap_or_default();
+        let [skipped, applied, refetch, malformed] = told.outcome.map(u64::from);
+        if refetch + malformed == 0 {
+            return Ok(Applied { applied, skipped });
+        }
+        let outcomes = self.stream.download_table::<u32>(&staged.outcomes, staged.blocks.len())?;
+        let first = outcomes.iter().position(|o| *o >= 2).unwrap_or(0);
+        Err(CudaError::Refused {
+            refused: refetch + malformed,
+            records: staged.blocks.len() as u64,
+            block: staged.blocks.get(first).copied().unwrap_or(0),
+            why: if outcomes.get(first) == Some(&2) {
+                "the weights in place are not those that the delta begins from"
+            } else {
+                "it is malformed"
+            },
+        })
+    }
+
+    fn start(&self, staged: &Staged) -> Result<(), CudaError> {
+        let Some(sparse) = &self.sparse else { return Ok(()) };
+        self.stream.zero(&self.tally, self.tally.bytes())?;
+        for (work, group) in staged.groups.iter().enumerate() {
+            let sums = sparse.sums.as_ref().filter(|_| group.is_checked);
+            let args = ApplyArgs {
+                places: sparse.place_table.address(),
+                pieces: sparse.piece_table.address(),
+                patches: staged.patches.address() + (group.first * size_of::<Patch>()) as u64,
+                payload: staged.payload.address(),
+                sums: sums.map_or(0, DeviceBuffer::address),
+                outcomes: staged.outcomes.address() + group.first as u64 * 4,
+                tally: self.tally.address(),
+                count: group.count as u32,
+                work: work as u32,
+            };
+            let kernel = Kernel::Apply(group.unit);
+            // A warp takes a record, and there are eight in a CTA.
+            let work = group.count.div_ceil(8) as u64;
+            // SAFETY: tables of this plan; the kernel checks records before it writes, and writes only where pieces are.
+            unsafe { self.gpu.kernels().launch(&self.stream, kernel, &args, work) }?;
+        }
+        Ok(())
+    }
+
+    /// The sums of what the parameters hold; see [`crate::load::combine`].
+    pub fn digest(&mut self, after: StreamHandle, stop: &Stop) -> Result<Proof, CudaError> {
+        if self.digest.is_none() {
+            self.gpu.kernels().prepare(&self.gpu, &[Kernel::Sum])?;
+            let held = self.plan.held_boxes();
+            let spans = spans(&held, &self.addresses)?;
+            self.digest = Some(Digest {
+                sums: DeviceBuffer::new(&self.gpu, held.len() as u64 * 16, "the sums of weights", SMALL)?,
+                count: spans.len(),
+                spans: DeviceBuffer::of(&self.stream, &spans, "the table of sums")?,
+                held,
+            });
+        }
+        let Some(d) = &self.digest else { return Ok(self.plan.proof(std::iter::empty())) };
+        self.gpu.wait_for(after, stop)?;
+        self.stream.zero(&self.tally, self.tally.bytes())?;
+        self.stream.zero(&d.sums, d.sums.bytes())?;
+        let args = SumArgs {
+            spans: d.spans.address(),
+            sums: d.sums.address(),
+            tally: self.tally.address(),
+            count: d.count as u32,
+            work: 0,
+        };
+        // SAFETY: spans of the targets, and a sum for each box.
+        unsafe { self.gpu.kernels().launch(&self.stream, Kernel::Sum, &args, d.count as u64) }?;
+        let sums = self.stream.download_table::<[u64; 2]>(&d.sums, d.held.len())?;
+        let boxes =
+            d.held.iter().zip(sums).map(|((tensor, _, held), sum)| (*tensor, held.with(BlockSum(sum))));
+        Ok(self.plan.proof(boxes))
+    }
+}
+
+/// The records that reach this worker, those of one kind together.
+fn patches(
+    delta: &Delta<'_>,
+    manifest: &Manifest,
+    places: &Places,
+    has_sums: bool,
+    chosen: &[bool],
+) -> Result<(Vec<Patch>, Vec<Group>), CudaError> {
+    let mut by_kind: [Vec<Patch>; 8] = std::array::from_fn(|_| Vec::new());
+    // Blocks are in the order of tensors.
+    let (mut tensor, mut blocks, mut unit) = (0, 0..0, Unit::One);
+    for e in delta.entries() {
+        while !blocks.contains(&e.block) {
+            if tensor >= chosen.len() {
+                break;
+            }
+            blocks = manifest.cuts().of_tensor(tensor);
+            unit = Unit::of(manifest.tensors()[tensor].dtype.unit());
+            tensor += 1;
+        }
+        let place = places.blocks.get(e.block as usize);
+        if tensor == 0 || !chosen[tensor - 1] || place.is_none_or(|p| p.pieces == 0) {
+            continue;
+        }
+        if e.mode == Mode::Context {
+            return Err(CudaError::Context { block: e.block });
+        }
+        let is_checked = has_sums && places.whole[e.block as usize];
+        let kind = Unit::ALL.iter().position(|u| *u == unit).unwrap_or(0) * 2 + usize::from(is_checked);
+        by_kind[kind].push(Patch {
+            offset: e.offset as u64,
+            sum: e.sum.0,
+            length: e.len,
+            mode: e.mode.code().into(),
+            place: e.block,
+            unused: 0,
+        });
+    }
+    let (mut all, mut groups) = (Vec::with_capacity(delta.entries().len()), Vec::new());
+    for (kind, mut these) in by_kind.into_iter().enumerate().filter(|(_, p)| !p.is_empty()) {
+        let (unit, is_checked) = (Unit::ALL[kind / 2], kind % 2 == 1);
+        groups.push(Group { unit, is_checked, first: all.len(), count: these.len() });
+        all.append(&mut these);
+    }
+    Ok((all, groups))
+}
+
+/// Copies with several threads.
+fn copy_by(threads: usize, from: &[u8], to: &mut [u8]) {
+    let each = from.len().div_ceil(threads.max(1)).next_multiple_of(4096).max(4096);
+    std::thread::scope(|scope| {
+        let mut parts = from.chunks(each).zip(to.chunks_mut(each));
+        let mine = parts.next();
+        for (from, to) in parts {
+            scope.spawn(move || copy_slice(from, to));
+        }
+        if let Some((from, to)) = mine {
+            copy_slice(from, to);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,434 @@
+//! Weights on a GPU: a trainer's baseline, and an engine's parameters.
+//!
+//! Tensors go in as addresses and streams as handles (`torch.cuda.Stream.cuda_stream`); the package keeps the tensors
+//! for the duration of a call. Every call waits for the stream once, and has nothing under way when it returns.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use windlass_core::delta::{Delta, DeltaHeader};
+use windlass_core::digest::BlockSum;
+use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, StateDigest};
+use windlass_data::cuda::driver::{self, Registration};
+use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
+use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
+use windlass_data::cuda::{self, StreamHandle};
+use windlass_data::history::Trail;
+use windlass_data::region::Region;
+
+use crate::enter::{Home, enter};
+use crate::errors::Failure;
+use crate::held::Held;
+use crate::load::LoadPlan;
+use crate::memory::Memory;
+use crate::publish::Copies;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Addresses as the driver knows them.
+pub(crate) fn wide(addresses: &[usize]) -> Vec<u64> {
+    addresses.iter().map(|&a| a as u64).collect()
+}
+
+/// A GPU, shared with torch: its number, name, UUID and what it can do.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Gpu(pub(crate) cuda::Gpu);
+
+#[pymethods]
+impl Gpu {
+    /// The device of this number, as torch counts them. Unsupported, with the reason, where there is no driver, too old
+    /// a one, or no device.
+    #[staticmethod]
+    fn open(py: Python<'_>, ordinal: u32) -> PyResult<Gpu> {
+        enter(py, None, |_| Ok(Gpu(cuda::Gpu::open(ordinal)?)))
+    }
+
+    /// The device of this UUID, with or without "GPU-".
+    #[staticmethod]
+    fn by_uuid(py: Python<'_>, uuid: String) -> PyResult<Gpu> {
+        enter(py, None, |_| Ok(Gpu(cuda::Gpu::by_uuid(&uuid)?)))
+    }
+
+    /// How many devices are visible.
+    #[staticmethod]
+    fn count(py: Python<'_>) -> PyResult<u32> {
+        enter(py, None, |_| Ok(driver::count()?))
+    }
+
+    /// Its number.
+    #[getter]
+    fn ordinal(&self) -> u32 {
+        self.0.facts().ordinal
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.facts().name
+    }
+
+    /// "GPU-" and its UUID.
+    #[getter]
+    fn uuid(&self) -> &str {
+        &self.0.facts().uuid
+    }
+
+    /// Its compute capability.
+    #[getter]
+    fn capability(&self) -> (u32, u32) {
+        self.0.facts().capability
+    }
+
+    /// The version of CUDA that the driver supports.
+    #[getter]
+    fn cuda(&self) -> (u32, u32) {
+        self.0.facts().cuda
+    }
+
+    /// Bytes that are free, and all of them.
+    fn memory(&self) -> PyResult<(u64, u64)> {
+        Ok(self.0.memory().map_err(Failure::from)?)
+    }
+
+    /// Whether its kernels can reach the memory of `other`.
+    fn can_reach(&self, other: &Gpu) -> PyResult<bool> {
+        Ok(self.0.can_reach(&other.0).map_err(Failure::from)?)
+    }
+
+    /// Pins host memory for DMA, until the answer is closed. Exhausted if the system refuses.
+    fn register(&self, py: Python<'_>, memory: &Memory) -> PyResult<Registered> {
+        let (address, bytes, writable) = memory.place();
+        let owner = memory.owner();
+        enter(py, None, |_| {
+            let at = std::ptr::with_exposed_provenance_mut(address);
+            let made = Registration::new(&self.0, (at, bytes), !writable, owner)?;
+            Ok(Registered(Mutex::new(Some(made))))
+        })
+    }
+
+    /// The state of the tensors that `copies` publishes, kept on this device. Where `casts` is true, the tensor is fp32
+    /// and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+    #[pyo3(signature = (copies, casts = None, room = None))]
+    fn baseline(
+        &self,
+        py: Python<'_>,
+        copies: &Copies,
+        casts: Option<Vec<bool>>,
+        room: Option<u64>,
+    ) -> PyResult<Baseline> {
+        let region = Arc::clone(copies.region());
+        enter(py, None, |_| {
+            let casts = casts.unwrap_or_default();
+            let made = DataBaseline::new(&self.0, region.manifest(), copies.plan(), &casts, room)?;
+            Ok(Baseline { made: Mutex::new(made), region, home: Home::here() })
+        })
+    }
+
+    /// `plan` for parameters of this device, whose addresses are given in the order of its targets.
+    fn load_plan(&self, py: Python<'_>, plan: &LoadPlan, addresses: Vec<usize>) -> PyResult<DevicePlan> {
+        enter(py, None, |_| {
+            let made = Plan::new(&self.0, plan.plan(), &wide(&addresses))?;
+            Ok(DevicePlan { made: Mutex::new(made), home: Home::here() })
+        })
+    }
+}
+
+/// Host memory that DMA may reach.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Registered(Mutex<Option<Registration>>);
+
+#[pymethods]
+impl Registered {
+    /// Lets go of it. Nothing may be under way.
+    fn close(&self) {
+        lock(&self.0).take();
+    }
+}
+
+/// The last published state of a rank's weights, in device memory.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct Baseline {
+    made: Mutex<DataBaseline>,
+    region: Arc<Region>,
+    home: Home,
+}
+
+impl Baseline {
+    fn which(&self, version: u64) -> Which {
+        (self.region.incarnation(), version)
+    }
+}
+
+#[pymethods]
+impl Baseline {
+    /// Device memory that it takes: for the weights, and for the records of a pass.
+    #[getter]
+    fn bytes(&self) -> (u64, u64) {
+        lock(&self.made).bytes()
+    }
+
+    /// How many blocks are this rank's.
+    #[getter]
+    fn blocks(&self) -> usize {
+        lock(&self.made).blocks()
+    }
+
+    /// The version that it holds.
+    #[getter]
+    fn version(&self) -> Option<u64> {
+        lock(&self.made).holds().map(|(_, version)| version)
+    }
+
+    /// The digest of what it holds, if all of the model is this rank's.
+    fn digest(&self) -> Option<String> {
+        lock(&self.made).digest().map(|d| d.to_string())
+    }
+
+    /// Takes the tensors at `addresses` as `version`, whatever it held.
+    #[pyo3(signature = (addresses, version, stream = 0, timeout = 60.0))]
+    fn reset(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<usize>,
+        version: u64,
+        stream: u64,
+        timeout: f64,
+    ) -> PyResult<()> {
+        self.home.check("baseline")?;
+        let which = self.which(version);
+        enter(py, Some(timeout), |stop| {
+            Ok(lock(&self.made).reset(&wide(&addresses), StreamHandle(stream), which, stop)?)
+        })
+    }
+
+    /// The records that lead from version `base`, which it must hold, to the tensors at `addresses`, which it
+    /// holds as `version` afterwards. Stale if it does not: publish a copy.
+    #[pyo3(signature = (addresses, base, version, stream = 0, timeout = 60.0))]
+    fn encode(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<usize>,
+        base: u64,
+        version: u64,
+        stream: u64,
+        timeout: f64,
+    ) -> PyResult<DeltaRecords> {
+        self.home.check("baseline")?;
+        let (base, target) = (self.which(base), self.which(version));
+        enter(py, Some(timeout), |stop| {
+            let mut made = lock(&self.made);
+            let before = made.digest();
+            let records = made.encode(&wide(&addresses), StreamHandle(stream), base, target, stop)?;
+            let manifest = self.region.manifest();
+            let unknown = StateDigest([0; 16]);
+            let header = DeltaHeader {
+                model_id: self.region.model_id().clone(),
+                base,
+                target,
+                layout_hash: manifest.layout_hash(),
+                cuts_hash: manifest.cuts_hash(),
+                base_digest: before.unwrap_or(unknown),
+                target_digest: made.digest().unwrap_or(unknown),
+                blocks: manifest.cuts().blocks(),
+            };
+            Ok(DeltaRecords { records, header })
+        })
+    }
+}
+
+/// What changed between two versions, in pinned host memory.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct DeltaRecords {
+    records: Records,
+    header: DeltaHeader,
+}
+
+#[pymethods]
+impl DeltaRecords {
+    fn __len__(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Units that changed.
+    #[getter]
+    fn changes(&self) -> u64 {
+        self.records.changes()
+    }
+
+    /// Bytes of all records.
+    #[getter]
+    fn payload_bytes(&self) -> u64 {
+        self.records.bytes()
+    }
+
+    /// Records that found no room on the device and came as dense ones.
+    #[getter]
+    fn lost(&self) -> usize {
+        self.records.lost()
+    }
+
+    /// How many milliseconds the pass, the way to the host and reading the index took.
+    #[getter]
+    fn milliseconds(&self) -> (f64, f64, f64) {
+        let spent = self.records.spent();
+        let ms = |d: std::time::Duration| d.as_secs_f64() * 1e3;
+        (ms(spent.pass), ms(spent.copy), ms(spent.index))
+    }
+
+    /// A container of these records. Its digests are zero where a part of the model is another rank's.
+    fn container<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let container = enter(py, None, |_| Ok(self.records.container(&self.header)))?;
+        Ok(PyBytes::new(py, &container))
+    }
+}
+
+/// A load plan for parameters on a GPU. Whatever is given up, by its timeout or by Ctrl-C, may leave a mixture: load
+/// again, whole.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct DevicePlan {
+    made: Mutex<Plan>,
+    home: Home,
+}
+
+#[pymethods]
+impl DevicePlan {
+    /// Copies all of the image whose data begins at `image` on this device, or of the tensors in `only`, to the
+    /// parameters: (bytes, copies).
+    #[pyo3(signature = (image, stream = 0, only = None, timeout = 60.0))]
+    fn dense(
+        &self,
+        py: Python<'_>,
+        image: usize,
+        stream: u64,
+        only: Option<Vec<String>>,
+        timeout: f64,
+    ) -> PyResult<(u64, u64)> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            let loaded = lock(&self.made).dense(image as u64, only.as_deref(), StreamHandle(stream), stop)?;
+            Ok((loaded.bytes, loaded.copies))
+        })
+    }
+
+    /// Copies all of `held`, or of the tensors in `only`, to the parameters: (bytes, copies).
+    #[pyo3(signature = (held, stream = 0, threads = 1, only = None, timeout = 60.0))]
+    fn dense_held(
+        &self,
+        py: Python<'_>,
+        held: &Held,
+        stream: u64,
+        threads: usize,
+        only: Option<Vec<String>>,
+        timeout: f64,
+    ) -> PyResult<(u64, u64)> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            held.read(|lease| {
+                let mut made = lock(&self.made);
+                made.plan().check_layout(lease.region().manifest())?;
+                let only = only.as_deref();
+                let loaded = made.dense_from_host(lease.data(), only, StreamHandle(stream), threads, stop)?;
+                Ok((loaded.bytes, loaded.copies))
+            })
+        })
+    }
+
+    /// The sums of the blocks of what the parameters hold, sixteen bytes each in the order of blocks, by which records
+    /// are checked from now on; `None`: not any more.
+    fn set_sums(&self, py: Python<'_>, sums: Option<&[u8]>) -> PyResult<()> {
+        self.home.check("plan")?;
+        let sums: Option<Vec<BlockSum>> = match sums.map(<[u8]>::as_chunks::<16>) {
+            None => None,
+            Some((sums, [])) => Some(sums.iter().map(|s| BlockSum::from_bytes(*s)).collect()),
+            Some(_) => return Err(Failure::invalid("sums have sixteen bytes each").into()),
+        };
+        enter(py, None, |_| Ok(lock(&self.made).set_sums(sums.as_deref())?))
+    }
+
+    /// Brings a delta, a container of plain records, to the device. The parameters are not touched.
+    #[pyo3(signature = (delta, only = None, timeout = 60.0))]
+    fn stage(
+        &self,
+        py: Python<'_>,
+        delta: &[u8],
+        only: Option<Vec<String>>,
+        timeout: f64,
+    ) -> PyResult<StagedDelta> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            let delta = Delta::parse(delta).map_err(|e| Failure::of(e.kind(), &e))?;
+            Ok(StagedDelta(lock(&self.made).stage(&delta, only.as_deref(), stop)?))
+        })
+    }
+
+    /// Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
+    /// the reason, if they were not kept.
+    #[pyo3(signature = (held, base_incarnation, base_version, only = None, timeout = 60.0))]
+    fn stage_held(
+        &self,
+        py: Python<'_>,
+        held: &Held,
+        base_incarnation: u64,
+        base_version: u64,
+        only: Option<Vec<String>>,
+        timeout: f64,
+    ) -> PyResult<Vec<StagedDelta>> {
+        self.home.check("plan")?;
+        let base = (Incarnation(base_incarnation), base_version);
+        enter(py, Some(timeout), |stop| {
+            held.read(|lease| {
+                let region = lease.region();
+                let mut made = lock(&self.made);
+                made.plan().check_layout(region.manifest())?;
+                let (identity, digest) = held.known()?;
+                let trail = Trail::find(&region.deltas_dir(), region.manifest(), base, (&identity, digest))?;
+                let deltas = trail.deltas()?;
+                let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
+                deltas.iter().map(stage).collect()
+            })
+        })
+    }
+
+    /// Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
+    /// already). Corrupt if a record does not fit what is there; the parameters are a mixture then.
+    #[pyo3(signature = (staged, stream = 0, timeout = 60.0))]
+    fn apply(&self, py: Python<'_>, staged: &StagedDelta, stream: u64, timeout: f64) -> PyResult<(u64, u64)> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            let done = lock(&self.made).apply(&staged.0, StreamHandle(stream), stop)?;
+            Ok((done.applied, done.skipped))
+        })
+    }
+
+    /// The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
+    #[pyo3(signature = (stream = 0, timeout = 60.0))]
+    fn digest(&self, py: Python<'_>, stream: u64, timeout: f64) -> PyResult<String> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            let proof = lock(&self.made).digest(StreamHandle(stream), stop)?;
+            serde_json::to_string(&proof).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
+        })
+    }
+}
+
+/// A delta on the device, for one plan.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct StagedDelta(Staged);
+
+#[pymethods]
+impl StagedDelta {
+    /// Records that reach this worker.
+    fn __len__(&self) -> usize {
+        self.0.records()
+    }
+
+    /// Bytes that it takes on the device.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+}
