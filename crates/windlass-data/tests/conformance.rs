@@ -75,6 +75,10 @@ impl LinkUnderTest for Tls {
         self.over(false)
     }
 
+    fn authenticates(&self) -> bool {
+        true
+    }
+
     fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
         Some(self.over(true))
     }

@@ -65,6 +65,11 @@ pub trait LinkUnderTest {
         true
     }
 
+    /// Whether damage is noticed by the link itself, before the bytes count as received.
+    fn authenticates(&self) -> bool {
+        false
+    }
+
     /// The same with a wire that flips one bit, once, if there is a wire.
     fn damaging(&self, _home: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
         None
