@@ -65,9 +65,9 @@ pub trait LinkUnderTest {
         true
     }
 
-    /// Whether damage is noticed by the link itself, before the bytes count as received.
-    fn authenticates(&self) -> bool {
-        false
+    /// Whether the damaging wire has flipped its bit by now, for a link that counts no damaged bytes as received.
+    fn damaged(&self) -> Option<bool> {
+        None
     }
 
     /// The same with a wire that flips one bit, once, if there is a wire.
