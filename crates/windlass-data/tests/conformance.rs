@@ -42,7 +42,7 @@ impl LinkUnderTest for Tcp {
     }
 
     fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
-        let plane = OneProcess { damage: true, ..OneProcess::default() };
+        let plane = OneProcess { damage: Some(Arc::default()), ..OneProcess::default() };
         Some(Arc::new(TcpTransferStrategy::new(Arc::new(plane))))
     }
 }
@@ -51,6 +51,7 @@ impl LinkUnderTest for Tcp {
 struct Tls {
     certificate: Certificate,
     privacy: Privacy,
+    flipped: Arc<AtomicBool>,
 }
 
 impl Tls {
@@ -60,10 +61,12 @@ impl Tls {
         let (certificate, key) = store(dir.path(), "server", &authority.issue(&["127.0.0.1"]));
         let trust = Trust::of_file(&authority.file(dir.path(), "ca.pem")).unwrap();
         let certificate = Certificate::read(&certificate, &key).unwrap();
-        Tls { certificate, privacy: Privacy { trust: Some(trust), required: true } }
+        let privacy = Privacy { trust: Some(trust), required: true };
+        Tls { certificate, privacy, flipped: Arc::default() }
     }
 
     fn over(&self, damage: bool) -> Arc<dyn WeightTransferStrategy> {
+        let damage = damage.then(|| Arc::clone(&self.flipped));
         let plane = OneProcess { damage, privacy: self.privacy.clone(), ..OneProcess::default() };
         let tcp = TcpTransferStrategy::new(Arc::new(plane));
         Arc::new(Certified { tcp, certificate: self.certificate.clone() })
@@ -73,6 +76,10 @@ impl Tls {
 impl LinkUnderTest for Tls {
     fn strategy(&self, _: &Path) -> Arc<dyn WeightTransferStrategy> {
         self.over(false)
+    }
+
+    fn damaged(&self) -> Option<bool> {
+        Some(self.flipped.load(Ordering::SeqCst))
     }
 
     fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
@@ -130,8 +137,8 @@ impl LinkUnderTest for Shm {
 #[derive(Clone, Default)]
 struct OneProcess {
     server: Arc<Mutex<Weak<Server>>>,
-    /// Data goes through a wire that flips a bit.
-    damage: bool,
+    /// Data goes through a wire that flips a bit, and says here when it has.
+    damage: Option<Arc<AtomicBool>>,
     privacy: Privacy,
 }
 
@@ -192,10 +199,10 @@ impl Control for OneProcess {
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         let mut answer = Control::request(&*self.server()?, request, stop)?;
-        if let (true, TransferAnswer::Granted(granted)) = (self.damage, &mut answer) {
+        if let (Some(flipped), TransferAnswer::Granted(granted)) = (&self.damage, &mut answer) {
             for source in &mut granted.ticket.sources {
                 let upstream = source.endpoint.to_string().parse().unwrap();
-                source.endpoint = bad_wire(upstream).to_string().parse().unwrap();
+                source.endpoint = bad_wire(upstream, Arc::clone(flipped)).to_string().parse().unwrap();
             }
         }
         Ok(answer)
@@ -206,12 +213,11 @@ impl Control for OneProcess {
     }
 }
 
-/// Forwards connections, and flips one bit well inside the first payload.
-fn bad_wire(upstream: SocketAddr) -> SocketAddr {
+/// Forwards connections, and flips one bit well inside the first payload, once for all who share `flipped`.
+fn bad_wire(upstream: SocketAddr, flipped: Arc<AtomicBool>) -> SocketAddr {
     const AT: usize = 30_000;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let flipped = Arc::new(AtomicBool::new(false));
     std::thread::spawn(move || {
         for client in listener.incoming() {
             let (Ok(client), Ok(server)) = (client, TcpStream::connect(upstream)) else { return };

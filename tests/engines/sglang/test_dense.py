@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 import servers
 import tiny
-from flight import of_sglang
+from flight import Flight, of_sglang
 from windlass.chunk import WeightChunk
 from windlass.errors import (
     WindlassError,
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(400)
 
 PROMPT = tiny.PROMPTS[0]
 #: So many that a request is in flight for a while.
-TOKENS = 400
+TOKENS = 900
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +125,17 @@ def test_requests_in_flight_end_as_the_pause_mode_says(
 ) -> None:
     old = label_of(server)
     order = policy.step()
-    flights = [of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
-    assert not any(flight.done for flight in flights)
-    new = load(server, order, pause=pause, cache=cache, way=way).label
+    mine = loader(server, pause=pause, cache=cache, way=way)
+    flights: list[Flight] = []
+    halt = mine._gate.halt
+
+    def begun_just_before(until: float) -> None:
+        flights.extend(of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2])
+        halt(until)
+
+    mine._gate.halt = begun_just_before  # type: ignore[method-assign]
+    new = asyncio.run(mine.load_image(order)).label
+    assert len(flights) == 2
     for flight in flights:
         answer = flight.result()
         info = answer["meta_info"]

@@ -65,6 +65,11 @@ pub trait LinkUnderTest {
         true
     }
 
+    /// Whether the damaging wire has flipped its bit by now, for a link that counts no damaged bytes as received.
+    fn damaged(&self) -> Option<bool> {
+        None
+    }
+
     /// The same with a wire that flips one bit, once, if there is a wire.
     fn damaging(&self, _home: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
         None
