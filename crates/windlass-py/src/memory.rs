@@ -123,7 +123,7 @@ pub(crate) struct Memory {
     /// Whether it may be written.
     #[pyo3(get)]
     writable: bool,
-    _owner: Arc<dyn Any + Send + Sync>,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl Memory {
@@ -134,11 +134,11 @@ impl Memory {
 
     /// What keeps it mapped.
     pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
-        Arc::clone(&self._owner)
+        Arc::clone(&self.owner)
     }
 
     /// `bytes`, which live as long as `owner`.
     pub(crate) fn new(bytes: &[u8], writable: bool, owner: Arc<dyn Any + Send + Sync>) -> Memory {
-        Memory { address: bytes.as_ptr().expose_provenance(), length: bytes.len(), writable, _owner: owner }
+        Memory { address: bytes.as_ptr().expose_provenance(), length: bytes.len(), writable, owner }
     }
 }
