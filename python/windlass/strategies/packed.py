@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
-from windlass.strategies.arena import HostArena, HostOpener
 from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, empty
 from windlass.strategies.trainer import TrainerRanks
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from windlass.chunk import WeightChunk
     from windlass.request import WeightUpdateRequest
+    from windlass.strategy import WeightLoader
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
@@ -39,12 +39,12 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
     def create_sender(self, sync_info: WeightSyncInfo) -> PackedCudaIpcTransferSender:
         """Every training rank makes one, at the same time."""
         empty(sync_info)
-        return PackedCudaIpcTransferSender(TrainerRanks(), HostArena(), self.settings.timeout)
+        return PackedCudaIpcTransferSender(TrainerRanks(), self._arena(), self.settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> PackedCudaIpcTransferReceiver:
         """Opens handles of this process's device."""
         empty(sync_info)
-        return PackedCudaIpcTransferReceiver(HostOpener())
+        return PackedCudaIpcTransferReceiver(self._opener())
 
     def get_request_type(self) -> type[PackedCudaIpcWeightUpdateRequest]:
         """Packed IPC requests."""
@@ -54,10 +54,8 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
 class PackedCudaIpcTransferSender(IpcSender):
     """One handle for each bucket."""
 
-    def _handles(
-        self, half: int, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int
-    ) -> list[IpcHandle]:
-        return [self._arena.handle(half, total)]
+    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+        return [self._arena.handle(self._arena.pack(chunk, layout, total), total)]
 
     def _request(
         self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
@@ -82,3 +80,24 @@ class PackedCudaIpcTransferReceiver(IpcReceiver):
         rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)
         for name, dtype, shape, place in rows:
             yield name, tensor_at(data, place.offset, place.bytes, dtype, shape), handle
+
+    async def receive_and_load_weights(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
+        """As always; a loader that has copies in place of code gets the bucket as it lies, without a view for each."""
+        from windlass.load.planned import PlannedLoader
+        from windlass.strategies.device import DeviceOpener
+
+        opener = self._opener
+        if not (
+            isinstance(loader, PlannedLoader)
+            and isinstance(opener, DeviceOpener)
+            and isinstance(request, PackedCudaIpcWeightUpdateRequest)
+        ):
+            await super().receive_and_load_weights(request, loader)
+            return
+        handle = self._own(request.ipc_handles, "the bucket")
+        address, _ = opener.locate(handle)
+        try:
+            loader.load_at(request.names, request.dtypes, [address + p.offset for p in request.layout])
+        finally:
+            opener.done(handle)
+        opener.check(handle)
