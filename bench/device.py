@@ -155,6 +155,16 @@ def offload(run: Run, gpu: w.Gpu, model: str) -> None:
         weights.close()
 
 
+def device_copy(run: Run, states: list[torch.Tensor]) -> float:
+    flat = torch.empty_like(states[0])
+
+    def copy(i: int) -> None:
+        flat.copy_(states[i % 2])
+        torch.cuda.synchronize()
+
+    return run.time("device_copy", copy)
+
+
 def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
     say(f"deltas of {model}")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -162,7 +172,9 @@ def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
         device, timer = Device(), Timer(run.repeats)
         state = weights.states[0]
         size = weights.bytes // 64 * 64
-        once = read_limit(device, timer, "read_once", state.data_ptr(), state.data_ptr() + size // 2, size // 2)
+        once = read_limit(
+            device, timer, "read_once", state.data_ptr(), state.data_ptr() + size // 2, size // 2
+        )
         say(f"  reading once {once:.3f} ms")
         baseline = gpu.baseline(weights.copies)
         say(f"  baseline {baseline.bytes[0] / 1e9:.2f} GB, room for records {baseline.bytes[1] / 1e9:.2f} GB")
@@ -190,14 +202,7 @@ def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
         image = weights.states[1 - version % 2]
         weights.device.dense(image.data_ptr())
         dense = run.time("dense", lambda i: weights.device.dense(weights.states[i % 2].data_ptr()))
-        flat = torch.empty_like(state)
-
-        def copy_once(i: int) -> None:
-            flat.copy_(weights.states[i % 2])
-            torch.cuda.synchronize()
-
-        copy = run.time("device_copy", copy_once)
-        del flat
+        copy = device_copy(run, weights.states)
         run.tell("dense_of_copy", dense / copy, "<= 1.5")
         digest = run.time("digest", lambda _: weights.device.digest())
         run.tell("digest_of_read", digest / once, "<= 1.5")
@@ -222,13 +227,17 @@ def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     gpu = w.Gpu.open(0)
-    say(f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}, torch {torch.__version__}; medians of {args.repeats}")
+    say(
+        f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}, torch {torch.__version__}; medians of {args.repeats}"
+    )
     run = Run(args.repeats)
     offload(run, gpu, "0.6B" if args.small else "1.7B")
     gc.collect()

@@ -63,9 +63,7 @@ def compile_program(library: ctypes.CDLL, program: str) -> str:
     """The PTX of a program."""
     files, options = PROGRAMS[program]
     handle, size = ctypes.c_void_p(), ctypes.c_size_t()
-    library.nvrtcCreateProgram(
-        ctypes.byref(handle), source(files).encode(), b"windlass.cu", 0, None, None
-    )
+    library.nvrtcCreateProgram(ctypes.byref(handle), source(files).encode(), b"windlass.cu", 0, None, None)
     given = [o.encode() for o in [*OPTIONS, *options]]
     code = library.nvrtcCompileProgram(handle, len(given), (ctypes.c_char_p * len(given))(*given))
     if code:
@@ -107,8 +105,14 @@ def main() -> None:
             wrong.append(path.name)
     left = sorted(p.name for p in SOURCES.glob("*.ptx") if p.stem not in PROGRAMS)
     if (args.check or args.check_all) and (wrong or left):
-        sys.exit(f"ptx: {', '.join(wrong + left)} were not made of these sources; run `make ptx` and commit them")
-    sys.stdout.write(f"ptx: {len(PROGRAMS)} programs, {len(wrong)} written\n" if library and not args.check_all else "ptx: up to date\n")
+        sys.exit(
+            f"ptx: {', '.join(wrong + left)} were not made of these sources; run `make ptx` and commit them"
+        )
+    sys.stdout.write(
+        f"ptx: {len(PROGRAMS)} programs, {len(wrong)} written\n"
+        if library and not args.check_all
+        else "ptx: up to date\n"
+    )
 
 
 if __name__ == "__main__":

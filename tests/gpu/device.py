@@ -167,7 +167,10 @@ def test_a_device_says_what_it_is(gpu: w.Gpu) -> str:
     free, total = gpu.memory()
     assert 0 < free < total
     assert w.Gpu.by_uuid(gpu.uuid).ordinal == gpu.ordinal == 0
-    for wrong, kind in ((lambda: w.Gpu.open(99), WindlassNotFound), (lambda: w.Gpu.by_uuid("GPU-0"), WindlassNotFound)):
+    for wrong, kind in (
+        (lambda: w.Gpu.open(99), WindlassNotFound),
+        (lambda: w.Gpu.by_uuid("GPU-0"), WindlassNotFound),
+    ):
         refuse(wrong, kind, "visible")
     return f"{gpu.name}, CUDA {gpu.cuda}"
 
@@ -186,7 +189,13 @@ def test_tensors_of_every_shape_reach_the_slot(gpu: w.Gpu) -> str:
         for version in (1, 2, 3, 4):
             if version == 3:  # They moved, and changed.
                 for s in t.sources:
-                    s.tensor = torch.empty_strided(s.tensor.shape, s.tensor.stride(), dtype=s.tensor.dtype, device="cuda").copy_(s.tensor * 3) if s.name != "repeated" else s.tensor
+                    s.tensor = (
+                        torch.empty_strided(
+                            s.tensor.shape, s.tensor.stride(), dtype=s.tensor.dtype, device="cuda"
+                        ).copy_(s.tensor * 3)
+                        if s.name != "repeated"
+                        else s.tensor
+                    )
             assert t.publish(gpu, version), "straight into the slot"
             with t.held() as held:
                 assert np.array_equal(memory(held.memory()), t.want()), f"version {version}"
@@ -323,7 +332,9 @@ def test_memory_that_is_not_there_is_told_in_numbers(gpu: w.Gpu) -> str:
         baseline = gpu.baseline(t.copies, t.casts)
         refuse(lambda: baseline.reset([host.data_ptr()], 1, stream()), WindlassInvalid, "not memory of GPU 0")
         pinned = host.pin_memory()
-        refuse(lambda: baseline.reset([pinned.data_ptr()], 1, stream()), WindlassInvalid, "pinned host memory")
+        refuse(
+            lambda: baseline.reset([pinned.data_ptr()], 1, stream()), WindlassInvalid, "pinned host memory"
+        )
         assert baseline.version is None
         t.publisher.begin(1, 30.0)
         direct = lambda: t.publisher.copy_device(gpu, t.copies, [host.data_ptr()], stream(), t.casts)  # noqa: E731
@@ -331,7 +342,9 @@ def test_memory_that_is_not_there_is_told_in_numbers(gpu: w.Gpu) -> str:
         t.publisher.abort()
     columns = Source("c", draw(1000, 3000)[:, :1000])
     with trainer([columns]) as t:
-        refuse(lambda: gpu.baseline(t.copies, t.casts), WindlassUnsupported, "'c'".replace("'", '"'), "cut table")
+        refuse(
+            lambda: gpu.baseline(t.copies, t.casts), WindlassUnsupported, "'c'".replace("'", '"'), "cut table"
+        )
     return "told"
 
 
@@ -454,7 +467,9 @@ def test_images_and_deltas_reach_fused_parameters(gpu: w.Gpu) -> str:
             if version >= 3:
                 # Twice is once, except in tensors that are not held once.
                 engine.device.set_sums(sums(t, last))
-                again = engine.device.apply(engine.device.stage(delta, [s.name for s in t.sources if s.name != "same"]), stream())
+                again = engine.device.apply(
+                    engine.device.stage(delta, [s.name for s in t.sources if s.name != "same"]), stream()
+                )
                 assert again[0] == 0 and again[1] > 0, again
                 engine.check(last)
         # Weights that are not those of the base are refused.

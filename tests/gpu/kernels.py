@@ -230,8 +230,10 @@ def test_fp32_weights_are_cast_as_torch_does(s: Setting) -> str:
 
 
 def test_what_does_not_fit_is_told_and_nothing_is_written_beyond(s: Setting) -> str:
+    # Whole blocks with many changes take a CPU minutes.
+    units = 65_536 if s.scale >= 1 else 9_000
     tensors = [
-        s.draw.tensor("BF16", 65_536, r, "mixed", "weights") for r in (0.01, 0.02, 0.2, 1.0) * s.some(3)
+        s.draw.tensor("BF16", units, r, "mixed", "weights") for r in (0.01, 0.02, 0.2, 1.0) * s.some(3)
     ]
     records, changes = codec.parse(codec.container(s.windlass, tensors))
     need = sum(-(-len(r.payload) // 4) * 4 for r in records.values())
@@ -440,7 +442,9 @@ def test_copies_are_rounded_as_torch_does(s: Setting) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", action="store_true", help="run the kernels on the CPU")
-    parser.add_argument("--windlass", default="target/release/windlass", help="the command, with its first words")
+    parser.add_argument(
+        "--windlass", default="target/release/windlass", help="the command, with its first words"
+    )
     parser.add_argument("--patience", type=float, default=900, help="seconds that a test may take")
     parser.add_argument("--scale", type=float, help="how much data; 1 on a GPU")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))

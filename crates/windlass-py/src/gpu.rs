@@ -104,7 +104,8 @@ impl Gpu {
         let (address, bytes, writable) = memory.place();
         let owner = memory.owner();
         enter(py, None, |_| {
-            let made = Registration::new(&self.0, (address, bytes as u64), !writable, owner)?;
+            let at = std::ptr::with_exposed_provenance_mut(address);
+            let made = Registration::new(&self.0, (at, bytes), !writable, owner)?;
             Ok(Registered(Mutex::new(Some(made))))
         })
     }

@@ -128,8 +128,8 @@ pub(crate) struct Memory {
 
 impl Memory {
     /// Where it is, how many bytes it has, and whether it may be written.
-    pub(crate) fn place(&self) -> (*mut u8, usize, bool) {
-        (std::ptr::with_exposed_provenance_mut(self.address), self.length, self.writable)
+    pub(crate) fn place(&self) -> (usize, u64, bool) {
+        (self.address, self.length as u64, self.writable)
     }
 
     /// What keeps it mapped.
