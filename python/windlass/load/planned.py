@@ -95,14 +95,14 @@ class PlannedLoader(WeightLoader):
                     )
                 read = address + copy.source_offset * item
                 write = target.data_ptr() + copy.target_offset * item
-                rows.append(
-                    strided(read, write, copy.sizes, copy.target_strides, copy.source_strides, item)
-                )
+                rows.append(strided(read, write, copy.sizes, copy.target_strides, copy.source_strides, item))
         plain = [(read, write, run, list(dims)) for read, write, run, dims in rows]
         there = [target.data_ptr() for target in self._targets]
         return _windlass.CopyTable(self._gpu, plain, [*addresses, *there])
 
     def _of(self, name: str) -> list[Copy]:
         if name not in self._copies:
-            raise WindlassNotFound(f"the plan has no copies of {name!r}", "trace the load again, with this tensor")
+            raise WindlassNotFound(
+                f"the plan has no copies of {name!r}", "trace the load again, with this tensor"
+            )
         return self._copies[name]

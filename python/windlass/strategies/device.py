@@ -365,7 +365,9 @@ class _Share:
 
     def _introduce(self, visit: Visit, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if words.get("gpu") != self._gpu.uuid:
-            raise WindlassInvalid(f"this memory is on {self._gpu.uuid}, and the engine on {words.get('gpu')!r}")
+            raise WindlassInvalid(
+                f"this memory is on {self._gpu.uuid}, and the engine on {words.get('gpu')!r}"
+            )
         try:
             handles = [bytes.fromhex(handle) for handle in words["done"]]
         except (TypeError, ValueError) as e:
@@ -557,7 +559,9 @@ class DeviceOpener(Opener):
             for signal in signals:
                 signal.close()
             guest.close()
-            if isinstance(e, (KeyError, IndexError, TypeError, ValueError)) and not isinstance(e, WindlassInvalid):
+            if isinstance(e, (KeyError, IndexError, TypeError, ValueError)) and not isinstance(
+                e, WindlassInvalid
+            ):
                 raise WindlassInvalid(f"{path} answered what makes no sense: {e!r}") from e
             raise
 

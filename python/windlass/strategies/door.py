@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -263,13 +264,10 @@ class Guest:
         return self._connection.fileno()
 
     def is_there(self) -> bool:
-        """Whether the other side has not hung up. It never speaks unasked."""
-        try:
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        """Whether the other side has not hung up."""
+        look = select.poll()
+        look.register(self._connection, select.POLLRDHUP)
+        return not look.poll(0)
 
     def ask(self, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The answer, and descriptors that are the caller's to close."""
