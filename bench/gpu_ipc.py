@@ -7,7 +7,7 @@ Needs a CUDA device, torch and the built extension. Layouts are those of `bench/
 | figure | what |
 |---|---|
 | copy | one device-to-device copy of as many bytes, until it is done |
-| packed, load | the engine's side of the packed strategy: from the text of a request to parameters that hold it, summed over the buckets of a sync; reading the request, control and waiting for the GPU included |
+| packed, load | the engine's side of the packed strategy: from the text of a request to parameters that hold it, summed over the buckets of a sync; reading the request, control and waiting for the GPU included. The bucket is packed before; the next one is being packed meanwhile |
 | packed, sync | the trainer's side, all of it: packing, requests, answers, until no copy is under way |
 | lent, load and sync | the same for a handle per parameter: nothing is packed |
 | torch, load | parameters by torch's own reductions, each copied to its place: from the pickle to the end of the copies |
@@ -146,6 +146,9 @@ class Client:
         self.pipe, self.waits, self.spent = pipe, True, 0.0
 
     async def update_weights(self, request: Any) -> None:
+        if self.waits:
+            # What is packed for this request is there when the engine begins.
+            torch.cuda.synchronize()
         self.pipe.send("update" if self.waits else "go")
         self.pipe.send_bytes(request.to_json().encode())
         told = await asyncio.to_thread(self.pipe.recv)
@@ -204,7 +207,7 @@ def measure(model: str, repeats: int) -> dict[str, Any]:
         label = f"{'lent' if kind == 'cuda_ipc' else 'packed'}, {len(chunks)} of {gigabytes} GB"
         with strategy.create_sender(strategy.create_sync_info()) as sender:
             loads, syncs = [], []
-            for i in range(3 + repeats):
+            for _ in range(3 + repeats):
                 client.waits, client.spent = True, 0.0
                 asyncio.run(sender.send_chunks(chunks, client))
                 loads.append(client.spent)
@@ -219,7 +222,7 @@ def measure(model: str, repeats: int) -> dict[str, Any]:
             say(f"  {'of copy':26} load {ratio[label + ', load']:.2f}, sync {ratio[label + ', sync']:.2f}")
             ask(kind)
     times = []
-    for i in range(3 + repeats):
+    for _ in range(3 + repeats):
         here.send("torch")
         here.send_bytes(bytes(ForkingPickler.dumps(list(weights.items()))))
         times.append(here.recv())

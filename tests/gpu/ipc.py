@@ -299,15 +299,30 @@ kind, idle = sys.argv[1], int(sys.argv[2])
 weights = {{f"w{{i}}": torch.arange(1 << 20, device="cuda").float() for i in range(4)}}
 torch.cuda.synchronize()
 class Client:
+    number = 0
     async def update_weights(self, request):
+        self.number += 1
         ipc.say(json.dumps(request.to_dict()))
-        await asyncio.sleep(600)
-with ipc.sender(kind) as made:
+        # The first is answered; the second never is.
+        await asyncio.to_thread(sys.stdin.readline)
+def chunks():
+    yield from ipc.buckets(weights, 1)
     if idle:
-        torch.cuda._sleep(ipc.LONG)
-        torch.cuda._sleep(ipc.LONG)
-    asyncio.run(made.send_chunks(ipc.buckets(weights, 1), Client()))
+        for _ in range(4):
+            torch.cuda._sleep(ipc.LONG)
+    yield from ipc.buckets(weights, 1)
+with ipc.sender(kind) as made:
+    asyncio.run(made.send_chunks(chunks(), Client()))
 """
+
+
+def waits(pid: int) -> bool:
+    """Whether a process is in a call that takes its time."""
+    names = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return "windlass-call" in names
 
 
 def test_a_trainer_that_is_killed_in_the_middle() -> None:
@@ -316,16 +331,20 @@ def test_a_trainer_that_is_killed_in_the_middle() -> None:
         with engine(kind) as to:
             for idle in (0, 1):
                 trainer = subprocess.Popen(
-                    [sys.executable, "-c", program, kind, str(idle)], stdout=subprocess.PIPE, text=True
-                )
-                assert trainer.stdout is not None
+                    [sys.executable, "-c", program, kind, str(idle)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                )  # fmt: skip
+                assert trainer.stdout is not None and trainer.stdin is not None
+                to.ask("update", request=json.loads(trainer.stdout.readline()))
+                assert set(to.ask("digests").values()) == {digest(torch.arange(1 << 20).float())}
+                trainer.stdin.write("\n")
+                trainer.stdin.flush()
                 request = json.loads(trainer.stdout.readline())
-                if idle == 0:
-                    to.ask("update", request=request)
-                    assert set(to.ask("digests").values()) == {digest(torch.arange(1 << 20).float())}
-                else:
-                    # The engine waits for work of a GPU that is killed while it waits.
+                if idle:
+                    # The engine waits for work of a GPU, and the process is killed while it waits.
                     to.tell("update", request=request)
+                    while not waits(to.process.pid):
+                        time.sleep(0.001)
                 os.kill(trainer.pid, signal.SIGKILL)
                 began = time.monotonic()
                 trainer.wait(timeout=30)
@@ -337,6 +356,7 @@ def test_a_trainer_that_is_killed_in_the_middle() -> None:
                     raise AssertionError("a dead trainer's memory was taken for good")
                 except RuntimeError as e:
                     assert "WindlassPeerLost" in str(e), e
+                    assert idle == 0 or "waiting for the GPU work" in str(e), e
                     say(f"  {kind}, GPU {'busy' if idle else 'idle'}: {time.monotonic() - began:.2f} s: {e}")
                 assert time.monotonic() - began < 30
             # And the engine serves the next one.

@@ -187,7 +187,7 @@ def test_a_closed_door_has_ended_its_visits_and_threads(tmp_path: Path) -> None:
         ("vmm_fd", b"not json", "says nothing of an arena"),
         ("vmm_fd", b"[]", "says nothing of an arena"),
         ("vmm_fd", b'{"arena": "/etc/passwd", "half": 0, "turn": 1}', "no door in"),
-        ("vmm_fd", b'{"arena": "/dev/shm/windlass-door-x", "half": 2, "turn": 1}', "no door in"),
+        ("vmm_fd", b'{"arena": "/dev/shm/windlass-door-x", "half": 2, "turn": 1}', "names half 2"),
         ("vmm_fd", b'{"arena": "/dev/shm/windlass-arena-x", "half": 0, "turn": 1}', "no door in"),
         ("legacy", bytes(64), "says nothing of when"),
     ],

@@ -34,6 +34,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,8 @@ class DeviceArena(Arena):
         return half
 
     def _gather(self, share: _Share, half: int, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
-        rows, addresses, far = [], [], []
+        rows: list[Row] = []
+        addresses, far = [], []
         for tensor, offset in zip(tensors, at, strict=True):
             if tensor.numel() == 0:
                 continue
@@ -191,9 +193,12 @@ class DeviceArena(Arena):
                     f"a tensor is on {tensor.device}, and this rank exports memory of cuda:{self._gpu.ordinal}",
                     "each training rank publishes tensors of its own device",
                 )
-            shape = tuple(tensor.shape)
             address, item = tensor.data_ptr(), tensor.element_size()
-            rows.append(strided(address, offset, shape, _dense(shape), tensor.stride(), item))
+            if tensor.is_contiguous():
+                rows.append((address, offset, tensor.numel() * item, ()))
+            else:
+                shape = tuple(tensor.shape)
+                rows.append(strided(address, offset, shape, _dense(shape), tensor.stride(), item))
             addresses.append(address)
         if rows:
             table = self._table(tuple(rows), addresses)
@@ -446,6 +451,23 @@ class _Host:
             signal.close()
 
 
+@lru_cache(maxsize=1024)
+def _parse(text: bytes) -> _Place:
+    """Handles to one allocation say the same, parameter after parameter."""
+    try:
+        told = json.loads(text)
+        number = told.get("allocation")
+        place = _Place(
+            str(told["arena"]), int(told["half"]), int(told["turn"]), int(told.get("sync", 0)),
+            None if number is None else int(number),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise WindlassInvalid(f"a handle says nothing of an arena: {e}") from e
+    if place.half not in (0, 1):
+        raise WindlassInvalid(f"a handle names half {place.half} of an arena, which has two")
+    return place
+
+
 class DeviceOpener(Opener):
     """Opens memory that a :class:`DeviceArena` of another process on this device exports."""
 
@@ -458,7 +480,10 @@ class DeviceOpener(Opener):
     def locate(self, handle: IpcHandle) -> tuple[int, int]:
         """The address and the bytes of a handle, once the trainer's GPU has filled them."""
         place = self._read(handle)
-        host = self._met(place.arena)
+        host = self._host
+        # Once for a bucket: many handles are of the same turn.
+        if host is None or host.guest.path != place.arena or host.passed[place.half] != place.turn:
+            host = self._met(place.arena)
         self._check_turn(host, place)
         memory = host.memory if place.allocation is None else self._allocation(host, place)
         if memory is None or handle.offset + handle.size > memory.bytes:
@@ -508,17 +533,11 @@ class DeviceOpener(Opener):
                 f"a handle of kind {handle.kind!r} says nothing of when its memory is ready, or whose it is",
                 "both sides must use windlass",
             )
-        try:
-            told = json.loads(handle.handle)
-            number = told.get("allocation")
-            place = _Place(
-                str(told["arena"]), int(told["half"]), int(told["turn"]), int(told.get("sync", 0)),
-                None if number is None else int(number),
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise WindlassInvalid(f"a handle of kind {handle.kind} says nothing of an arena: {e}") from e
-        path = Path(place.arena)
-        if path.parent != self._folder or not path.name.startswith(PREFIX) or place.half not in (0, 1):
+        place = _parse(handle.handle)
+        if (
+            not place.arena.startswith(f"{self._folder}/{PREFIX}")
+            or "/" in place.arena[len(str(self._folder)) + 1 :]
+        ):
             raise WindlassInvalid(f"a handle names {place.arena!r}, which is no door in {self._folder}")
         return place
 

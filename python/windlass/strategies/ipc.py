@@ -250,6 +250,10 @@ class CudaIpcTransferSender(IpcSender):
         )
 
 
+#: Names and dtypes.
+_Columns = tuple[list[str], list[str]]
+
+
 class IpcReceiver(WeightTransferReceiver):
     """Opens handles of its own device. Tensors are the trainer's memory: valid until the request is answered."""
 
@@ -285,7 +289,12 @@ class IpcReceiver(WeightTransferReceiver):
             self._opener.check(last)
 
     async def receive_and_load_weights(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
-        """Loads, and makes sure that what was loaded had not changed meanwhile."""
+        """Loads, and makes sure that what was loaded had not changed meanwhile.
+
+        A loader that has copies in place of code gets addresses, without a view for each tensor.
+        """
+        if await self._planned(request, loader):
+            return
         held = [(name, tensor, handle) for name, tensor, handle in self._opened(request)]
         try:
             await loader.load_weights([(name, tensor) for name, tensor, _ in held])
@@ -296,6 +305,33 @@ class IpcReceiver(WeightTransferReceiver):
                 self._opener.done(held[0][2])
         if held:
             self._opener.check(held[0][2])
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        """The names and dtypes of a request, and for each parameter its handle and where it begins in that."""
+        raise NotImplementedError
+
+    async def _planned(self, request: WeightUpdateRequest, loader: WeightLoader) -> bool:
+        """Whether the loader could be given addresses, and was."""
+        from windlass.load.planned import PlannedLoader
+        from windlass.strategies.device import DeviceOpener
+
+        opener = self._opener
+        if not (isinstance(loader, PlannedLoader) and isinstance(opener, DeviceOpener)):
+            return False
+        (names, dtypes), places = self._rows(request)
+        if not places:
+            return True
+        addresses, base, last = [], 0, None
+        for handle, offset in places:
+            if handle is not last:
+                base, last = opener.locate(handle)[0], handle
+            addresses.append(base + offset)
+        try:
+            loader.load_at(names, dtypes, addresses)
+        finally:
+            opener.done(places[0][0])
+        opener.check(places[0][0])
+        return True
 
     def release(self) -> None:
         """Lets go of the trainer's memory until the next request, for an engine that sleeps."""
@@ -309,13 +345,22 @@ class IpcReceiver(WeightTransferReceiver):
 class CudaIpcTransferReceiver(IpcReceiver):
     """Opens a handle for each parameter."""
 
-    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
-        from windlass.memory import tensor_at
-
+    def _checked(self, request: WeightUpdateRequest) -> CudaIpcWeightUpdateRequest:
         if not isinstance(request, CudaIpcWeightUpdateRequest):
             raise WindlassInvalid(
                 f"the request is {type(request).__name__}: this engine opens a handle per parameter"
             )
+        return request
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        request = self._checked(request)
+        handles = zip(request.names, request.ipc_handles, strict=True)
+        return (request.names, request.dtypes), [(self._own(h, name), 0) for name, h in handles]
+
+    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
+        from windlass.memory import tensor_at
+
+        request = self._checked(request)
         rows = zip(request.names, request.dtypes, request.shapes, request.ipc_handles, strict=True)
         for name, dtype, shape, handles in rows:
             handle = self._own(handles, repr(name))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
-from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, empty
+from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, _Columns, empty
 from windlass.strategies.trainer import TrainerRanks
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from windlass.chunk import WeightChunk
     from windlass.request import WeightUpdateRequest
-    from windlass.strategy import WeightLoader
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
@@ -68,36 +67,24 @@ class PackedCudaIpcTransferSender(IpcSender):
 class PackedCudaIpcTransferReceiver(IpcReceiver):
     """Opens one handle, and takes the parameters out of it by the layout."""
 
-    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
-        from windlass.memory import tensor_at
-
+    def _checked(self, request: WeightUpdateRequest) -> PackedCudaIpcWeightUpdateRequest:
         if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
             raise WindlassInvalid(
                 f"the request is {type(request).__name__}: this engine opens packed buckets"
             )
+        return request
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        request = self._checked(request)
+        handle = self._own(request.ipc_handles, "the bucket")
+        return (request.names, request.dtypes), [(handle, place.offset) for place in request.layout]
+
+    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
+        from windlass.memory import tensor_at
+
+        request = self._checked(request)
         handle = self._own(request.ipc_handles, "the bucket")
         data = self._opener.open(handle)
         rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)
         for name, dtype, shape, place in rows:
             yield name, tensor_at(data, place.offset, place.bytes, dtype, shape), handle
-
-    async def receive_and_load_weights(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
-        """As always; a loader that has copies in place of code gets the bucket as it lies, without a view for each."""
-        from windlass.load.planned import PlannedLoader
-        from windlass.strategies.device import DeviceOpener
-
-        opener = self._opener
-        if not (
-            isinstance(loader, PlannedLoader)
-            and isinstance(opener, DeviceOpener)
-            and isinstance(request, PackedCudaIpcWeightUpdateRequest)
-        ):
-            await super().receive_and_load_weights(request, loader)
-            return
-        handle = self._own(request.ipc_handles, "the bucket")
-        address, _ = opener.locate(handle)
-        try:
-            loader.load_at(request.names, request.dtypes, [address + p.offset for p in request.layout])
-        finally:
-            opener.done(handle)
-        opener.check(handle)
