@@ -8,12 +8,46 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Chunker", "Copies", "Held", "Layout", "LoadPlan", "Memory", "Publisher", "Receiver", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
 The version of the package.
 """
+
+@final
+class Baseline:
+    """
+    The last published state of a rank's weights, in device memory.
+    """
+    @property
+    def blocks(self, /) -> int:
+        """
+        How many blocks are this rank's.
+        """
+    @property
+    def bytes(self, /) -> tuple[int, int]:
+        """
+        Device memory that it takes: for the weights, and for the records of a pass.
+        """
+    def digest(self, /) -> str | None:
+        """
+        The digest of what it holds, if all of the model is this rank's.
+        """
+    def encode(self, /, addresses: SupportsGetItem[int, SupportsIndex], base: SupportsIndex, version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> DeltaRecords:
+        """
+        The records that lead from version `base`, which it must hold, to the tensors at `addresses`, which it
+        holds as `version` afterwards. Stale if it does not: publish a copy.
+        """
+    def reset(self, /, addresses: SupportsGetItem[int, SupportsIndex], version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Takes the tensors at `addresses` as `version`, whatever it held.
+        """
+    @property
+    def version(self, /) -> int | None:
+        """
+        The version that it holds.
+        """
 
 @final
 class Chunker:
@@ -48,6 +82,198 @@ class Copies:
     def bytes(self, /) -> int:
         """
         How many bytes they copy.
+        """
+
+@final
+class CopyTable:
+    """
+    Many copies within a GPU that are started at once.
+    """
+    def __new__(cls, /, gpu: Gpu, rows: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]]], addresses: SupportsGetItem[int, SupportsIndex]) -> CopyTable:
+        """
+        `rows` are (offset where it reads, offset where it writes, bytes of a run, [(count, stride where it writes, stride
+        where it reads)]), outermost first. `addresses` must be memory of the GPU.
+        """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes that it copies.
+        """
+    def start(self, /, read: tuple[SupportsIndex, SupportsIndex] | None, write: tuple[SupportsIndex, SupportsIndex] | None, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Starts the copies between two ranges, each an address and its bytes, on a stream, and does not wait for them. Where
+        rows have addresses in place of offsets, the range is `None`.
+        """
+
+@final
+class DeltaRecords:
+    """
+    What changed between two versions, in pinned host memory.
+    """
+    def __len__(self, /) -> int: ...
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes of all records.
+        """
+    @property
+    def changes(self, /) -> int:
+        """
+        Units that changed.
+        """
+    def container(self, /) -> bytes:
+        """
+        A container of these records. Its digests are zero where a part of the model is another rank's.
+        """
+    @property
+    def lost(self, /) -> int:
+        """
+        Records that found no room on the device and came as dense ones.
+        """
+
+@final
+class DevicePlan:
+    """
+    A load plan for parameters on a GPU. Whatever is given up, by its timeout or by Ctrl-C, may leave a mixture: load
+    again, whole.
+    """
+    def apply(self, /, staged: StagedDelta, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
+        already). Corrupt if a record does not fit what is there; the parameters are a mixture then.
+        """
+    def dense(self, /, image: SupportsIndex, stream: SupportsIndex = 0, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Copies all of the image whose data begins at `image` on this device, or of the tensors in `only`, to the
+        parameters: (bytes, copies).
+        """
+    def dense_held(self, /, held: Held, stream: SupportsIndex = 0, threads: SupportsIndex = 1, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
+        """
+        Copies all of `held`, or of the tensors in `only`, to the parameters: (bytes, copies).
+        """
+    def digest(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> str:
+        """
+        The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
+        """
+    def set_sums(self, /, sums: bytes | None) -> None:
+        """
+        The sums of the blocks of what the parameters hold, sixteen bytes each in the order of blocks, by which records
+        are checked from now on; `None`: not any more.
+        """
+    def stage(self, /, delta: bytes, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> StagedDelta:
+        """
+        Brings a delta, a container of plain records, to the device. The parameters are not touched.
+        """
+    def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
+        """
+        Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
+        the reason, if they were not kept.
+        """
+
+@final
+class Exported:
+    """
+    How memory of somebody else on this GPU can be had by another process.
+    """
+    def __new__(cls, /, gpu: Gpu, address: SupportsIndex, bytes: SupportsIndex) -> Exported:
+        """
+        Finds out for `bytes` at `address`. Unsupported, with the reason, if it cannot be had.
+        """
+    @property
+    def base(self, /) -> int:
+        """
+        Where its allocation begins.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        Bytes of its allocation.
+        """
+    def descriptors(self, /) -> list[int]:
+        """
+        Descriptors of the granules, which the caller closes.
+        """
+    @property
+    def granules(self, /) -> list[int]:
+        """
+        Bytes of the granules of virtual memory.
+        """
+    @property
+    def handle(self, /) -> bytes | None:
+        """
+        The handle of legacy memory.
+        """
+    def is_there(self, /) -> bool:
+        """
+        Whether the same memory is still there.
+        """
+
+@final
+class Gpu:
+    """
+    A GPU, shared with torch: its number, name, UUID and what it can do.
+    """
+    def baseline(self, /, copies: Copies, casts: SupportsGetItem[int, bool] | None = None, room: SupportsIndex | None = None) -> Baseline:
+        """
+        The state of the tensors that `copies` publishes, kept on this device. Where `casts` is true, the tensor is fp32
+        and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+        """
+    @staticmethod
+    def by_uuid(uuid: str) -> Gpu:
+        """
+        The device of this UUID, with or without "GPU-".
+        """
+    def can_reach(self, /, other: Gpu) -> bool:
+        """
+        Whether its kernels can reach the memory of `other`.
+        """
+    @property
+    def capability(self, /) -> tuple[int, int]:
+        """
+        Its compute capability.
+        """
+    @staticmethod
+    def count() -> int:
+        """
+        How many devices are visible.
+        """
+    @property
+    def cuda(self, /) -> tuple[int, int]:
+        """
+        The version of CUDA that the driver supports.
+        """
+    def load_plan(self, /, plan: LoadPlan, addresses: SupportsGetItem[int, SupportsIndex]) -> DevicePlan:
+        """
+        `plan` for parameters of this device, whose addresses are given in the order of its targets.
+        """
+    def memory(self, /) -> tuple[int, int]:
+        """
+        Bytes that are free, and all of them.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its name.
+        """
+    @staticmethod
+    def open(ordinal: SupportsIndex) -> Gpu:
+        """
+        The device of this number, as torch counts them. Unsupported, with the reason, where there is no driver, too old
+        a one, or no device.
+        """
+    @property
+    def ordinal(self, /) -> int:
+        """
+        Its number.
+        """
+    def register(self, /, memory: Memory) -> Registered:
+        """
+        Pins host memory for DMA, until the answer is closed. Exhausted if the system refuses.
+        """
+    @property
+    def uuid(self, /) -> str:
+        """
+        "GPU-" and its UUID.
         """
 
 @final
@@ -194,6 +420,36 @@ class Memory:
         """
 
 @final
+class Opened:
+    """
+    Memory of a GPU that another process exported.
+    """
+    @property
+    def address(self, /) -> int:
+        """
+        Where it is in this process.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        How many bytes it has.
+        """
+    def close(self, /) -> None:
+        """
+        Lets go of it. Nothing may be under way.
+        """
+    @staticmethod
+    def granules(gpu: Gpu, descriptors: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex]) -> Opened:
+        """
+        By descriptors of granules, which the caller closes, and their sizes.
+        """
+    @staticmethod
+    def legacy(gpu: Gpu, handle: bytes) -> Opened:
+        """
+        By the 64 bytes of its handle.
+        """
+
+@final
 class Publisher:
     """
     One rank of a publisher: makes or joins a region and writes its share of each version.
@@ -217,6 +473,12 @@ class Publisher:
     def copy(self, /, copies: Copies, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
         """
         Copies the memory at `addresses`, one for each copy of the plan, into the slot.
+        """
+    def copy_device(self, /, gpu: Gpu, copies: Copies, addresses: SupportsGetItem[int, SupportsIndex], stream: SupportsIndex = 0, casts: SupportsGetItem[int, bool] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> bool:
+        """
+        Copies tensors of a GPU at `addresses`, one for each copy of the plan, into the slot, once `stream` has come to where
+        it is now. Where `casts` is true, the tensor is fp32, with strides of fp32, and the slot gets bf16. Answers whether
+        DMA went straight into the slot; if not, the system refused to pin it.
         """
     @staticmethod
     def create(dir: str | PathLike[str], model_id: str, layout: Layout, *, ranks: SupportsIndex = 1, part: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None = None, incarnation: str | None = None, group: bool = False, memfd: str = "auto", extra_bytes: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 5.0) -> Publisher:
@@ -313,6 +575,82 @@ class Receiver:
         """
         Waits until the publisher has something newer than the image: (incarnation, version), or `None` if nothing
         came within `timeout`.
+        """
+
+@final
+class Registered:
+    """
+    Host memory that DMA may reach.
+    """
+    def close(self, /) -> None:
+        """
+        Lets go of it. Nothing may be under way.
+        """
+
+@final
+class SharedMemory:
+    """
+    Memory of a GPU that other processes open by its handle.
+    """
+    def __new__(cls, /, gpu: Gpu, bytes: SupportsIndex) -> SharedMemory:
+        """
+        So many bytes on `gpu`, of any content.
+        """
+    @property
+    def address(self, /) -> int:
+        """
+        Where it is in this process.
+        """
+    def close(self, /) -> None:
+        """
+        Gives it back. Those who have it open keep it until they close it.
+        """
+    @property
+    def handle(self, /) -> bytes:
+        """
+        The 64 bytes by which another process opens it.
+        """
+
+@final
+class Signal:
+    """
+    A point in a stream that two processes know.
+    """
+    def __new__(cls, /, gpu: Gpu, handle: bytes | None = None) -> Signal:
+        """
+        One of this process, or, with a handle, of another.
+        """
+    def close(self, /) -> None:
+        """
+        Gives it back.
+        """
+    @property
+    def handle(self, /) -> bytes:
+        """
+        The 64 bytes by which another process opens it.
+        """
+    def record(self, /, stream: SupportsIndex) -> None:
+        """
+        Puts it behind all that was started on the stream so far.
+        """
+    def wait(self, /, peer: SupportsIndex | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Waits until it is passed; PeerLost if the socket `peer` ends before.
+        """
+
+@final
+class StagedDelta:
+    """
+    A delta on the device, for one plan.
+    """
+    def __len__(self, /) -> int:
+        """
+        Records that reach this worker.
+        """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes that it takes on the device.
         """
 
 @final

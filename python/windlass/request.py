@@ -223,7 +223,13 @@ def _read_identity(value: Any) -> Identity:
 
 
 def _read_layout(value: Any) -> list[PackedTensor]:
-    return [PackedTensor(**record) for record in value]
+    # Judged already, and there are hundreds in the pause of an engine: without the constructor of a frozen class.
+    layout = []
+    for record in value:
+        made = object.__new__(PackedTensor)
+        made.__dict__.update(record)
+        layout.append(made)
+    return layout
 
 
 _READ = {"ipc_handles": _read_handles, "identity": _read_identity, "layout": _read_layout}

@@ -9,6 +9,7 @@ use windlass_core::error::Kind;
 use windlass_data::copies::{Copy, Dim};
 use windlass_data::cuda::StreamHandle;
 use windlass_data::cuda::ipc::{self, Row, Way};
+use windlass_data::stop::Stop;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
@@ -103,7 +104,7 @@ impl Exported {
 
     /// Bytes of its allocation.
     #[getter]
-    fn bytes(&self) -> u64 {
+    fn size(&self) -> u64 {
         self.found.bytes
     }
 
@@ -172,7 +173,7 @@ impl Opened {
 
     /// How many bytes it has.
     #[getter]
-    fn bytes(&self) -> PyResult<u64> {
+    fn size(&self) -> PyResult<u64> {
         Ok(self.made.with("memory", |m| Ok(m.bytes()))?)
     }
 
@@ -222,6 +223,10 @@ impl Signal {
     #[pyo3(signature = (peer = None, timeout = 60.0))]
     fn wait(&self, py: Python<'_>, peer: Option<i32>, timeout: f64) -> PyResult<()> {
         self.home.check("signal")?;
+        // It often is: a thread to wait in would cost more than the look.
+        if self.made.with("signal", |s| Ok(s.is_past()?))? {
+            return Ok(());
+        }
         enter(py, Some(timeout), |stop| {
             self.made.with("signal", |s| {
                 Ok(s.wait(peer, "waiting for the GPU work of the other process", stop)?)
@@ -279,10 +284,18 @@ impl CopyTable {
         timeout: f64,
     ) -> PyResult<()> {
         self.home.check("table")?;
-        enter(py, Some(timeout), |stop| {
+        let work = |stop: &Stop| {
             let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
             let (read, write) = (read.unwrap_or(ipc::ALL), write.unwrap_or(ipc::ALL));
             Ok(made.start(read, write, StreamHandle(stream), stop)?)
-        })
+        };
+        let is_at_once = {
+            let made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+            made.starts_at_once(StreamHandle(stream))
+        };
+        if is_at_once {
+            return Ok(py.detach(|| work(&Stop::never()))?);
+        }
+        enter(py, Some(timeout), work)
     }
 }

@@ -345,7 +345,7 @@ class _Share:
 
     def allocation(self, exported: Any) -> int:
         """The number of an allocation, the same for as long as it is there."""
-        key = (exported.base, exported.bytes)
+        key = (exported.base, exported.size)
         number = self._numbers.get(key)
         if number is not None and self._allocations[number].is_there():
             return number
@@ -634,4 +634,4 @@ class DeviceOpener(Opener):
 
 
 def _allocation(opened: Any) -> _Allocation:
-    return _Allocation(opened, opened.address, opened.bytes)
+    return _Allocation(opened, opened.address, opened.size)

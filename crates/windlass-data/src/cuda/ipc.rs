@@ -438,6 +438,12 @@ impl Signal {
         self.event.record(stream.raw())
     }
 
+    /// Whether it is passed.
+    pub fn is_past(&self) -> Result<bool, CudaError> {
+        let _current = self.event.gpu().current()?;
+        self.event.is_past("looking at a signal")
+    }
+
     /// Waits until it is passed. With a socket to the peer, an end of that ends the wait: `PeerLost`.
     pub fn wait(&self, peer: Option<RawFd>, stage: &'static str, stop: &Stop) -> Result<(), CudaError> {
         let _current = self.event.gpu().current()?;
@@ -568,6 +574,11 @@ impl CopyTable {
         self.bytes
     }
 
+    /// Whether nothing is waited for before the copies are started on this stream.
+    pub fn starts_at_once(&self, on: StreamHandle) -> bool {
+        self.last.is_none_or(|last| last == on)
+    }
+
     /// Starts the copies on a stream and does not wait for them.
     ///
     /// Addresses are the promise of the caller, as in [`Gpu::check_addresses`]; that both ranges are memory of the device and
@@ -576,7 +587,7 @@ impl CopyTable {
         within("read", self.reads, from)?;
         within("written", self.writes, to)?;
         self.gpu.check_addresses("range", &[from.0, to.0])?;
-        if self.last.is_some_and(|last| last != on) {
+        if !self.starts_at_once(on) {
             self.end.wait("waiting for the same copies on another stream", stop)?;
         }
         let args = CopyArgs {
