@@ -36,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "tests" / "engines"
 sys.path[:0] = [str(ROOT / "python"), *(str(ENGINES / p) for p in ("", "vllm", "vllm/inside", "plugin"))]
 
-import building  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from publishing import Publishing  # noqa: E402
 
+import building  # noqa: E402
 import windlass  # noqa: E402
+from publishing import Publishing  # noqa: E402
 from windlass import _windlass  # noqa: E402
 from windlass.load.live import Live  # noqa: E402
 from windlass.load.order import LoadOrder  # noqa: E402

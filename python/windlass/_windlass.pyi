@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Baseline", "Chunker", "Copies", "DeltaRecords", "DevicePlan", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Publisher", "Receiver", "Registered", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -85,11 +85,37 @@ class Copies:
         """
 
 @final
+class CopyTable:
+    """
+    Many copies within a GPU that are started at once.
+    """
+    def __new__(cls, /, gpu: Gpu, rows: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]]], addresses: SupportsGetItem[int, SupportsIndex]) -> CopyTable:
+        """
+        `rows` are (offset where it reads, offset where it writes, bytes of a run, [(count, stride where it writes, stride
+        where it reads)]), outermost first. `addresses` must be memory of the GPU.
+        """
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes that it copies.
+        """
+    def start(self, /, read: tuple[SupportsIndex, SupportsIndex] | None, write: tuple[SupportsIndex, SupportsIndex] | None, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Starts the copies between two ranges, each an address and its bytes, on a stream, and does not wait for them. Where
+        rows have addresses in place of offsets, the range is `None`.
+        """
+
+@final
 class DeltaRecords:
     """
     What changed between two versions, in pinned host memory.
     """
     def __len__(self, /) -> int: ...
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes of all records.
+        """
     @property
     def changes(self, /) -> int:
         """
@@ -103,16 +129,6 @@ class DeltaRecords:
     def lost(self, /) -> int:
         """
         Records that found no room on the device and came as dense ones.
-        """
-    @property
-    def milliseconds(self, /) -> tuple[float, float, float]:
-        """
-        How many milliseconds the pass, the way to the host and reading the index took.
-        """
-    @property
-    def payload_bytes(self, /) -> int:
-        """
-        Bytes of all records.
         """
 
 @final
@@ -152,6 +168,44 @@ class DevicePlan:
         """
         Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
         the reason, if they were not kept.
+        """
+
+@final
+class Exported:
+    """
+    How memory of somebody else on this GPU can be had by another process.
+    """
+    def __new__(cls, /, gpu: Gpu, address: SupportsIndex, bytes: SupportsIndex) -> Exported:
+        """
+        Finds out for `bytes` at `address`. Unsupported, with the reason, if it cannot be had.
+        """
+    @property
+    def base(self, /) -> int:
+        """
+        Where its allocation begins.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        Bytes of its allocation.
+        """
+    def descriptors(self, /) -> list[int]:
+        """
+        Descriptors of the granules, which the caller closes.
+        """
+    @property
+    def granules(self, /) -> list[int]:
+        """
+        Bytes of the granules of virtual memory.
+        """
+    @property
+    def handle(self, /) -> bytes | None:
+        """
+        The handle of legacy memory.
+        """
+    def is_there(self, /) -> bool:
+        """
+        Whether the same memory is still there.
         """
 
 @final
@@ -366,6 +420,36 @@ class Memory:
         """
 
 @final
+class Opened:
+    """
+    Memory of a GPU that another process exported.
+    """
+    @property
+    def address(self, /) -> int:
+        """
+        Where it is in this process.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        How many bytes it has.
+        """
+    def close(self, /) -> None:
+        """
+        Lets go of it. Nothing may be under way.
+        """
+    @staticmethod
+    def granules(gpu: Gpu, descriptors: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex]) -> Opened:
+        """
+        By descriptors of granules, which the caller closes, and their sizes.
+        """
+    @staticmethod
+    def legacy(gpu: Gpu, handle: bytes) -> Opened:
+        """
+        By the 64 bytes of its handle.
+        """
+
+@final
 class Publisher:
     """
     One rank of a publisher: makes or joins a region and writes its share of each version.
@@ -403,11 +487,6 @@ class Publisher:
         wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
         `Layout.parts`, and belongs to the `incarnation` of the first one.
         """
-    def deltas(self, /, layout: Layout, blocks: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], threads: SupportsIndex) -> None:
-        """
-        From now on versions may be published by delta: this rank answers for `blocks`, ranges of whole blocks of
-        `layout`, all of what it writes. `threads` work in the background.
-        """
     @property
     def dir(self, /) -> Path:
         """
@@ -431,18 +510,9 @@ class Publisher:
         """
         Whether the slots are anonymous memory of the process that made the region.
         """
-    def needs_copy(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> str | None:
-        """
-        Why `version` has to be a copy; `None` if it can be a delta. Waits for the version before, and raises its error.
-        """
     def newest(self, /) -> tuple[int, str | None] | None:
         """
         The newest committed version and its digest, once sealed.
-        """
-    @property
-    def newest_number(self, /) -> int | None:
-        """
-        The newest version that was committed or handed out by delta.
         """
     @staticmethod
     def open(dir: str | PathLike[str], layout: Layout, *, rank: SupportsIndex, incarnation: str | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> Publisher:
@@ -454,10 +524,6 @@ class Publisher:
         Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
         stride in the source)]), all in bytes.
         """
-    def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
-        """
-        Publishes what was staged: returns at once, and works in the background for at most `timeout`.
-        """
     def report(self, /) -> str:
         """
         What the system granted for the region's memory, in words.
@@ -466,17 +532,9 @@ class Publisher:
         """
         Gives the region's agent the secret of another one, so that receivers need only that.
         """
-    def settle(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
-        """
-        Waits for the background work of the last version, and raises its error. Nothing if there is none.
-        """
     def slot(self, /) -> Memory:
         """
-        The data of the slot that is being written, or of the memory where a delta is staged.
-        """
-    def stage(self, /, version: SupportsIndex) -> None:
-        """
-        Begins `version` as a delta from the version before: `slot` and `copy` fill memory of this process.
+        The data of the slot that is being written.
         """
     def token(self, /) -> str:
         """
@@ -492,11 +550,10 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
         """
         Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
-        where the agent has a certificate.
+        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`.
         """
     def close(self, /) -> None:
         """
@@ -528,6 +585,57 @@ class Registered:
     def close(self, /) -> None:
         """
         Lets go of it. Nothing may be under way.
+        """
+
+@final
+class SharedMemory:
+    """
+    Memory of a GPU that other processes open by its handle.
+    """
+    def __new__(cls, /, gpu: Gpu, bytes: SupportsIndex) -> SharedMemory:
+        """
+        So many bytes on `gpu`, of any content.
+        """
+    @property
+    def address(self, /) -> int:
+        """
+        Where it is in this process.
+        """
+    def close(self, /) -> None:
+        """
+        Gives it back. Those who have it open keep it until they close it.
+        """
+    @property
+    def handle(self, /) -> bytes:
+        """
+        The 64 bytes by which another process opens it.
+        """
+
+@final
+class Signal:
+    """
+    A point in a stream that two processes know.
+    """
+    def __new__(cls, /, gpu: Gpu, handle: bytes | None = None) -> Signal:
+        """
+        One of this process, or, with a handle, of another.
+        """
+    def close(self, /) -> None:
+        """
+        Gives it back.
+        """
+    @property
+    def handle(self, /) -> bytes:
+        """
+        The 64 bytes by which another process opens it.
+        """
+    def record(self, /, stream: SupportsIndex) -> None:
+        """
+        Puts it behind all that was started on the stream so far.
+        """
+    def wait(self, /, peer: SupportsIndex | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Waits until it is passed; PeerLost if the socket `peer` ends before.
         """
 
 @final

@@ -223,16 +223,35 @@ def _read_identity(value: Any) -> Identity:
 
 
 def _read_layout(value: Any) -> list[PackedTensor]:
-    return [PackedTensor(**record) for record in value]
+    # Judged already, and there are hundreds in the pause of an engine: without the constructor of a frozen class.
+    layout = []
+    for record in value:
+        made = object.__new__(PackedTensor)
+        made.__dict__.update(record)
+        layout.append(made)
+    return layout
 
 
 _READ = {"ipc_handles": _read_handles, "identity": _read_identity, "layout": _read_layout}
 
 
 def _plain(value: Any) -> Any:
-    """A field in its plain form."""
-    if isinstance(value, IpcHandle):
-        return {**asdict(value), "handle": _base64(value.handle)}
+    """A field in its plain form. Requests name hundreds of tensors in the pause of an engine, so the common kinds come
+    first."""
+    kind = type(value)
+    if kind is str or kind is int:
+        return value
+    if kind is PackedTensor:
+        return {"offset": value.offset, "bytes": value.bytes, "numel": value.numel}
+    if kind is list or kind is tuple:
+        return [_plain(item) for item in value]
+    if kind is IpcHandle:
+        return {
+            "kind": value.kind,
+            "handle": _base64(value.handle),
+            "size": value.size,
+            "offset": value.offset,
+        }
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):

@@ -24,11 +24,13 @@ from windlass import (
     WindlassPeerLost,
     WindlassStale,
     WindlassUnsupported,
+    packed_layout,
     parse_request,
     strategy_from_config,
 )
 from windlass.chunk import WeightChunk
-from windlass.strategies.arena import HEAD, HostArena, HostOpener, require_host
+from windlass.strategies.arena import HEAD, HostArena, HostOpener
+from windlass.strategies.device import DeviceArena
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +195,49 @@ def test_an_engine_on_another_device_says_which_handles_there_are() -> None:
         asyncio.run(read())
 
 
-def test_device_memory_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(WindlassUnsupported, match="exports host memory only") as refused:
-        require_host(torch.empty(1, device="meta"), "w")
-    assert "broadcast" in refused.value.advice
-    sender = strategy_from_config({"strategy": "cuda_ipc"}).create_sender(EmptyWeightSyncInfo())
+def test_what_is_not_host_memory_is_refused_by_an_arena_of_the_host() -> None:
+    sender = strategy_from_config({"strategy": "cuda_ipc", "device": "cpu"}).create_sender(
+        EmptyWeightSyncInfo()
+    )
     try:
         chunk = WeightChunk.of([("w", torch.empty(4, device="meta"))])
-        with pytest.raises(WindlassUnsupported, match="'w' is on meta"):
+        with pytest.raises(WindlassUnsupported, match="'w' is on meta") as refused:
             asyncio.run(sender.send_chunks([chunk], None))  # type: ignore[arg-type]
+        assert "broadcast" in refused.value.advice
     finally:
         sender.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_ipc_says_so_where_one_was_asked_for() -> None:
+    for kind in ("cuda_ipc", "packed_cuda_ipc"):
+        strategy = strategy_from_config({"strategy": kind, "device": "cuda"})
+        with pytest.raises(WindlassUnsupported, match="no CUDA device"):
+            strategy.create_sender(EmptyWeightSyncInfo())
+        with pytest.raises(WindlassUnsupported, match="no CUDA device"):
+            strategy.create_receiver(EmptyWeightSyncInfo())
+        with pytest.raises(WindlassInvalid, match="expected 'auto'"):
+            strategy_from_config({"strategy": kind, "device": "gpu"})
+    with pytest.raises(WindlassUnsupported, match="NVIDIA driver|nvidia-smi"):
+        DeviceArena(0)
+
+
+def test_a_released_arena_is_made_again_by_the_next_chunk() -> None:
+    arena, opener = HostArena(), HostOpener()
+    chunk = WeightChunk.of([("w", torch.arange(4.0))])
+    layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
+    try:
+        for _ in range(3):
+            (handle,) = arena.lend(chunk, layout, 16)
+            assert opener.open(handle).view(torch.float32).tolist() == [0, 1, 2, 3]
+            arena.release()
+            assert arena.path is None
+            with pytest.raises(WindlassPeerLost):
+                opener.open(handle)
+            opener.release()
+    finally:
+        arena.close()
+        opener.close()
 
 
 def test_ipc_joins_nothing_and_refuses_what_is_not_its_own() -> None:

@@ -11,6 +11,7 @@ mod enter;
 mod errors;
 mod gpu;
 mod held;
+mod ipc;
 mod layout;
 mod load;
 mod memory;
@@ -35,6 +36,8 @@ mod _windlass {
     use crate::gpu::{Baseline, DeltaRecords, DevicePlan, Gpu, Registered, StagedDelta};
     #[pymodule_export]
     use crate::held::{Held, open_image};
+    #[pymodule_export]
+    use crate::ipc::{CopyTable, Exported, Opened, SharedMemory, Signal};
     #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]

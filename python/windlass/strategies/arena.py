@@ -1,9 +1,9 @@
 """Memory that one process exports and others on the same host open by a handle.
 
 Owns: the small interface behind the IPC strategies, and its implementation over shared memory of the host. Must not:
-know of chunks or requests. Device memory comes behind the same interface.
+know of requests. Device memory is behind the same interface (:mod:`windlass.strategies.device`).
 
-An arena is one file in ``/dev/shm`` with two halves, kept for the life of a sender: while engines read one half, the
+An arena of the host is one file in ``/dev/shm`` with two halves, kept for the life of a sender: while engines read one half, the
 next bucket is packed into the other. Its layout::
 
     0      8 bytes   "WNDLARN1"
@@ -34,6 +34,7 @@ import stat
 import struct
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,7 +51,10 @@ from windlass.request import IpcHandle
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "HostArena", "HostOpener", "Opener", "host_device", "require_host"]
+    from windlass.chunk import WeightChunk
+    from windlass.request import PackedTensor
+
+__all__ = ["Arena", "HostArena", "HostOpener", "Opener", "arena_for", "host_device", "opener_for"]
 
 MAGIC = b"WNDLARN1"
 HEAD = 4096
@@ -65,8 +69,8 @@ class Arena(ABC):
     device: str
 
     @abstractmethod
-    def fill(self, size: int) -> tuple[torch.Tensor, int]:
-        """At least ``size`` bytes of the half whose turn it is, as a flat tensor of bytes, and the half's number.
+    def pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
+        """Puts a chunk of ``total`` bytes into the half whose turn it is, by its layout; answers the half's number.
 
         The other half stays as it is. May move the arena if it is too small; handles to the other half stay valid
         until the next call.
@@ -75,6 +79,21 @@ class Arena(ABC):
     @abstractmethod
     def handle(self, half: int, size: int, offset: int = 0) -> IpcHandle:
         """A handle to ``size`` bytes from ``offset`` of what the half holds now."""
+
+    def lend(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+        """A handle for each tensor of a chunk: where it is, if others can open that, or in a half."""
+        half = self.pack(chunk, layout, total)
+        return [self.handle(half, record.bytes, record.offset) for record in layout]
+
+    def follow(self) -> None:
+        """Called where chunks are made, before one is packed elsewhere."""
+
+    def finish(self) -> None:
+        """Waits until nobody reads any more. Called at the end of a sync, when all have answered."""
+
+    def release(self) -> None:
+        """Gives the memory back until the next chunk: for engines and trainers that sleep in turn."""
+        self.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -90,9 +109,16 @@ class Opener(ABC):
     def open(self, handle: IpcHandle) -> torch.Tensor:
         """The exported bytes as a flat tensor, not copied. Only valid until the request is answered."""
 
+    def done(self, handle: IpcHandle) -> None:
+        """Called when everything that reads the handle's half has been started."""
+
     @abstractmethod
     def check(self, handle: IpcHandle) -> None:
         """Raises if the memory was written again since the handle was made: what was read may be of two buckets."""
+
+    def release(self) -> None:
+        """Lets go of everything until the next handle."""
+        self.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -112,16 +138,45 @@ def host_device() -> str:
         return f"GPU-{uuid.UUID(int=uuid.getnode())}"
 
 
-def require_host(tensor: torch.Tensor, name: str) -> None:
-    """Refuses memory that this version cannot export."""
-    if tensor.device.type == "cpu":
-        return
-    from windlass import __version__
+def arena_for(device: str, timeout: float) -> Arena:
+    """The arena of this process: of its GPU, or of the host. ``device`` is auto, cpu or cuda."""
+    ordinal = _gpu(device)
+    if ordinal is None:
+        return HostArena()
+    from windlass.strategies.device import DeviceArena
 
-    raise WindlassUnsupported(
-        f"{name!r} is on {tensor.device}, and windlass {__version__} exports host memory only",
-        "a later release exports device memory by CUDA IPC; until then use the strategy broadcast (nccl) or tcp",
-    )
+    return DeviceArena(ordinal, timeout=timeout)
+
+
+def opener_for(device: str, timeout: float) -> Opener:
+    """The opener of this process, as in :func:`arena_for`."""
+    ordinal = _gpu(device)
+    if ordinal is None:
+        return HostOpener()
+    from windlass.strategies.device import DeviceOpener
+
+    return DeviceOpener(ordinal, timeout=timeout)
+
+
+def _gpu(device: str) -> int | None:
+    """The number of this process's GPU, unless the host's memory is meant."""
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return None
+    if not torch.cuda.is_available():
+        raise WindlassUnsupported(
+            "device is 'cuda', and torch sees no CUDA device", "install a driver, or leave device at 'auto'"
+        )
+    return int(torch.cuda.current_device())
+
+
+def _require_host(tensor: torch.Tensor, name: str) -> None:
+    if tensor.device.type != "cpu":
+        raise WindlassUnsupported(
+            f"{name!r} is on {tensor.device}, and this arena is of the host's memory",
+            "leave the setting device at 'auto', or use the strategy broadcast or tcp",
+        )
 
 
 class HostArena(Arena):
@@ -142,8 +197,19 @@ class HostArena(Arena):
         """The arena's file, once there is one."""
         return None if self._file is None else self._file.path
 
+    def pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
+        """Copies the chunk. See :meth:`Arena.pack`."""
+        for name, tensor in chunk:
+            _require_host(tensor, name)
+        memory, half = self.fill(total)
+        for tensor, record in zip(chunk.tensors, layout, strict=True):
+            if record.bytes:
+                place = memory[record.offset : record.offset + record.bytes]
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return half
+
     def fill(self, size: int) -> tuple[torch.Tensor, int]:
-        """The half whose turn it is. See :meth:`Arena.fill`."""
+        """At least ``size`` bytes of the half whose turn it is, as a flat tensor of bytes, and the half's number."""
         if self._old is not None:
             self._old.close()
             self._old = None

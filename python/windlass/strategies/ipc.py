@@ -4,13 +4,15 @@ Owns: :class:`CudaIpcTransferStrategy`, one handle for each parameter, and what 
 (:mod:`windlass.strategies.packed`). No update group: the trainer's own process group is enough, and there is nothing to
 join. For each chunk:
 
-1. every training rank that is the first on its device puts the chunk into its arena (:mod:`windlass.strategies.arena`);
+1. every training rank that is the first on its device puts the chunk into its arena (:mod:`windlass.strategies.arena`),
+   or exports the parameters where they are;
 2. handles of all ranks are gathered as plain data and merged by device;
 3. rank 0 announces the request to all engines, each of which opens the handle of its own device, loads and answers;
 4. meanwhile the next chunk goes into the other half of the arena. A half is written again only after every engine has
    answered the request that was in it.
 
-This version exports memory of the host; tensors on a GPU are refused with what to use instead.
+Memory is that of this process's GPU (:mod:`windlass.strategies.device`), or of the host where there is none or the
+setting ``device`` says ``cpu``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.config import Config
 from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.request import CudaIpcWeightUpdateRequest, IpcHandle, PackedTensor, packed_layout
-from windlass.strategies.arena import Arena, HostArena, HostOpener, Opener, require_host
+from windlass.strategies.arena import Arena, Opener, arena_for, opener_for
 from windlass.strategies.trainer import TrainerRanks, each_chunk
 from windlass.strategy import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
 from windlass.sync_info import EmptyWeightSyncInfo
@@ -52,10 +54,12 @@ __all__ = [
 class IpcSettings(Config):
     """``weight_transfer_threshold_cuda_ipc_GB`` is the size of a bucket, which the extractor makes
     (:func:`windlass.extract.settings`); a parameter that is larger is a bucket of its own. ``timeout`` bounds the
-    meetings of training ranks."""
+    meetings of training ranks and the waits for what GPUs do. ``device`` is ``auto`` (this process's GPU, where there is
+    one), ``cuda`` or ``cpu``."""
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
     timeout: float = 120.0
+    device: str = "auto"
     link: str | None = None
     codec: str | None = None
 
@@ -64,6 +68,8 @@ class IpcSettings(Config):
         for name in ("weight_transfer_threshold_cuda_ipc_GB", "timeout"):
             self._seconds(name)
         self._text("link", "codec", optional=True)
+        if self.device not in ("auto", "cuda", "cpu"):
+            raise WindlassInvalid(f"device is {self.device!r}: expected 'auto', 'cuda' or 'cpu'")
 
 
 class IpcStrategy(WeightTransferStrategy):
@@ -76,6 +82,12 @@ class IpcStrategy(WeightTransferStrategy):
     def create_sync_info(self) -> EmptyWeightSyncInfo:
         """Nothing: the requests carry everything."""
         return EmptyWeightSyncInfo()
+
+    def _arena(self) -> Arena:
+        return arena_for(self.settings.device, self.settings.timeout)
+
+    def _opener(self) -> Opener:
+        return opener_for(self.settings.device, self.settings.timeout)
 
 
 def empty(info: WeightSyncInfo) -> None:
@@ -97,12 +109,12 @@ class CudaIpcTransferStrategy(IpcStrategy):
     def create_sender(self, sync_info: WeightSyncInfo) -> CudaIpcTransferSender:
         """Every training rank makes one, at the same time."""
         empty(sync_info)
-        return CudaIpcTransferSender(TrainerRanks(), HostArena(), self.settings.timeout)
+        return CudaIpcTransferSender(TrainerRanks(), self._arena(), self.settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> CudaIpcTransferReceiver:
         """Opens handles of this process's device."""
         empty(sync_info)
-        return CudaIpcTransferReceiver(HostOpener())
+        return CudaIpcTransferReceiver(self._opener())
 
     def get_request_type(self) -> type[CudaIpcWeightUpdateRequest]:
         """IPC requests."""
@@ -123,10 +135,8 @@ class IpcSender(WeightTransferSender):
         self._exports = devices.index(arena.device) == ranks.rank
 
     @abstractmethod
-    def _handles(
-        self, half: int, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int
-    ) -> list[IpcHandle]:
-        """Handles to the chunk that the half of the arena holds."""
+    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+        """Exports the chunk, and answers handles to it."""
 
     @abstractmethod
     def _request(
@@ -144,6 +154,7 @@ class IpcSender(WeightTransferSender):
             async with contextlib.aclosing(each_chunk(chunks)) as walk:
                 async for chunk in walk:
                     number += 1
+                    self._arena.follow()
                     request = await asyncio.to_thread(self._export, chunk, number)
                     del chunk
                     failure: BaseException | None = None
@@ -163,6 +174,10 @@ class IpcSender(WeightTransferSender):
             except Exception as e:
                 failure = e
             before = None
+            try:
+                await asyncio.to_thread(self._arena.finish)
+            except Exception as e:
+                failure = failure or e
             await asyncio.to_thread(self._ranks.meet, failure, self._timeout, f"end after chunk {number}")
         finally:
             if before is not None:
@@ -178,9 +193,7 @@ class IpcSender(WeightTransferSender):
         try:
             if self._exports:
                 total = max((record.offset + record.bytes for record in layout), default=0)
-                memory, half = self._arena.fill(total)
-                _pack(memory, chunk, layout)
-                handles = self._handles(half, chunk, layout, total)
+                handles = self._handles(chunk, layout, total)
                 mine = {"device": self._arena.device, "handles": [_plain(handle) for handle in handles]}
         except Exception as e:
             failure, mine = e, {"error": f"{type(e).__name__}: {e}"}
@@ -202,6 +215,10 @@ class IpcSender(WeightTransferSender):
         ]
         return self._request(chunk, layout, merged)
 
+    def release(self) -> None:
+        """Gives the arena's memory back until the next sync. Not during one."""
+        self._arena.release()
+
     def close(self) -> None:
         """Gives the arena back."""
         self._arena.close()
@@ -209,14 +226,6 @@ class IpcSender(WeightTransferSender):
 
 async def _told(client: InferenceClient, request: WeightUpdateRequest) -> object:
     return await client.update_weights(request)
-
-
-def _pack(memory: torch.Tensor, chunk: WeightChunk, layout: Sequence[PackedTensor]) -> None:
-    for (name, tensor), record in zip(chunk, layout, strict=True):
-        require_host(tensor, name)
-        if record.bytes:
-            place = memory[record.offset : record.offset + record.bytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
 
 
 def _plain(handle: IpcHandle) -> dict[str, Any]:
@@ -230,10 +239,8 @@ def _handle(plain: Mapping[str, Any]) -> IpcHandle:
 class CudaIpcTransferSender(IpcSender):
     """A handle for each parameter."""
 
-    def _handles(
-        self, half: int, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int
-    ) -> list[IpcHandle]:
-        return [self._arena.handle(half, record.bytes, record.offset) for record in layout]
+    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+        return self._arena.lend(chunk, layout, total)
 
     def _request(
         self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
@@ -241,6 +248,10 @@ class CudaIpcTransferSender(IpcSender):
         return CudaIpcWeightUpdateRequest(
             chunk.names, chunk.dtypes, chunk.shapes, [dict(by_device) for by_device in handles]
         )
+
+
+#: Names and dtypes.
+_Columns = tuple[list[str], list[str]]
 
 
 class IpcReceiver(WeightTransferReceiver):
@@ -266,19 +277,65 @@ class IpcReceiver(WeightTransferReceiver):
     async def receive_weights(self, request: WeightUpdateRequest) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The tensors in place, not copied."""
         last: IpcHandle | None = None
-        for name, tensor, handle in self._opened(request):
-            last = handle
-            yield name, tensor
-            del tensor
+        try:
+            for name, tensor, handle in self._opened(request):
+                last = handle
+                yield name, tensor
+                del tensor
+        finally:
+            if last is not None:
+                self._opener.done(last)
         if last is not None:
             self._opener.check(last)
 
     async def receive_and_load_weights(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
-        """Loads, and makes sure that what was loaded had not changed meanwhile."""
+        """Loads, and makes sure that what was loaded had not changed meanwhile.
+
+        A loader that has copies in place of code gets addresses, without a view for each tensor.
+        """
+        if await self._planned(request, loader):
+            return
         held = [(name, tensor, handle) for name, tensor, handle in self._opened(request)]
-        await loader.load_weights([(name, tensor) for name, tensor, _ in held])
-        for handle in {handle for _, _, handle in held}:
-            self._opener.check(handle)
+        try:
+            await loader.load_weights([(name, tensor) for name, tensor, _ in held])
+        finally:
+            # All handles of a request are of one half. What was started counts, also if the loader failed; and only
+            # a turn that is right after that says that the trainer will wait for it.
+            if held:
+                self._opener.done(held[0][2])
+        if held:
+            self._opener.check(held[0][2])
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        """The names and dtypes of a request, and for each parameter its handle and where it begins in that."""
+        raise NotImplementedError
+
+    async def _planned(self, request: WeightUpdateRequest, loader: WeightLoader) -> bool:
+        """Whether the loader could be given addresses, and was."""
+        from windlass.load.planned import PlannedLoader
+        from windlass.strategies.device import DeviceOpener
+
+        opener = self._opener
+        if not (isinstance(loader, PlannedLoader) and isinstance(opener, DeviceOpener)):
+            return False
+        (names, dtypes), places = self._rows(request)
+        if not places:
+            return True
+        addresses, base, last = [], 0, None
+        for handle, offset in places:
+            if handle is not last:
+                base, last = opener.locate(handle)[0], handle
+            addresses.append(base + offset)
+        try:
+            loader.load_at(names, dtypes, addresses)
+        finally:
+            opener.done(places[0][0])
+        opener.check(places[0][0])
+        return True
+
+    def release(self) -> None:
+        """Lets go of the trainer's memory until the next request, for an engine that sleeps."""
+        self._opener.release()
 
     def close(self) -> None:
         """Lets go of the trainer's memory."""
@@ -288,13 +345,22 @@ class IpcReceiver(WeightTransferReceiver):
 class CudaIpcTransferReceiver(IpcReceiver):
     """Opens a handle for each parameter."""
 
-    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
-        from windlass.memory import tensor_at
-
+    def _checked(self, request: WeightUpdateRequest) -> CudaIpcWeightUpdateRequest:
         if not isinstance(request, CudaIpcWeightUpdateRequest):
             raise WindlassInvalid(
                 f"the request is {type(request).__name__}: this engine opens a handle per parameter"
             )
+        return request
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        request = self._checked(request)
+        handles = zip(request.names, request.ipc_handles, strict=True)
+        return (request.names, request.dtypes), [(self._own(h, name), 0) for name, h in handles]
+
+    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
+        from windlass.memory import tensor_at
+
+        request = self._checked(request)
         rows = zip(request.names, request.dtypes, request.shapes, request.ipc_handles, strict=True)
         for name, dtype, shape, handles in rows:
             handle = self._own(handles, repr(name))

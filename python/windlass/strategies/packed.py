@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
-from windlass.strategies.arena import HostArena, HostOpener
-from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, empty
+from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, _Columns, empty
 from windlass.strategies.trainer import TrainerRanks
 
 if TYPE_CHECKING:
@@ -39,12 +38,12 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
     def create_sender(self, sync_info: WeightSyncInfo) -> PackedCudaIpcTransferSender:
         """Every training rank makes one, at the same time."""
         empty(sync_info)
-        return PackedCudaIpcTransferSender(TrainerRanks(), HostArena(), self.settings.timeout)
+        return PackedCudaIpcTransferSender(TrainerRanks(), self._arena(), self.settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> PackedCudaIpcTransferReceiver:
         """Opens handles of this process's device."""
         empty(sync_info)
-        return PackedCudaIpcTransferReceiver(HostOpener())
+        return PackedCudaIpcTransferReceiver(self._opener())
 
     def get_request_type(self) -> type[PackedCudaIpcWeightUpdateRequest]:
         """Packed IPC requests."""
@@ -54,10 +53,8 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
 class PackedCudaIpcTransferSender(IpcSender):
     """One handle for each bucket."""
 
-    def _handles(
-        self, half: int, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int
-    ) -> list[IpcHandle]:
-        return [self._arena.handle(half, total)]
+    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+        return [self._arena.handle(self._arena.pack(chunk, layout, total), total)]
 
     def _request(
         self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
@@ -70,13 +67,22 @@ class PackedCudaIpcTransferSender(IpcSender):
 class PackedCudaIpcTransferReceiver(IpcReceiver):
     """Opens one handle, and takes the parameters out of it by the layout."""
 
-    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
-        from windlass.memory import tensor_at
-
+    def _checked(self, request: WeightUpdateRequest) -> PackedCudaIpcWeightUpdateRequest:
         if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
             raise WindlassInvalid(
                 f"the request is {type(request).__name__}: this engine opens packed buckets"
             )
+        return request
+
+    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+        request = self._checked(request)
+        handle = self._own(request.ipc_handles, "the bucket")
+        return (request.names, request.dtypes), [(handle, place.offset) for place in request.layout]
+
+    def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
+        from windlass.memory import tensor_at
+
+        request = self._checked(request)
         handle = self._own(request.ipc_handles, "the bucket")
         data = self._opener.open(handle)
         rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)

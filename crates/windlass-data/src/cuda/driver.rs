@@ -53,13 +53,13 @@ pub struct Facts {
 pub struct StreamHandle(pub u64);
 
 impl StreamHandle {
-    fn raw(self) -> sys::CUstream {
+    pub(super) fn raw(self) -> sys::CUstream {
         std::ptr::with_exposed_provenance_mut(self.0 as usize)
     }
 }
 
 /// What the driver says of a code.
-fn text_of(code: CUresult) -> String {
+pub(super) fn text_of(code: CUresult) -> String {
     let mut text = std::ptr::null();
     // SAFETY: the driver is loaded, or there would be no code; it writes the address of a static string.
     unsafe {
@@ -370,22 +370,38 @@ unsafe impl Sync for Event {}
 
 impl Event {
     pub(super) fn new(gpu: &Gpu) -> Result<Event, CudaError> {
+        Event::with_flags(gpu, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint)
+    }
+
+    pub(super) fn with_flags(gpu: &Gpu, flags: c_uint) -> Result<Event, CudaError> {
         let _current = gpu.current()?;
         let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: writes one handle, destroyed on drop.
         check(unsafe { sys::cuEventCreate(&raw mut raw, flags) }, "cuEventCreate", "making an event")?;
         Ok(Event { gpu: gpu.clone(), raw })
     }
 
-    fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+    /// One that somebody else made, destroyed with this object.
+    pub(super) fn from_raw(gpu: &Gpu, raw: sys::CUevent) -> Event {
+        Event { gpu: gpu.clone(), raw }
+    }
+
+    pub(super) fn raw(&self) -> sys::CUevent {
+        self.raw
+    }
+
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    pub(super) fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let _current = self.gpu.current()?;
         // SAFETY: an event of this context. A stream of somebody else is checked by the driver.
         check(unsafe { sys::cuEventRecord(self.raw, stream) }, "cuEventRecord", "marking a stream")
     }
 
     /// Whether the stream has passed it.
-    fn is_past(&self, stage: &'static str) -> Result<bool, CudaError> {
+    pub(super) fn is_past(&self, stage: &'static str) -> Result<bool, CudaError> {
         // SAFETY: an event of our own.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),

@@ -178,6 +178,43 @@ pub enum CudaError {
         /// Whose memory.
         to: String,
     },
+    /// Memory that another process cannot be given.
+    #[error("memory at {address:#x} cannot be opened by other processes: {why}")]
+    NotExported {
+        /// Where it is.
+        address: u64,
+        /// Why not.
+        why: String,
+    },
+    /// A handle that cannot be opened.
+    #[error(
+        "{what} of another process cannot be opened: {text} (CUDA error {code}); its owner has freed it or is gone, is \
+         this very process, or is in a container that shares no IPC and PID namespace with this one (docker: --ipc, --pid)"
+    )]
+    Opening {
+        /// What it is a handle of.
+        what: &'static str,
+        /// The driver's code.
+        code: i32,
+        /// What it means.
+        text: String,
+    },
+    /// The other process ended.
+    #[error("{stage}: the other process is gone; sync again when it is back")]
+    PeerLost {
+        /// What was being done.
+        stage: &'static str,
+    },
+    /// Copies beyond the memory that they are for.
+    #[error("{needed} bytes of a range are {what}, and it has {bytes}")]
+    Range {
+        /// Read or written.
+        what: &'static str,
+        /// How many there must be.
+        needed: u64,
+        /// How many there are.
+        bytes: u64,
+    },
     /// A block that this rank holds only in part, or strided as no block is.
     #[error(
         "block {block} of {tensor:?} is not one piece of this rank's memory: {why}; publish by copy, or with a cut \
@@ -266,12 +303,19 @@ impl CudaError {
             | E::OldDevice { .. }
             | E::Forked
             | E::NoPeerAccess { .. }
+            | E::NotExported { .. }
             | E::Context { .. }
             | E::Cuts { .. } => Kind::Unsupported,
             E::NoSuchDevice { .. } | E::NoSuchUuid { .. } => Kind::NotFound,
             E::OutOfMemory { .. } | E::Pinned { .. } => Kind::Exhausted,
             E::Kernel { .. } | E::Call { .. } => Kind::Bug,
-            E::NotOfDevice { .. } | E::Unaligned { .. } | E::Count { .. } | E::Cast { .. } => Kind::Invalid,
+            E::NotOfDevice { .. }
+            | E::Unaligned { .. }
+            | E::Count { .. }
+            | E::Cast { .. }
+            | E::Range { .. } => Kind::Invalid,
+            E::Opening { .. } => Kind::NotFound,
+            E::PeerLost { .. } => Kind::PeerLost,
             E::Baseline { .. } => Kind::Stale,
             E::Refused { .. } => Kind::Corrupt,
             E::Copy(e) => e.kind(),

@@ -232,11 +232,27 @@ impl Kernels {
         args: &A,
         work: u64,
     ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_on(stream.gpu(), stream.raw(), kernel, args, work) }
+    }
+
+    /// As [`Kernels::launch`], on a stream of somebody else.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn launch_on<A: Arguments>(
+        &self,
+        gpu: &Gpu,
+        stream: sys::CUstream,
+        kernel: Kernel,
+        args: &A,
+        work: u64,
+    ) -> Result<(), CudaError> {
         if work == 0 {
             return Ok(());
         }
-        let ready = self.ready(stream.gpu(), kernel)?;
-        let _current = stream.gpu().current()?;
+        let ready = self.ready(gpu, kernel)?;
+        let _current = gpu.current()?;
         let grid = u64::from(ready.fill).min(work) as c_uint;
         let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: one parameter of the type that the kernel takes, which the driver copies; the rest is the caller's
@@ -251,7 +267,7 @@ impl Kernels {
                 1,
                 1,
                 ready.shared,
-                stream.raw(),
+                stream,
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),
             )

@@ -8,6 +8,7 @@
 //! | [`offload`] | copy mode: device memory into the slot that is written |
 //! | [`encode`] | delta mode: the baseline, and records of what changed |
 //! | [`load`] | a load plan on the device: dense, sparse, and the digest of live weights |
+//! | [`ipc`] | memory that another process on the host reads |
 //! | [`error`](mod@error) | what can go wrong |
 //!
 //! Owns: every call of the CUDA driver. Called by the Python door, with the addresses of torch's tensors and the handles
@@ -36,6 +37,7 @@ mod boxes;
 pub mod driver;
 pub mod encode;
 pub mod error;
+pub mod ipc;
 mod kernels;
 pub mod load;
 pub mod offload;
