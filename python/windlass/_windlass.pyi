@@ -112,11 +112,6 @@ class DeltaRecords:
     """
     def __len__(self, /) -> int: ...
     @property
-    def bytes(self, /) -> int:
-        """
-        Bytes of all records.
-        """
-    @property
     def changes(self, /) -> int:
         """
         Units that changed.
@@ -129,6 +124,16 @@ class DeltaRecords:
     def lost(self, /) -> int:
         """
         Records that found no room on the device and came as dense ones.
+        """
+    @property
+    def milliseconds(self, /) -> tuple[float, float, float]:
+        """
+        How many milliseconds the pass, the way to the host and reading the index took.
+        """
+    @property
+    def payload_bytes(self, /) -> int:
+        """
+        Bytes of all records.
         """
 
 @final
@@ -184,11 +189,6 @@ class Exported:
         """
         Where its allocation begins.
         """
-    @property
-    def size(self, /) -> int:
-        """
-        Bytes of its allocation.
-        """
     def descriptors(self, /) -> list[int]:
         """
         Descriptors of the granules, which the caller closes.
@@ -206,6 +206,11 @@ class Exported:
     def is_there(self, /) -> bool:
         """
         Whether the same memory is still there.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        Bytes of its allocation.
         """
 
 @final
@@ -429,11 +434,6 @@ class Opened:
         """
         Where it is in this process.
         """
-    @property
-    def size(self, /) -> int:
-        """
-        How many bytes it has.
-        """
     def close(self, /) -> None:
         """
         Lets go of it. Nothing may be under way.
@@ -447,6 +447,11 @@ class Opened:
     def legacy(gpu: Gpu, handle: bytes) -> Opened:
         """
         By the 64 bytes of its handle.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        How many bytes it has.
         """
 
 @final
@@ -487,6 +492,11 @@ class Publisher:
         wait for others to leave it. On one of several hosts it holds only `part`, ranges of blocks from
         `Layout.parts`, and belongs to the `incarnation` of the first one.
         """
+    def deltas(self, /, layout: Layout, blocks: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], threads: SupportsIndex) -> None:
+        """
+        From now on versions may be published by delta: this rank answers for `blocks`, ranges of whole blocks of
+        `layout`, all of what it writes. `threads` work in the background.
+        """
     @property
     def dir(self, /) -> Path:
         """
@@ -510,9 +520,18 @@ class Publisher:
         """
         Whether the slots are anonymous memory of the process that made the region.
         """
+    def needs_copy(self, /, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> str | None:
+        """
+        Why `version` has to be a copy; `None` if it can be a delta. Waits for the version before, and raises its error.
+        """
     def newest(self, /) -> tuple[int, str | None] | None:
         """
         The newest committed version and its digest, once sealed.
+        """
+    @property
+    def newest_number(self, /) -> int | None:
+        """
+        The newest version that was committed or handed out by delta.
         """
     @staticmethod
     def open(dir: str | PathLike[str], layout: Layout, *, rank: SupportsIndex, incarnation: str | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> Publisher:
@@ -524,6 +543,10 @@ class Publisher:
         Checks copies against the region: each is (offset in the data, bytes of a run, [(count, stride in the data,
         stride in the source)]), all in bytes.
         """
+    def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+        """
     def report(self, /) -> str:
         """
         What the system granted for the region's memory, in words.
@@ -532,9 +555,17 @@ class Publisher:
         """
         Gives the region's agent the secret of another one, so that receivers need only that.
         """
+    def settle(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Waits for the background work of the last version, and raises its error. Nothing if there is none.
+        """
     def slot(self, /) -> Memory:
         """
-        The data of the slot that is being written.
+        The data of the slot that is being written, or of the memory where a delta is staged.
+        """
+    def stage(self, /, version: SupportsIndex) -> None:
+        """
+        Begins `version` as a delta from the version before: `slot` and `copy` fill memory of this process.
         """
     def token(self, /) -> str:
         """
@@ -550,10 +581,11 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex = 60.0) -> Receiver:
         """
         Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`.
+        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
+        where the agent has a certificate.
         """
     def close(self, /) -> None:
         """
