@@ -75,6 +75,7 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION); \
 	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
 	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
+	    PYTHONPATH=python $(PY) tests/gpu/manager.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/ipc.py
 
 contract: ## docs/contract.md names tests that exist

@@ -471,9 +471,10 @@ class Publisher:
         """
         Gives up its place in the region.
         """
-    def commit(self, /, timeout: SupportsFloat | SupportsIndex) -> tuple[int, int]:
+    def commit(self, /, timeout: SupportsFloat | SupportsIndex, baseline: Baseline | None = None) -> tuple[int, int]:
         """
-        Says that this rank's share is written, and returns when the version is committed: (attempt, slot).
+        Says that this rank's share is written, and returns when the version is committed: (attempt, slot). `baseline`
+        holds the same version, and knows its sums.
         """
     def copy(self, /, copies: Copies, addresses: SupportsGetItem[int, SupportsIndex], threads: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
         """
@@ -546,6 +547,11 @@ class Publisher:
     def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
         Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+        """
+    def publish_records(self, /, records: DeltaRecords, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Publishes `records`, which lead from the newest version to the next: returns at once, and works in the background for
+        at most `timeout`.
         """
     def report(self, /) -> str:
         """

@@ -41,6 +41,7 @@ from windlass.http import HttpClient, trusted
 from windlass.memory import flat
 from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
 from windlass.names.conversion import persistent_buffers
+from windlass.on_gpu import OnGpu, can_compare, find
 from windlass.plan import Naming, Plan, Source
 from windlass.request import Identity
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Self
 
-    from windlass._windlass import Held
+    from windlass._windlass import Gpu, Held
     from windlass.supervise import AgentSupervisor
 
 __all__ = ["Offloaded", "WeightManager", "WeightSource"]
@@ -117,6 +118,8 @@ class _Open:
     exchange: Exchange
     #: Whether it was made for a :class:`WeightSource`.
     exported: bool
+    #: What is on a GPU.
+    gpu: OnGpu | None = None
     #: Whether versions may be handed out by delta.
     deltas: bool = False
 
@@ -446,13 +449,16 @@ class WeightManager:
     ) -> tuple[_Open, WeightSource | None]:
         exchange = exchange_for(rank, world_size, self._group)
         sources: list[Source] | Exception
-        naming, stream = Naming(SourceMap(), frozenset, _own), None
+        naming, stream, gpu, deltas = Naming(SourceMap(), frozenset, _own), None, None, False
         try:
             given, stream = self._given(named)
             sources = (
                 _stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
             )
             naming = self._naming()
+            gpu = find(sources)
+            mode = self.config.offload_mode
+            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu))
         except Exception as e:
             # The others are told before it is raised here.
             sources = e
@@ -463,7 +469,8 @@ class WeightManager:
             node=self._node,
             exchange=exchange,
             timeout=_left(until),
-            by_rank=self._by_delta(),
+            by_rank=deltas,
+            gpu=None if gpu is None else gpu.ordinal,
         )
         here = [] if plan.host is None else plan.hosts[plan.host]
         place = here.index(rank) if here else -1
@@ -489,16 +496,12 @@ class WeightManager:
         threads = max(1, cores // max(1, len(here)))
         opened = _Open(plan, None, None, place, threads, exchange, stream is not None)
         try:
-            self._join(opened, until)
+            self._join(opened, gpu, until)
         except BaseException:
             # The next call begins anew, on all ranks.
             self._abandon(opened)
             raise
         return opened, stream
-
-    def _by_delta(self) -> bool:
-        """Whether versions are to be handed out by delta. Comparing on the CPU is done only where it is asked for."""
-        return self.config.offload_mode == "delta"
 
     def _naming(self) -> Naming:
         config = self.config
@@ -515,7 +518,7 @@ class WeightManager:
 
         return Naming(names, keep, rules.dtype_of)
 
-    def _join(self, opened: _Open, until: float) -> None:
+    def _join(self, opened: _Open, gpu: Gpu | None, until: float) -> None:
         """The region of this host: made by its first writer, joined by the others. All ranks or none.
 
         On several hosts the first writer of all goes first: the others need its incarnation and its secret, and its
@@ -579,7 +582,9 @@ class WeightManager:
                 )
             if opened.publisher is not None:
                 opened.copies = opened.publisher.plan(plan.copies)
-                if plan.blocks is not None:
+                if plan.device is not None and gpu is not None:
+                    opened.gpu = OnGpu(gpu, plan, opened.publisher)
+                if plan.blocks is not None and self._can_compare(opened):
                     opened.publisher.deltas(plan.layout, plan.blocks, opened.threads)
                     opened.deltas = True
 
@@ -591,6 +596,25 @@ class WeightManager:
             if first and opened.publisher is not None:
                 self._serve(opened.publisher, [endpoint for endpoint in there if endpoint])
         together(exchange, enter, "join the region", _left(until))
+
+    def _can_compare(self, opened: _Open) -> bool:
+        """Whether this rank can tell what changed; says why not."""
+        plan, gpu = opened.plan, opened.gpu
+        if gpu is None:
+            return True
+        if plan.copies or plan.casts or plan.gathered:
+            others = len(plan.copies) + len(plan.casts) + len(plan.gathered)
+            why: str | None = f"{others} of its pieces are not on the GPU, or in no dtype that it can compare"
+        else:
+            why = gpu.compare()
+        if why is None:
+            return True
+        if self.config.strict and self.config.offload_mode == "delta":
+            raise WindlassUnsupported(
+                f'strict and offload_mode="delta" are set, and this rank has to copy: {why}'
+            )
+        log.warning("%s: this rank publishes by copies: %s", self.config.model_id, why)
+        return False
 
     def _room(self, plan: Plan) -> int:
         """What is kept free for deltas: no more of them than a whole image, which is as good."""
@@ -679,44 +703,59 @@ class WeightManager:
         newest = publisher.newest()
         if newest is not None and version <= newest[0]:
             return self._again(opened, given, stream, version, newest[0], until)
-        why = publisher.needs_copy(version, _left(until)) if opened.deltas else None
-        delta = opened.deltas and why is None
-        if delta:
-            publisher.stage(version)
-        else:
-            if why is not None:
-                log.info("%s: version %d is copied: %s", self.config.model_id, version, why)
+        base = None if newest is None else newest[0]
+        delta = opened.deltas and self._is_delta(opened, base, version, until)
+        if not delta:
             publisher.begin(version, _left(until))
+        elif opened.gpu is None:
+            publisher.stage(version)
         try:
             # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
-            begun = time.monotonic()
+            begun, size = time.monotonic(), plan.bytes
             if given is not None:
                 planning.follow(plan, given)
             addresses = planning.addresses(plan)
-            if addresses and opened.copies is not None:
-                publisher.copy(opened.copies, addresses, opened.threads, _left(until))
-            if plan.casts or plan.gathered:
-                self._write(plan, stream, publisher)
-            copied = time.monotonic()
-            if delta:
-                publisher.publish(self.config.timeout)
+            if delta and opened.gpu is not None and base is not None:
+                records = opened.gpu.encode(plan, base, version, _left(until))
+                copied, size = time.monotonic(), records.payload_bytes
+                publisher.publish_records(records, self.config.timeout)
             else:
-                publisher.commit(_left(until))
+                if addresses and opened.copies is not None:
+                    publisher.copy(opened.copies, addresses, opened.threads, _left(until))
+                if opened.gpu is not None:
+                    opened.gpu.copy(plan, publisher, version, _left(until))
+                if plan.casts or plan.gathered:
+                    self._write(plan, stream, publisher)
+                copied = time.monotonic()
+                if delta:
+                    publisher.publish(self.config.timeout)
+                else:
+                    publisher.commit(_left(until), None if opened.gpu is None else opened.gpu.baseline)
         except BaseException:
             publisher.abort()
             raise
         ended = time.monotonic()
-        self._offloaded = (version, start, ended, plan.bytes)
+        self._offloaded = (version, start, ended, size)
         self._check_agent()
         return Offloaded(
             version,
             publisher.incarnation,
-            plan.bytes,
+            size,
             (begun - start) * 1e3,
             (copied - begun) * 1e3,
             (ended - copied) * 1e3,
             mode="delta" if delta else "copy",
         )
+
+    def _is_delta(self, opened: _Open, base: int | None, version: int, until: float) -> bool:
+        """Whether a version is handed out by what changed since the newest; says why not."""
+        assert opened.publisher is not None
+        why = opened.publisher.needs_copy(version, _left(until))
+        if why is None and opened.gpu is not None:
+            why = "nothing was published yet" if base is None else opened.gpu.why_copy(base)
+        if why is not None:
+            log.info("%s: version %d is copied: %s", self.config.model_id, version, why)
+        return why is None
 
     def _write(self, plan: Plan, stream: WeightSource | None, publisher: Publisher) -> None:
         """What torch copies: casts, other devices, gathered tensors."""
@@ -827,7 +866,8 @@ class WeightManager:
         """Waits until the agent serves ``version``, which it may do before the slot is whole."""
         token_file = self.token_file
         assert token_file is not None
-        agent = HttpClient(endpoint, name="the agent", token=Path(token_file).read_text().strip())
+        token = Path(token_file).read_text().strip()
+        agent = HttpClient(endpoint, name="the agent", token=token, tls_ca=trusted(self.config.tls_ca))
         query = f"newer_than={version - 1}&" if version > 0 else ""
         while True:
             wait = min(10.0, _left(until))

@@ -29,7 +29,7 @@ from windlass.placement import Box, Share
 if TYPE_CHECKING:
     from windlass.names import SourceMap, View
 
-__all__ = ["Naming", "Plan", "addresses", "follow", "make_plan"]
+__all__ = ["Naming", "OnDevice", "Plan", "addresses", "device_addresses", "follow", "make_plan"]
 
 #: A box smaller than this is written by one of its holders, not by all.
 SMALL = 1 << 20
@@ -67,8 +67,8 @@ class Source:
     shares: list[Share]
     #: By share: what this rank holds, then what it writes.
     targets: list[list[Target]] = field(default_factory=list)
-    #: What the copies were computed for: shape, strides and dtype of the local memory, and whether it is the host's.
-    form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None = None
+    #: What the copies were computed for: shape, strides, dtype and device of the local memory.
+    form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device] | None = None
     #: Where that memory was when it was last looked at closely, and its shape, strides and dtype.
     address: int = 0
     looked: tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None] = ((), (), None)
@@ -83,6 +83,22 @@ class Cast:
     target: Target
 
 
+#: Where the first run goes, its bytes, and (count, stride in the image, stride in the source) of the dimensions.
+Strided = tuple[int, int, list[tuple[int, int, int]]]
+
+
+@dataclass
+class OnDevice:
+    """What a GPU copies of this rank's share: tensors in the dtype of the image, and fp32 ones of which it has bf16."""
+
+    ordinal: int
+    #: As :attr:`Plan.addresses`.
+    addresses: list[tuple[int, list[int]]] = field(default_factory=list)
+    copies: list[Strided] = field(default_factory=list)
+    #: Which of them are rounded to bf16.
+    casts: list[bool] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What this rank does for each version."""
@@ -94,7 +110,9 @@ class Plan:
     #: For every source that is not gathered: which one, and for the copies that Rust makes of it the bytes from its
     #: first element; and the copies themselves.
     addresses: list[tuple[int, list[int]]]
-    copies: list[tuple[int, int, list[tuple[int, int, int]]]]
+    copies: list[Strided]
+    #: What a GPU copies, if anything of this rank's is on one.
+    device: OnDevice | None
     casts: list[Cast]
     #: Parameters that all ranks gather together, in this order, and write slices of.
     gathered: list[Cast]
@@ -250,10 +268,12 @@ def make_plan(
     exchange: Exchange,
     timeout: float,
     by_rank: bool = False,
+    gpu: int | None = None,
 ) -> Plan:
     """Agrees with the other ranks. An error on one of them becomes an error on all.
 
-    With ``by_rank``, on all ranks, blocks end where the share of a rank does, so that each is one rank's.
+    With ``by_rank``, on all ranks, blocks end where the share of a rank does, so that each is one rank's. ``gpu`` is the
+    number of the one device whose tensors need not go by torch.
     """
 
     def tell() -> dict[str, Any]:
@@ -263,7 +283,7 @@ def make_plan(
 
     said = together(exchange, tell, "publish", timeout)
     assert not isinstance(sources, Exception)
-    return _agree(sources, said, rank)
+    return _agree(sources, said, rank, gpu)
 
 
 def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
@@ -344,7 +364,7 @@ def _identity(source: Source, share: Share) -> Any:
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
 
 
-def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan:
+def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int, gpu: int | None) -> Plan:
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     who: dict[str, int] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -391,7 +411,7 @@ def _agree(sources: list[Source], said: list[dict[str, Any]], rank: int) -> Plan
     if len(hosts) > 1 and host is not None:
         part = layout.parts(len(hosts), _owned(owners, shapes))[host]
     blocks = None if writers is None else layout.parts(len(said), _owned(writers, shapes))[rank]
-    return _mine(sources, layout, table, holders, hosts, host, part, blocks, rank, aliases)
+    return _mine(sources, layout, table, holders, hosts, host, part, blocks, rank, aliases, gpu)
 
 
 def _writers(
@@ -536,10 +556,12 @@ def _mine(
     blocks: list[tuple[int, int]] | None,
     rank: int,
     aliases: dict[str, str],
+    gpu: int | None,
 ) -> Plan:
     turns = {name: turn for turn, name in enumerate(table)}
     addresses: list[tuple[int, list[int]]] = []
-    copies: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+    copies: list[Strided] = []
+    device = None if gpu is None else OnDevice(gpu)
     casts: list[Cast] = []
     gathered: list[Cast] = []
     reasons: dict[str, int] = {}
@@ -547,6 +569,7 @@ def _mine(
     tied = _tied(sources, aliases)
     for i, source in enumerate(sources):
         offsets: list[int] = []
+        on_device = False
         written: set[tuple[str, Box]] = set()
         for s, share in enumerate(source.shares):
             if source.targets[s]:
@@ -569,8 +592,17 @@ def _mine(
                 dtype, _, _, _ = table[target.tensor]
                 element = _element(torch_dtype(dtype))
                 total += volume(target.box) * element
+                kind = torch_dtype(dtype)
+                rounds = (share.dtype, kind) == (torch.float32, torch.bfloat16)
                 copy = None
-                if local.device.type == "cpu" and share.dtype == torch_dtype(dtype):
+                if device is not None and local.is_cuda and local.get_device() == device.ordinal:
+                    if share.dtype == kind or rounds:
+                        device.copies.append(_strided(target, table, element, share.dtype.itemsize))
+                        device.casts.append(rounds)
+                        offsets.append(target.offset * share.dtype.itemsize)
+                        on_device = True
+                        continue
+                elif local.is_cpu and share.dtype == kind:
                     copy = _copy(target, table, element)
                 if copy is None:
                     casts.append(Cast(i, s, target))
@@ -578,15 +610,17 @@ def _mine(
                     offsets.append(target.offset * element)
                     copies.append(copy)
             if local is not None:
-                source.form = (tuple(local.shape), local.stride(), local.dtype, local.is_cpu)
+                source.form = (tuple(local.shape), local.stride(), local.dtype, local.device)
         if source.form is not None:
-            addresses.append((i, offsets))
+            where = device.addresses if on_device and device is not None else addresses
+            where.append((i, offsets))
     return Plan(
         layout,
         table,
         sources,
         addresses,
         copies,
+        device if device is not None and device.copies else None,
         casts,
         gathered,
         hosts,
@@ -635,8 +669,19 @@ def _part(
 
 def _copy(
     target: Target, table: dict[str, tuple[str, tuple[int, ...], int, int]], element: int
-) -> tuple[int, int, list[tuple[int, int, int]]] | None:
+) -> Strided | None:
     """The copy as Rust makes it; nothing if its runs would be single elements."""
+    copy = _strided(target, table, element, element)
+    _, run, outer = copy
+    if run == element and math.prod(c for c, _, _ in outer) > 1:
+        return None
+    return copy
+
+
+def _strided(
+    target: Target, table: dict[str, tuple[str, tuple[int, ...], int, int]], element: int, wide: int
+) -> Strided:
+    """A copy of elements of ``element`` bytes in the image and of ``wide`` in the source."""
     _, shape, offset, _ = table[target.tensor]
     strides = placement.contiguous_strides(shape)
     at = offset + sum(s * stride for (s, _), stride in zip(target.box, strides, strict=True)) * element
@@ -645,9 +690,7 @@ def _copy(
         for (s, e), to, source in zip(target.box, strides, target.strides, strict=True)
     ]
     run, outer = merged(dims, element)
-    if run == element and math.prod(c for c, _, _ in outer) > 1:
-        return None
-    return at, run, outer
+    return at, run, [(count, to, source // element * wide) for count, to, source in outer]
 
 
 def placed(plan: Plan, data: torch.Tensor, target: Target) -> torch.Tensor:
@@ -732,9 +775,26 @@ def _rebind(source: Source, index: int, name: Any, given: Any) -> None:
 def addresses(plan: Plan) -> list[int]:
     """Where the memory of each copy is now. An error if it is not what the copies were computed for: a parameter may
     have been moved, cast or resized without becoming another object."""
-    out: list[int] = []
+    out = _addresses(plan.sources, plan.addresses)
     sources = plan.sources
-    for index, offsets in plan.addresses:
+    for alias, target in plan.tied:
+        a, b = sources[alias], sources[target]
+        if a.given is not b.given and _identity(a, a.shares[0]) != _identity(b, b.shares[0]):
+            raise WindlassInvalid(
+                f"{a.name!r} was the same tensor as {b.name!r} when the first version was offloaded, and is another "
+                "one now; call resume() after untying weights"
+            )
+    return out
+
+
+def device_addresses(plan: Plan) -> list[int]:
+    """The same of what a GPU copies."""
+    return [] if plan.device is None else _addresses(plan.sources, plan.device.addresses)
+
+
+def _addresses(sources: list[Source], rows: list[tuple[int, list[int]]]) -> list[int]:
+    out: list[int] = []
+    for index, offsets in rows:
         source = sources[index]
         local = source.shares[0].fetch(source.given)
         address = local.data_ptr()
@@ -751,13 +811,6 @@ def addresses(plan: Plan) -> list[int]:
             out.append(address + offsets[0])
         else:
             out.extend([address + offset for offset in offsets])
-    for alias, target in plan.tied:
-        a, b = sources[alias], sources[target]
-        if a.given is not b.given and _identity(a, a.shares[0]) != _identity(b, b.shares[0]):
-            raise WindlassInvalid(
-                f"{a.name!r} was the same tensor as {b.name!r} when the first version was offloaded, and is another "
-                "one now; call resume() after untying weights"
-            )
     return out
 
 
@@ -765,7 +818,7 @@ def _look(source: Source, local: torch.Tensor, address: int) -> None:
     """Sees whether local memory is what the copies were computed for."""
     assert source.form is not None
     shape, strides, dtype, _ = source.form
-    if (local.shape, local.stride(), local.dtype, local.is_cpu) != source.form:
+    if (local.shape, local.stride(), local.dtype, local.device) != source.form:
         raise WindlassInvalid(
             f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} "
             f"when the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "

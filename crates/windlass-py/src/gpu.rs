@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use windlass_core::delta::{Delta, DeltaHeader};
-use windlass_core::digest::BlockSum;
+use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, StateDigest};
 use windlass_data::cuda::driver::{self, Registration};
@@ -161,6 +161,16 @@ impl Baseline {
     fn which(&self, version: u64) -> Which {
         (self.region.incarnation(), version)
     }
+
+    /// The sums of `version`, which it must hold.
+    pub(crate) fn sums(&self, version: u64) -> Result<SumTable, Failure> {
+        let made = lock(&self.made);
+        if made.holds() != Some(self.which(version)) {
+            let text = format!("the baseline does not hold version {version}; reset it before the commit");
+            return Err(Failure::new(Kind::Stale, text));
+        }
+        Ok(made.table())
+    }
 }
 
 #[pymethods]
@@ -235,7 +245,7 @@ impl Baseline {
                 target_digest: made.digest().unwrap_or(unknown),
                 blocks: manifest.cuts().blocks(),
             };
-            Ok(DeltaRecords { records, header })
+            Ok(DeltaRecords { records: Arc::new(records), header })
         })
     }
 }
@@ -243,8 +253,8 @@ impl Baseline {
 /// What changed between two versions, in pinned host memory.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct DeltaRecords {
-    records: Records,
-    header: DeltaHeader,
+    pub(crate) records: Arc<Records>,
+    pub(crate) header: DeltaHeader,
 }
 
 #[pymethods]

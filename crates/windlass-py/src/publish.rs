@@ -17,7 +17,7 @@ use windlass_data::shm::Mapping;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
-use crate::gpu::{Gpu, wide};
+use crate::gpu::{Baseline, DeltaRecords, Gpu, wide};
 use crate::held::Held;
 use crate::layout::Layout;
 use crate::memory::{Memory, lend};
@@ -338,6 +338,25 @@ impl Publisher {
         }
     }
 
+    /// Publishes `records`, which lead from the newest version to the next: returns at once, and works in the background for
+    /// at most `timeout`.
+    fn publish_records(&self, records: &DeltaRecords, timeout: f64) -> PyResult<()> {
+        let timeout = crate::held::seconds("a timeout", timeout)?;
+        let (incarnation, version) = records.header.target;
+        let mut turn = self.turn()?;
+        let Turn::Idle(Seat::Early(rank)) = &mut *turn else {
+            return Err(self.state_error("publish a delta", &turn).into());
+        };
+        let newest = self.region.state().active.map(|s| (self.region.incarnation(), s.version));
+        if newest != Some(records.header.base) || incarnation != self.region.incarnation() {
+            let (base, text) = (records.header.base.1, "is not the newest: publish a copy");
+            let text = format!("the records begin from version {base} of this baseline, which {text}");
+            return Err(Failure::new(Kind::Stale, text).into());
+        }
+        let source = Box::new(Arc::clone(&records.records));
+        Ok(rank.publish(version, source, timeout).map_err(Failure::from)?)
+    }
+
     /// Waits for the background work of the last version, and raises its error. Nothing if there is none.
     fn settle(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         enter(py, Some(timeout), |stop| match &mut *self.turn()? {
@@ -440,17 +459,23 @@ impl Publisher {
         })
     }
 
-    /// Says that this rank's share is written, and returns when the version is committed: (attempt, slot).
-    fn commit(&self, py: Python<'_>, timeout: f64) -> PyResult<(u64, usize)> {
+    /// Says that this rank's share is written, and returns when the version is committed: (attempt, slot). `baseline`
+    /// holds the same version, and knows its sums.
+    #[pyo3(signature = (timeout, baseline = None))]
+    fn commit(&self, py: Python<'_>, timeout: f64, baseline: Option<&Baseline>) -> PyResult<(u64, usize)> {
         enter(py, Some(timeout), |stop| {
             let mut turn = self.turn()?;
+            let sums = match (&*turn, baseline) {
+                (Turn::Writing(attempt, Some(_)), Some(baseline)) => Some(baseline.sums(attempt.version())?),
+                _ => None,
+            };
             let (seat, committed) = match std::mem::replace(&mut *turn, Turn::Closed) {
                 Turn::Writing(attempt, None) => {
                     let (writer, result) = attempt.done(stop);
                     (Seat::Plain(writer), result.map_err(Failure::from))
                 }
                 Turn::Writing(attempt, Some(mut rank)) => {
-                    let result = rank.commit(attempt, None, stop).map_err(Failure::from);
+                    let result = rank.commit(attempt, sums, stop).map_err(Failure::from);
                     (Seat::Early(rank), result)
                 }
                 other => {

@@ -206,7 +206,9 @@ class DeviceArena(Arena):
         if far:
             import torch
 
-            stream = torch.cuda.ExternalStream(self._stream) if self._stream else torch.cuda.default_stream()
+            stream: torch.cuda.Stream = torch.cuda.default_stream()
+            if self._stream:
+                stream = torch.cuda.ExternalStream(self._stream)  # type: ignore[no-untyped-call]
             address, size = share.place(half)
             memory = view(self._gpu.ordinal, address, size, share)
             with torch.cuda.stream(stream):
@@ -398,8 +400,10 @@ class _Share:
                 self.wait(half, timeout)
         finally:
             self._door.close()
-            for part in (*self.ready, *([self._memory] if self._memory is not None else [])):
-                part.close()
+            for signal in self.ready:
+                signal.close()
+            if self._memory is not None:
+                self._memory.close()
             os.close(self._page)
             self._allocations.clear()
 

@@ -33,16 +33,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use windlass_core::Dtype;
+use windlass_core::delta::container::Entry;
 use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Record, Tile};
-use windlass_core::digest::{BlockSum, StateSum};
+use windlass_core::digest::{BlockSum, StateSum, SumTable};
 use windlass_core::dtype::Line;
 use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 
 use super::driver::{DeviceBuffer, Gpu, HostBuffer, Plain, SMALL, Stream, StreamHandle};
 use super::error::CudaError;
-use super::kernels::{Block, Elements, EncodeArgs, Entry, Kernel, LOST, Span, SumArgs, Tally, Unit, tally};
+use super::kernels::{self, Block, Elements, EncodeArgs, Kernel, LOST, Span, SumArgs, Tally, Unit, tally};
 use crate::copies::{Copy, CopyPlan};
+use crate::early::{self, Base, DeltaSource, EarlyError};
 use crate::stop::Stop;
 
 /// The share of the baseline that records have room for, as a divisor.
@@ -276,7 +278,7 @@ impl Baseline {
             memory,
             table: small(count * size_of::<Block>() as u64, "the table of blocks")?,
             device_sums: small(count * 16, "the sums of blocks")?,
-            entries: small(count * size_of::<Entry>() as u64, "the index of records")?,
+            entries: small(count * size_of::<kernels::Entry>() as u64, "the index of records")?,
             out,
             tally: tally(gpu)?,
             addresses: Vec::new(),
@@ -309,6 +311,16 @@ impl Baseline {
     /// The sums of this rank's blocks, by their numbers, in the state that it holds.
     pub fn sums(&self) -> impl Iterator<Item = (u32, BlockSum)> + '_ {
         self.blocks.iter().zip(&self.sums).map(|(o, sum)| (o.tile.number, *sum))
+    }
+
+    /// The sums of a state as a rank takes them over with a copy ([`crate::early::Rank::commit`]): those of other ranks'
+    /// blocks are zero.
+    pub fn table(&self) -> SumTable {
+        let mut all = vec![BlockSum::default(); self.places.len()];
+        for (o, sum) in self.blocks.iter().zip(&self.sums) {
+            all[o.tile.number as usize] = *sum;
+        }
+        SumTable::new(&self.manifest, all)
     }
 
     /// The digest of the state that it holds, if all of the model is this rank's.
@@ -468,7 +480,7 @@ impl Baseline {
         let told = self.stream.download_table::<Tally>(&self.tally, 1)?.first().copied().unwrap_or_default();
         let passed = Instant::now();
         let count = (told.entries as usize).min(self.blocks.len());
-        let index = count as u64 * size_of::<Entry>() as u64;
+        let index = count as u64 * size_of::<kernels::Entry>() as u64;
         let payload = told.cursor.min(self.out.bytes());
         // Behind the index and the payloads come the blocks of lost records.
         let lost =
@@ -553,9 +565,9 @@ fn mode_of(code: u32) -> Option<Mode> {
 }
 
 /// The index at the front of a buffer.
-fn entries_of(buffer: &HostBuffer, count: usize) -> &[Entry] {
+fn entries_of(buffer: &HostBuffer, count: usize) -> &[kernels::Entry] {
     let bytes = buffer.bytes();
-    assert!(count * size_of::<Entry>() <= bytes.len(), "an index of {count} entries");
+    assert!(count * size_of::<kernels::Entry>() <= bytes.len(), "an index of {count} entries");
     // SAFETY: so many bytes at a page's beginning, of a plain type.
     unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), count) }
 }
@@ -655,6 +667,34 @@ impl Records {
     }
 }
 
+/// Payloads of shared records, as the background work of a rank reads them.
+struct Payload(Arc<Records>);
+
+impl AsRef<[u8]> for Payload {
+    fn as_ref(&self) -> &[u8] {
+        self.0.buffer.as_ref().map_or(&[], HostBuffer::bytes)
+    }
+}
+
+/// Nothing is left to compare: the records are handed on where they are.
+impl DeltaSource for Arc<Records> {
+    fn records(self: Box<Self>, base: Base<'_>, _: &Stop) -> Result<early::Records, EarlyError> {
+        let start = self.buffer.as_ref().map_or(0, |b| b.bytes().as_ptr().addr());
+        let entry = |(record, encoded): (Record<'_>, Encoded)| Entry {
+            block: record.block,
+            mode: encoded.mode,
+            sum: encoded.sum,
+            offset: record.payload.as_ptr().addr() - start,
+            len: record.payload.len() as u32,
+        };
+        let entries = self.iter().map(entry).collect();
+        let changes = self.changes;
+        early::Records::new(entries, changes, Box::new(Payload(*self))).map_err(|source| {
+            EarlyError::Records { rank: base.rank, version: base.version, source }
+        })
+    }
+}
+
 impl Drop for Records {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
@@ -693,7 +733,7 @@ impl Pool {
 
 const _: fn() = || {
     fn plain<T: Plain>() {}
-    plain::<Entry>();
+    plain::<kernels::Entry>();
 };
 
 #[cfg(test)]

@@ -1,0 +1,273 @@
+"""A trainer on a GPU: what `WeightManager` publishes of CUDA tensors, by copy and by delta, from one rank and from several.
+
+    PYTHONPATH=python python tests/gpu/manager.py [NAME...]
+
+Needs torch, a CUDA device and the built extension. A receiver takes every version over, and what it has is compared with
+the tensors bit by bit. With `--rank R --ranks N --home DIR` it is one rank of such a trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from windlass import Receiver, WeightManager, WindlassUnsupported
+
+PATIENCE = 120.0
+LATEST = 6
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Every way that a tensor can lie, and fp32 ones of which the image has bf16."""
+    made = torch.Generator(device="cuda").manual_seed(3)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, device="cuda").to(dtype)
+
+    return {
+        "embed": draw(3000, 1024),
+        "master": draw(700, 512, dtype=torch.float32),
+        "norm": draw(70_001),
+        "odd": draw(4099)[1:],
+        "one": draw(1),
+        "router": draw(64, 128, dtype=torch.float32),
+        "columns": draw(300, 800)[:, 200:600],
+    }
+
+
+DTYPES = {"*": "bfloat16"}
+
+
+def step(tensors: dict[str, torch.Tensor], version: int) -> None:
+    for i, tensor in enumerate(tensors.values()):
+        mask = torch.rand(tensor.shape, device="cuda") < 0.01
+        tensor.add_(mask.to(tensor.dtype) * (0.01 * (version + i)))
+
+
+@contextlib.contextmanager
+def home() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="windlass-gpu-") as folder:
+        yield folder
+
+
+def same(receiver: Receiver, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    receiver.wait(version, PATIENCE)
+    with receiver.hold() as image:
+        assert image.version == version, (image.version, version)
+        assert set(image.tensors) == set(tensors)
+        for name, tensor in tensors.items():
+            found = image.tensors[name]
+            want = tensor.detach().to(found.dtype).cpu().contiguous()
+            equal = torch.equal(found.contiguous().view(torch.uint8), want.view(torch.uint8))
+            assert equal, f"{name} of version {version}"
+
+
+def follow(mode: str, tensors: dict[str, torch.Tensor], expected: str) -> str:
+    with (
+        home() as folder,
+        torch.cuda.stream(torch.cuda.Stream()),
+        WeightManager(
+            model_id="p", region_dir=folder, offload_mode=mode, dtypes=DTYPES, timeout=PATIENCE
+        ) as wm,
+    ):
+        wm.offload(tensors, 1, 0, 1)
+        with Receiver(f"{folder}/image", region=wm.region) as receiver:
+            same(receiver, 1, tensors)
+            blocked = []
+            for version in range(2, LATEST + 1):
+                # The GPU is busy when offload() is called: it must wait for this stream.
+                torch.cuda._sleep(20_000_000)
+                step(tensors, version)
+                began = time.monotonic()
+                result = wm.offload(tensors, version, 0, 1)
+                blocked.append((time.monotonic() - began) * 1e3)
+                assert result.mode == expected, result
+                same(receiver, version, tensors)
+                with receiver.hold() as image:
+                    assert image.digest == wm.wait_delta_ready(version, PATIENCE)
+    return f"{LATEST} versions, offload() took {min(blocked):.1f} ms"
+
+
+def test_cuda_tensors_of_every_form_are_published_by_copy() -> str:
+    return follow("copy", weights(), "copy")
+
+
+def test_versions_are_handed_out_by_what_changed() -> str:
+    tensors = weights()
+    # Rows that are not whole are found by copies only.
+    del tensors["columns"]
+    return follow("delta", tensors, "delta")
+
+
+def test_nothing_said_means_by_delta_on_a_gpu_of_one_s_own() -> str:
+    tensors = weights()
+    del tensors["columns"]
+    return follow("auto", tensors, "delta")
+
+
+def test_a_tensor_that_cannot_be_compared_is_said_and_copied() -> str:
+    tensors = {**weights(), "host": torch.randn(100).to(torch.bfloat16)}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(handler)
+    try:
+        note = follow("delta", tensors, "copy")
+    finally:
+        logging.getLogger("windlass").removeHandler(handler)
+    assert any("publishes by copies: 1 of its pieces" in line for line in said), said
+    with home() as folder:
+        wm = WeightManager(region_dir=folder, offload_mode="delta", strict=True)
+        try:
+            wm.offload(tensors, 1, 0, 1)
+        except WindlassUnsupported as e:
+            assert "this rank has to copy" in str(e), e
+        else:
+            raise AssertionError("strict did not refuse")
+        wm.close()
+    return note
+
+
+def test_a_baseline_without_room_is_said_in_numbers_and_copied() -> str:
+    free, _ = torch.cuda.mem_get_info()
+    tensors = {"w": torch.randn(1 << 20, device="cuda").to(torch.bfloat16)}
+    big = 1 << 31
+    tensors["big"] = torch.zeros(big // 2, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    fill = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("windlass").addHandler(handler)
+    try:
+        with home() as folder, WeightManager(region_dir=folder, offload_mode="delta") as wm:
+            assert wm.offload(tensors, 1, 0, 1).mode == "copy"
+            assert wm.offload(tensors, 2, 0, 1).mode == "copy"
+    finally:
+        logging.getLogger("windlass").removeHandler(handler)
+        del fill, tensors
+        torch.cuda.empty_cache()
+    line = next(line for line in said if "publishes by copies" in line)
+    assert "baseline" in line and "free" in line, line
+    return line
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(301, 257, bias=True), torch.nn.Linear(257, 1021, bias=False), torch.nn.LayerNorm(1021)
+    )
+
+
+def drawn(version: int) -> dict[str, torch.Tensor]:
+    """What the model holds as a version, the same on every rank."""
+    whole = {name: p.detach().cuda() for name, p in model().named_parameters()}
+    torch.manual_seed(version)
+    for _ in range(2, version + 1):
+        for name, tensor in whole.items():
+            made = torch.Generator(device="cuda").manual_seed(version * 1000 + len(name))
+            tensor.add_((torch.rand(tensor.shape, generator=made, device="cuda") < 0.01) * 0.01)
+    return whole
+
+
+def one_rank(rank: int, ranks: int, folder: str) -> None:
+    """A rank whose shards are FSDP2's, of fp32 masters; all ranks share the one GPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
+    sharded = model().cuda()
+    fully_shard(sharded, mesh=init_device_mesh("cuda", (ranks,)))
+    wm = WeightManager(model_id="p", region_dir=folder, offload_mode="delta", dtypes=DTYPES, timeout=PATIENCE)
+    modes = []
+    for version in range(1, LATEST + 1):
+        whole = drawn(version)
+        for name, parameter in sharded.named_parameters():
+            local = parameter.to_local()  # type: ignore[attr-defined]
+            rows = whole[name].shape[0]
+            each = -(-rows // ranks)
+            first = min(rank * each, rows)
+            with torch.no_grad():
+                local.copy_(whole[name][first : first + local.shape[0]])
+        modes.append(wm.offload(sharded.named_parameters(), version).mode)
+        if rank == 0:
+            with Receiver(f"{folder}/image", region=wm.region) as receiver:
+                same(receiver, version, whole)
+                with receiver.hold() as image:
+                    assert image.digest == wm.wait_delta_ready(version, PATIENCE)
+        dist.barrier()
+    assert modes == ["copy"] + ["delta"] * (LATEST - 1), modes
+    dist.barrier()
+    wm.close()
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_of_several_ranks_are_one_version_by_delta() -> str:
+    ranks = 3
+    with home() as folder:
+        command = [sys.executable, __file__, "--ranks", str(ranks), "--home", folder]
+        children = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(ranks)]
+        try:
+            for child in children:
+                assert child.wait(PATIENCE) == 0, child.args
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    return f"{ranks} ranks, {LATEST} versions"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("names", nargs="*", help="parts of the names of tests")
+    arguments.add_argument("--rank", type=int)
+    arguments.add_argument("--ranks", type=int, default=1)
+    arguments.add_argument("--home")
+    given = arguments.parse_args()
+    faulthandler.dump_traceback_later(600, exit=True)
+    logging.basicConfig(level=os.environ.get("WINDLASS_LOG_LEVEL", "WARNING"))
+    if given.rank is not None:
+        one_rank(given.rank, given.ranks, given.home)
+        return
+    tests: dict[str, Any] = {name: f for name, f in globals().items() if name.startswith("test_")}
+    failed = []
+    for name, test in tests.items():
+        if given.names and not any(part in name for part in given.names):
+            continue
+        began = time.monotonic()
+        try:
+            note = test()
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+            failed.append(name)
+            note = "FAILED"
+        say(f"{time.monotonic() - began:6.1f} s  {name}: {note}")
+    say(f"{len(failed)} failed" if failed else "all passed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
