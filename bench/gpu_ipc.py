@@ -92,6 +92,8 @@ def engine(pipe: Any, model: str) -> None:
         filled[parameter] += count
     loader = PlannedLoader(parameters, copies)
     receiver: Any = None
+    # As a server, which has one.
+    loop = asyncio.new_event_loop()
     pipe.send("ready")
     while True:
         op = pipe.recv()
@@ -119,12 +121,13 @@ def engine(pipe: Any, model: str) -> None:
         elif op == "update":
             text = pipe.recv_bytes()
             began = time.perf_counter()
-            asyncio.run(receiver.receive_and_load_weights(parse_request(text), loader))
+            loop.run_until_complete(receiver.receive_and_load_weights(parse_request(text), loader))
             torch.cuda.synchronize()
             answer = (time.perf_counter() - began) * 1e3
         elif op == "go":
             # As a server would: it answers as soon as everything is started.
-            asyncio.run(receiver.receive_and_load_weights(parse_request(pipe.recv_bytes()), loader))
+            request = parse_request(pipe.recv_bytes())
+            loop.run_until_complete(receiver.receive_and_load_weights(request, loader))
         elif op == "torch":
             text = pipe.recv_bytes()
             began = time.perf_counter()
