@@ -23,19 +23,16 @@ import contextlib
 import faulthandler
 import json
 import logging
-import queue
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import reference
 import torch
-from reference import ReferenceEngine, ReferenceSession, Token
+from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token, say
 
 from windlass import Receiver, WeightManager, _windlass, parse_request, strategy_from_config
 from windlass.chunk import WeightChunk
@@ -44,15 +41,9 @@ from windlass.load import Live, LoadOrder
 from windlass.load.planned import PlannedLoader
 from windlass.load.trace import trace
 
-PATIENCE = 240.0
 SIZE = "tiny"
 #: Tokens that are made with each version at the least.
 TOKENS = 6
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def built(form: str, device: str, seed: int) -> Any:
@@ -122,8 +113,7 @@ class Disaggregated(Serving):
     def follow(self, version: int) -> dict[str, Any]:
         """Takes versions over until it has this one."""
         loaded = list(self.follower.run(version, patience=PATIENCE))[-1]
-        if self.engine._thread.ident is None:
-            self.engine.start()
+        self.engine.start()
         last = self.live.report().last
         assert last is not None
         return {
@@ -183,8 +173,7 @@ class Colocated(Serving):
         torch.cuda.synchronize()
         self.engine.version = version
         self.standing.close()
-        if self.engine._thread.ident is None:
-            self.engine.start()
+        self.engine.start()
 
     def digest(self) -> str | None:
         stream = int(torch.cuda.current_stream().cuda_stream)
@@ -203,75 +192,23 @@ def layout_of(tensors: dict[str, torch.Tensor]) -> _windlass.Layout:
 
 
 def serve(given: dict[str, Any]) -> None:
-    """A line of JSON in, a line out."""
     way = given.pop("way")
-    serving: Any = (Disaggregated if way == "disaggregated" else Colocated)(**given)
-    say(json.dumps({"ok": "ready"}))
-    try:
-        for line in sys.stdin:
-            words = json.loads(line)
-            try:
-                answer = getattr(serving, words.pop("op"))(**words)
-            except Exception as e:
-                say(json.dumps({"error": f"{type(e).__name__}: {e}"}))
-            else:
-                say(json.dumps({"ok": answer}))
-    finally:
-        serving.close()
+    reference.answer((Disaggregated if way == "disaggregated" else Colocated)(**given))
 
 
 # The trainer's process.
 
 
-class Engine:
-    """The engine's process, and what it says."""
-
-    def __init__(self, **given: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", json.dumps(given)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        assert self.hear() == "ready"
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def hear(self) -> Any:
-        line = self._lines.get(timeout=PATIENCE)
-        if not line:
-            raise ConnectionError("the engine is gone")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["ok"]
-
-    def ask(self, op: str, **words: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"op": op, **words}) + "\n")
-        self.process.stdin.flush()
-        return self.hear()
+class Engine(Child):
+    """The engine's process, as a client of the IPC strategies."""
 
     async def update_weights(self, request: Any) -> None:
         await asyncio.to_thread(self.ask, "update", request=request.to_dict())
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
-
 
 @contextlib.contextmanager
 def engine(**given: Any) -> Iterator[Engine]:
-    made = Engine(**given)
+    made = Engine(__file__, **given)
     try:
         yield made
     finally:

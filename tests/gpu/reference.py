@@ -9,7 +9,11 @@ engine of ``tests/gpu/end_to_end.py`` and ``bench/gpu_sync.py``, and figures fro
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +27,8 @@ from torch import nn
 
 from windlass.load.trace import Target
 
+#: How long anything of a test may take, in seconds.
+PATIENCE = 240.0
 #: Hidden size, intermediate size, layers, heads, key-value heads, head size, vocabulary, whether the ends are tied.
 SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "tiny": (128, 256, 2, 4, 2, 32, 512, True),
@@ -244,8 +250,9 @@ class ReferenceEngine:
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer."""
-        self._thread.start()
+        """Begins to answer, if it has not yet."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -342,3 +349,73 @@ class _Switch:
 
     def get_input_embeddings(self) -> Any:
         return self._models[self.version].get_input_embeddings()
+
+
+# Engines in processes of their own.
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def answer(serving: Any) -> None:
+    """The engine's process: a line of JSON that names a method comes in, and what that says goes out."""
+    say(json.dumps({"ok": "ready"}))
+    try:
+        for line in sys.stdin:
+            words = json.loads(line)
+            try:
+                said = getattr(serving, words.pop("op"))(**words)
+            except Exception as e:
+                say(json.dumps({"error": f"{type(e).__name__}: {e}"}))
+            else:
+                say(json.dumps({"ok": said}))
+    finally:
+        serving.close()
+
+
+class Child:
+    """The other side: ``script --serve`` with what is given, as a child of this process."""
+
+    def __init__(self, script: str, **given: Any) -> None:
+        command = [sys.executable, script, "--serve", json.dumps(given)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            self.hear()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def tell(self, op: str, **words: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **words}) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        line = self._lines.get(timeout=PATIENCE)
+        if not line:
+            raise ConnectionError("the engine is gone")
+        said = json.loads(line)
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said["ok"]
+
+    def ask(self, op: str, **words: Any) -> Any:
+        self.tell(op, **words)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]

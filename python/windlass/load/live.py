@@ -186,7 +186,8 @@ class Live:
                 return self._staged(plan, plan.device, held, base, order)
             finally:
                 held.finish()
-        except WindlassError as e:
+        except Exception as e:
+            # Loading does without.
             plan.device.forget()
             log.info("rank %d: version %d is not staged: %s", self._rank, order.version, e)
             return False
