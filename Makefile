@@ -75,7 +75,8 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION); \
 	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
 	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
-	    PYTHONPATH=python $(PY) tests/gpu/ipc.py
+	    PYTHONPATH=python $(PY) tests/gpu/ipc.py; \
+	    PYTHONPATH=python $(PY) tests/gpu/end_to_end.py
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

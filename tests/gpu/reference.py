@@ -64,11 +64,16 @@ def config(size: str) -> Any:
 
 def plain(size: str, device: str, seed: int = 0) -> Any:
     """A model as transformers has it, with random weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            made = Qwen3ForCausalLM(config(size))
+    finally:
+        torch.set_default_dtype(before)
     return made.eval().requires_grad_(False)
 
 

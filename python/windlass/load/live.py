@@ -434,18 +434,17 @@ class Live:
         order: LoadOrder,
         began: float,
     ) -> Last:
-        tensors = _Tensors(held)
         if how == "session":
             if plan.device is not None:
                 plan.device.forget()
-            before = self._before(plan)
+            tensors, before = _Tensors(held), self._before(plan)
             size = self._by_session(plan, tensors, sorted({*plan.table}))
             self._judge(plan, before, tensors, held)
             return Last(how="session", ms=_since(began), bytes=size)
         verdict = plan.verdict
         assert verdict is not None
         until = began + order.timeout
-        size = self._by_session(plan, tensors, sorted(verdict.session)) if verdict.session else 0
+        size = self._by_session(plan, _Tensors(held), sorted(verdict.session)) if verdict.session else 0
         if base is not None:
             try:
                 done, elements = self._sparsely(plan, held, base, order, until)
@@ -463,7 +462,7 @@ class Live:
             raise
         except WindlassError as e:
             log.warning("rank %d: version %d is loaded by the engine: %s", self._rank, held.version, e)
-            done = self._by_session(plan, tensors, sorted(verdict.replayed))
+            done = self._by_session(plan, _Tensors(held), sorted(verdict.replayed))
             return Last(how="session", ms=_since(began), bytes=size + done)
         return Last(how="dense", ms=_since(began), bytes=size + done)
 

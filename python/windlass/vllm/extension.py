@@ -63,7 +63,7 @@ def windlass_check(self: Any, order: Plain) -> Plain:
 
     given = LoadOrder.from_dict(order)
 
-    def check(live: Live) -> Report:
+    def check(live: Any) -> Any:
         report = live.check(given)
         live.stage(given)
         return report
