@@ -77,6 +77,8 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/manager.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/ipc.py
+	    PYTHONPATH=python $(PY) tests/gpu/ipc.py; \
+	    PYTHONPATH=python $(PY) tests/gpu/end_to_end.py
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

@@ -156,6 +156,11 @@ class DevicePlan:
         """
         Copies all of `held`, or of the tensors in `only`, to the parameters: (bytes, copies).
         """
+    def difference(self, /, held: Held, stream: SupportsIndex = 0, threads: SupportsIndex = 1, timeout: SupportsFloat | SupportsIndex = 600.0) -> list[str]:
+        """
+        Compares all that the parameters hold with `held`, by sums, and names the tensors that differ. The image itself is
+        read, by `threads`, only where the digest of the version does not tell.
+        """
     def digest(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> str:
         """
         The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
@@ -173,6 +178,11 @@ class DevicePlan:
         """
         Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
         the reason, if they were not kept.
+        """
+    def sum_blocks(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
+        """
+        Takes the sums of what the parameters hold now for those of their blocks, by which records are checked from now
+        on. The parameters are only read, and must be a version whole.
         """
 
 @final

@@ -1,7 +1,7 @@
 """An engine of your own that follows a publisher: two callbacks.
 
-Owns: :class:`Follower`, the order in which a version comes into an engine (pull, pause, load, resume) and what happens
-when a load fails. vLLM and SGLang have loaders of their own; this is for everything else. Must not: know what an engine
+Owns: :class:`Follower`, the order in which a version comes into an engine (pull, stage, pause, load, resume) and what
+happens when a load fails. vLLM and SGLang have loaders of their own; this is for everything else. Must not: know what an engine
 is, or run in the background: the caller's thread does the work, in :meth:`Follower.step` or :meth:`Follower.run`.
 """
 
@@ -44,7 +44,8 @@ class Follower:
     ``load(image)`` puts a version into the engine: :attr:`Image.tensors` are the image's own memory, whole and proved
     by the digest, valid until ``load`` returns. ``pause()`` gives a context manager that is entered before ``load`` and
     left after it; without one the engine is not paused. The pull goes on before the pause: the engine stands still for
-    the load only.
+    the load only. ``stage(image)`` is called before the pause as well, with the version that is about to be loaded, to do
+    what can be done while the engine serves (:meth:`windlass.load.Live.stage`); if it fails, ``load`` does all of it.
 
     If ``load`` raises, it is called once more, still paused, because what it had begun must be finished. If that fails
     too, the context manager is left with the error (do not resume then: the weights may be of two versions), the
@@ -60,10 +61,12 @@ class Follower:
         receiver: Receiver,
         load: Callable[[Image], Any],
         pause: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        stage: Callable[[Image], Any] | None = None,
     ) -> None:
         self._receiver = receiver
         self._load = load
         self._pause = pause
+        self._stage = stage
         self._live: tuple[str, int] | None = None
         self._fenced = False
 
@@ -98,6 +101,7 @@ class Follower:
         with self._receiver.hold() as image:
             if (image.incarnation, image.version) == self._live:
                 return None
+            self._prepare(image)
             start = time.monotonic()
             with self._pause():
                 self._live = None
@@ -111,6 +115,14 @@ class Follower:
         return Loaded(
             image.version, image.incarnation, image.digest, mode, paused * 1e3, (loaded - loading) * 1e3
         )
+
+    def _prepare(self, image: Image) -> None:
+        if self._stage is None or self._fenced:
+            return
+        try:
+            self._stage(image)
+        except Exception as e:
+            log.warning("version %d could not be staged, and is loaded nevertheless: %s", image.version, e)
 
     def _load_whole(self, image: Image) -> None:
         self._fenced = True

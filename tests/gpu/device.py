@@ -449,6 +449,11 @@ def test_images_and_deltas_reach_fused_parameters(gpu: w.Gpu) -> str:
                     engine.device.dense_held(held, stream(), 2)
                     if pin is not None:
                         pin.close()
+                    # Compared wholly, and what differs is named.
+                    assert engine.device.difference(held, stream(), 2) == []
+                    engine.parameters["bytes"].add_(1)
+                    assert engine.device.difference(held, stream(), 2) == ["bytes"]
+                    engine.parameters["bytes"].sub_(1)
                 engine.check(first)
         assert engine.digest() == baseline.digest()
         # Some of it only.
@@ -465,6 +470,10 @@ def test_images_and_deltas_reach_fused_parameters(gpu: w.Gpu) -> str:
             delta = baseline.encode(t.addresses, version - 1, version, stream()).container()
             if version == 3:
                 engine.device.set_sums(sums(t, last))
+            if version == 4:
+                # Those of the parameters themselves are the same.
+                engine.device.set_sums(None)
+                engine.device.sum_blocks(stream())
             staged = engine.device.stage(delta)
             engine.check(last)
             applied, skipped = engine.device.apply(staged, stream())

@@ -16,6 +16,7 @@ use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
 use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
 use windlass_data::cuda::{self, StreamHandle};
 use windlass_data::history::Trail;
+use windlass_data::load::combine;
 use windlass_data::region::Region;
 
 use crate::enter::{Home, enter};
@@ -357,6 +358,41 @@ impl DevicePlan {
             Some(_) => return Err(Failure::invalid("sums have sixteen bytes each").into()),
         };
         enter(py, None, |_| Ok(lock(&self.made).set_sums(sums.as_deref())?))
+    }
+
+    /// Takes the sums of what the parameters hold now for those of their blocks, by which records are checked from now
+    /// on. The parameters are only read, and must be a version whole.
+    #[pyo3(signature = (stream = 0, timeout = 60.0))]
+    fn sum_blocks(&self, py: Python<'_>, stream: u64, timeout: f64) -> PyResult<()> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| Ok(lock(&self.made).sum_blocks(StreamHandle(stream), stop)?))
+    }
+
+    /// Compares all that the parameters hold with `held`, by sums, and names the tensors that differ. The image itself is
+    /// read, by `threads`, only where the digest of the version does not tell.
+    #[pyo3(signature = (held, stream = 0, threads = 1, timeout = 600.0))]
+    fn difference(
+        &self,
+        py: Python<'_>,
+        held: &Held,
+        stream: u64,
+        threads: usize,
+        timeout: f64,
+    ) -> PyResult<Vec<String>> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            held.read(|lease| {
+                let mut made = lock(&self.made);
+                let manifest = lease.region().manifest();
+                made.plan().check_layout(manifest)?;
+                let proof = made.digest(StreamHandle(stream), stop)?;
+                let combined = combine(manifest, std::slice::from_ref(&proof)).and_then(|c| c.digest);
+                if combined.is_some_and(|digest| held.known().is_ok_and(|(_, known)| known == digest)) {
+                    return Ok(Vec::new());
+                }
+                Ok(proof.differs(&made.plan().image_proof(lease.data(), threads, stop)?))
+            })
+        })
     }
 
     /// Brings a delta, a container of plain records, to the device. The parameters are not touched.

@@ -2,8 +2,8 @@
 
 Owns: :class:`Live`: which version a worker's weights are, whether a write to them was cut short, the plan by which they
 can be written directly, and :meth:`Live.load`, which carries out an order. Called in the worker by whatever drives it,
-one call at a time and never while the model computes. Must not: pause an engine, start a thread, or know which engine
-it is in: that is the session's part (:class:`Session`).
+one call at a time and, but for :meth:`Live.stage`, never while the model computes. Must not: pause an engine, start a
+thread, or know which engine it is in: that is the session's part (:class:`Session`).
 
 How an order is carried out::
 
@@ -17,12 +17,15 @@ a whole load makes the worker clean again.
 The first load of a layout goes wholly through the session and is the reference against which modules qualify
 (:mod:`windlass.load.qualify`). Later loads are *sparse* where the weights are known to be a version from which the
 image's deltas lead to the order, and *dense* otherwise; both end in the same bytes, so that workers decide alone.
+Parameters on a GPU are written there (:mod:`windlass.load.device`): :meth:`Live.stage` brings deltas to it before the
+pause, and the load itself only applies them. Where that cannot be, the reason is logged and the engine's session loads.
 
 Invariants:
 
 1. An order that fails before the first write leaves every byte as it was (``test_a_missing_tensor_is_named…``).
 2. A sparse load starts only from weights that this process itself wrote as that version, that nobody moved or reloaded,
-   and that a sample finds in place (``test_a_foreign_reload_is_not_patched``).
+   and that a sample finds in place (``test_a_foreign_reload_is_not_patched``), or on a GPU the sums of blocks and, when
+   records are staged, the digest.
 3. ``dirty`` is cleared by a whole load only (``test_a_load_that_fails_halfway_leaves_the_worker_dirty``).
 """
 
@@ -33,18 +36,27 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from windlass import _windlass
 from windlass.dtypes import dtype_name
-from windlass.errors import WindlassError, WindlassInvalid, WindlassStale
+from windlass.errors import (
+    WindlassCancelled,
+    WindlassError,
+    WindlassExhausted,
+    WindlassInvalid,
+    WindlassStale,
+    WindlassTimeout,
+)
+from windlass.load.device import DeviceWeights, device_weights
+from windlass.load.fit import check_changed, check_missing, check_reads, listed
 from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
-from windlass.load.qualify import Judge, Snapshot, Verdict, qualify, snapshot
-from windlass.load.trace import Target, Trace, trace
+from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot
+from windlass.load.session import Session
+from windlass.load.trace import Trace, trace
 from windlass.receiver import _Tensors
 
 __all__ = ["Live", "Session"]
@@ -55,59 +67,10 @@ log = logging.getLogger("windlass")
 VERIFY_EVERY = 50
 #: How many elements a sparse load looks at before it trusts the weights.
 SAMPLE = 4096
-#: How many names an error lists.
-NAMED = 8
+#: How long summing the weights may take.
+DIGEST_S = 600.0
 
 Extras = Literal["ignore", "error"]
-
-
-class Session(Judge, Protocol):
-    """An engine's own full reload of one worker's model, and what is known of its modules."""
-
-    model: torch.nn.Module
-
-    @property
-    def parallelism(self) -> str:
-        """The shares of the model, as part of a plan's key."""
-
-    @property
-    def shares(self) -> int:
-        """How many workers may hold parts of one tensor."""
-
-    @property
-    def partial(self) -> str | None:
-        """Why this worker need not take every tensor of the image; ``None`` if it must."""
-
-    @property
-    def hides_writes(self) -> bool:
-        """Whether loaders keep tensors back and write later: then the names that they say they loaded are believed."""
-
-    def refuses_plan(self) -> str | None:
-        """Why nothing may be replayed now; ``None`` if it may."""
-
-    def vocabulary(self, module: torch.nn.Module) -> int | None:
-        """Rows of the checkpoint's tensor where the engine pads them."""
-
-    def rehearsal(self) -> AbstractContextManager[list[Target]]:
-        """A place in which the loader can be run without harm."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """The model's own loader."""
-
-    def begin(self) -> None:
-        """Prepares the model to be loaded."""
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Feeds tensors."""
-
-    def finish(self) -> None:
-        """Post-processes what was loaded."""
-
-    def abandon(self) -> None:
-        """Makes another session possible after a failure."""
-
-    def incomplete(self) -> list[str]:
-        """Layers of which a part was fed and a part was not, while a session is open."""
 
 
 @dataclass
@@ -122,9 +85,15 @@ class _Plan:
     table: dict[str, tuple[str, tuple[int, ...]]]
     verdict: Verdict | None = None
     native: Any = None
+    #: The replayed parameters, if they are on a GPU.
+    device: DeviceWeights | None = None
     #: Names of the replayed parameters, in the order of the plan's targets, and where they were.
     names: list[str] = field(default_factory=list)
     places: list[tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+
+    def drop(self) -> None:
+        """The plan is not to be used any more; modules are judged anew with the next load."""
+        self.verdict = self.native = self.device = None
 
 
 class Live:
@@ -155,6 +124,8 @@ class Live:
         self._verify_every = max(1, verify_every)
         self._worker = secrets.token_hex(8)
         self._live: LiveVersion | None = None
+        #: The state digest of that version.
+        self._digest: str | None = None
         self._dirty = False
         self._plan: _Plan | None = None
         #: What earlier images were: they do not change under a running engine.
@@ -199,6 +170,43 @@ class Live:
             _let_go(held)
         return self.report()
 
+    def stage(self, order: LoadOrder) -> bool:
+        """Brings what changed up to an order to the GPU, while the model goes on computing; nothing of the model is
+        written. The next :meth:`load` of the same order only applies it. False, and nothing lost, where that is not
+        possible or of no use, as on a CPU."""
+        plan, base = self._plan, self._base_of(order)
+        if plan is None or plan.device is None or base is None or not self._in_place(plan):
+            return False
+        if self._session.refuses_plan() is not None or plan.device.staged == (base, order.identity):
+            return plan.device.staged is not None
+        try:
+            held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+            try:
+                self._check_identity(order, held)
+                return self._staged(plan, plan.device, held, base, order)
+            finally:
+                held.finish()
+        except Exception as e:
+            # Loading does without.
+            plan.device.forget()
+            log.info("rank %d: version %d is not staged: %s", self._rank, order.version, e)
+            return False
+
+    def _staged(
+        self, plan: _Plan, device: DeviceWeights, held: Any, base: LiveVersion, order: LoadOrder
+    ) -> bool:
+        layout = held.layout()
+        if f"{layout.hash}.{self._session.parallelism}" != plan.key:
+            return False
+        found = device.state_digest(layout, order.timeout)
+        if found is not None and self._digest is not None:
+            if found != self._digest:
+                self.forget(f"they have the digest {found}, and version {base.version} has {self._digest}")
+                return False
+            self._since_verified = 0
+        device.stage(held, base, order.identity, order.timeout)
+        return True
+
     # Tensors that come another way than by an image.
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Report:
@@ -233,7 +241,7 @@ class Live:
         partly = self._session.incomplete()
         if partly:
             raise WindlassInvalid(
-                f"only a part of the tensors came of {_list(partly)}",
+                f"only a part of the tensors came of {listed(partly)}",
                 "send all tensors of a layer in one update",
                 name="missing_tensor",
             )
@@ -272,8 +280,11 @@ class Live:
             out["why"] = "no module keeps its weights as they were loaded"
             out["unseen"] = sorted(plan.verdict.session)
         else:
-            addresses = self._addresses(plan)
-            out["parts"] = json.loads(plan.native.digest(addresses, self._threads))
+            if plan.device is not None:
+                parts = plan.device.digest(DIGEST_S)
+            else:
+                parts = plan.native.digest(self._addresses(plan), self._threads)
+            out["parts"] = json.loads(parts)
             out["unseen"] = sorted(plan.verdict.session)
         return out
 
@@ -282,6 +293,8 @@ class Live:
         if self._live is not None:
             log.info("rank %d: the weights are not known any more: %s", self._rank, why)
         self._live = None
+        if self._plan is not None and self._plan.device is not None:
+            self._plan.device.forget()
 
     # Before the first write.
 
@@ -301,7 +314,7 @@ class Live:
             self._dirty = True
             self._error = None
             try:
-                done = self._write(how, base, plan, held, began, began + order.timeout)
+                done = self._write(how, base, plan, held, order, began)
                 finished = True
                 # What was read may be of two versions if the hold was taken back.
                 held.finish()
@@ -312,7 +325,7 @@ class Live:
                 log.error("rank %d: loading version %d failed halfway: %s", self._rank, order.version, e)
                 return self.report()
             self._dirty = False
-            self._live = order.identity
+            self._live, self._digest = order.identity, held.digest
             self._last = done
             self._accepted.update(plan.table)
             return self.report()
@@ -343,12 +356,11 @@ class Live:
         if self._plan is not None and self._plan.key == key:
             return self._plan
         tensors = _Tensors(held)
-        self._check_changed(layout)
+        check_changed(layout, self._accepted)
         with self._session.rehearsal() as targets:
             found = trace(self._session.load_weights, tensors, targets)
-        modules = dict(self._session.model.named_modules())
-        self._check_missing(found)
-        self._check_reads(found, tensors, modules)
+        check_missing(self._session, found)
+        check_reads(self._session, found, tensors)
         taken = set(found.reached)
         extras = sorted(found.unexpected)
         if self._session.partial is None:
@@ -362,92 +374,10 @@ class Live:
         self._plan = _Plan(key, found, extras, table)
         return self._plan
 
-    def _check_changed(self, layout: Any) -> None:
-        """Shapes and dtypes of an engine that serves do not change from version to version."""
-        for name, dtype, shape, _, _ in layout.tensors():
-            before = self._accepted.get(name)
-            if before is None or before == (dtype, tuple(shape)):
-                continue
-            what = "dtype" if before[0] != dtype else "shape"
-            raise WindlassInvalid(
-                f"the {what} of {name!r} changed from {before[0]} {list(before[1])} to {dtype} {list(shape)}; nothing "
-                "was loaded",
-                "publish the model that the engine was started with, or restart the engine",
-                name=f"{what}_changed",
-            )
-        gone = sorted(self._accepted.keys() - {row[0] for row in layout.tensors()} - set(layout.aliases()))
-        if gone:
-            raise _missing(gone, "which earlier versions had")
-
-    def _check_missing(self, found: Trace) -> None:
-        """Parameters that the loader would leave as they are."""
-        written = (
-            {copy.target for copy in found.copies} | {c.target for c in found.constants} | set(found.reasons)
-        )
-        live = dict(self._session.model.named_parameters(remove_duplicate=False))
-        tied: dict[int, set[int]] = {}
-        for i, target in enumerate(found.targets):
-            tensor = live.get(target.name)
-            if tensor is not None and tensor.numel():
-                tied.setdefault(tensor.data_ptr(), set()).add(i)
-        together = {i: group for group in tied.values() for i in group}
-        unwritten = []
-        for i, target in enumerate(found.targets):
-            said = self._session.hides_writes and found.loaded is not None and target.name in found.loaded
-            if target.tensor.numel() and not said and not (together.get(i, {i}) & written):
-                unwritten.append(target.name)
-        if unwritten:
-            raise _missing(
-                unwritten, "so that these parameters of the engine would stay as they are", what="weights for"
-            )
-        short = []
-        for i, target in enumerate(found.targets):
-            count = found.elements_of(i)
-            if i in written and i not in found.reasons and count < target.tensor.numel():
-                short.append(f"{target.name} ({count} of {target.tensor.numel()} elements)")
-        if short:
-            raise _missing(
-                short, "so that parts of these parameters would stay as they are", what="weights for"
-            )
-
-    def _check_reads(
-        self, found: Trace, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, torch.nn.Module]
-    ) -> None:
-        """Tensors of which the loader would drop a part, because they are larger than it thinks."""
-        for name, count in found.elements_read().items():
-            tensor = tensors[name]
-            reached = found.reached.get(name, set())
-            if any(i in found.reasons for i in reached):
-                continue
-            rows = next(
-                (
-                    rows
-                    for i in reached
-                    if (module := modules.get(found.targets[i].module)) is not None
-                    and (rows := self._session.vocabulary(module)) is not None
-                ),
-                None,
-            )
-            fits = count * self._session.shares >= tensor.numel() if rows is None else tensor.shape[0] == rows
-            if not fits:
-                raise WindlassInvalid(
-                    f"{name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, of which the engine would take "
-                    f"{count} elements on each of {self._session.shares} ranks and drop the rest",
-                    "publish the model that the engine was started with, with its shapes",
-                    name="does_not_fit",
-                )
-        for name, (given, kept) in found.casts.items():
-            if not (_is_float(given) and _is_float(kept)):
-                raise WindlassInvalid(
-                    f"{name!r} is {given} in the image and {kept} in the engine",
-                    "publish it in the engine's dtype",
-                    name="wrong_dtype",
-                )
-
     def _tell_extras(self, extras: list[str]) -> None:
         if not extras:
             return
-        named = _list(extras)
+        named = listed(extras)
         if self._extras == "error":
             raise WindlassInvalid(
                 f"the engine does not take {len(extras)} tensors of the image: {named}",
@@ -474,19 +404,24 @@ class Live:
             refusal = "parameters are not where they were"
         if refusal is not None:
             log.info("rank %d: no plan is used: %s", self._rank, refusal)
-            plan.verdict, plan.native = None, None
             self.forget(refusal)
+            plan.drop()
             return "session", None
+        base = self._base_of(order)
+        return ("dense", None) if base is None else ("sparse", base)
+
+    def _base_of(self, order: LoadOrder) -> LiveVersion | None:
+        """The version that the weights are, if an order may be carried out by what changed since."""
         base = self._live
         if (
-            order.how == "dense"
+            order.how != "auto"
             or self._dirty
             or base is None
             or (base.model_id, base.incarnation) != (order.model_id, order.incarnation)
             or base.version >= order.version
         ):
-            return "dense", None
-        return "sparse", base
+            return None
+        return base
 
     # From the first write on.
 
@@ -496,47 +431,68 @@ class Live:
         base: LiveVersion | None,
         plan: _Plan,
         held: Any,
+        order: LoadOrder,
         began: float,
-        until: float,
     ) -> Last:
-        tensors = _Tensors(held)
         if how == "session":
-            before = self._before(plan)
+            if plan.device is not None:
+                plan.device.forget()
+            tensors, before = _Tensors(held), self._before(plan)
             size = self._by_session(plan, tensors, sorted({*plan.table}))
             self._judge(plan, before, tensors, held)
             return Last(how="session", ms=_since(began), bytes=size)
         verdict = plan.verdict
         assert verdict is not None
-        size = self._by_session(plan, tensors, sorted(verdict.session)) if verdict.session else 0
-        addresses = self._addresses(plan)
-        if how == "sparse" and base is not None:
+        until = began + order.timeout
+        size = self._by_session(plan, _Tensors(held), sorted(verdict.session)) if verdict.session else 0
+        if base is not None:
             try:
-                elements = self._sparsely(plan, held, base, addresses, until)
+                done, elements = self._sparsely(plan, held, base, order, until)
             except WindlassStale as e:
                 log.info("rank %d: version %d is loaded whole: %s", self._rank, held.version, e)
             else:
-                return Last(how="sparse", ms=_since(began), bytes=size, elements=elements)
-        copied, _ = plan.native.dense(held, addresses, self._threads, timeout=_left(until))
+                return Last(how="sparse", ms=_since(began), bytes=size + done, elements=elements)
         self._since_verified = 0
-        return Last(how="dense", ms=_since(began), bytes=size + copied)
+        if plan.device is None:
+            done, _ = plan.native.dense(held, self._addresses(plan), self._threads, timeout=_left(until))
+            return Last(how="dense", ms=_since(began), bytes=size + done)
+        try:
+            done = plan.device.dense(held, self._threads, _left(until))
+        except (WindlassTimeout, WindlassCancelled, WindlassStale):
+            raise
+        except WindlassError as e:
+            log.warning("rank %d: version %d is loaded by the engine: %s", self._rank, held.version, e)
+            done = self._by_session(plan, _Tensors(held), sorted(verdict.replayed))
+            return Last(how="session", ms=_since(began), bytes=size + done)
+        return Last(how="dense", ms=_since(began), bytes=size + done)
 
-    def _sparsely(self, plan: _Plan, held: Any, base: LiveVersion, addresses: list[int], until: float) -> int:
-        written = plan.native.sparse(
-            held, base.incarnation, base.version, addresses, self._threads, timeout=_left(until)
-        )
-        elements = int(written[0])
+    def _sparsely(
+        self, plan: _Plan, held: Any, base: LiveVersion, order: LoadOrder, until: float
+    ) -> tuple[int, int]:
+        """Bytes and elements that were written, as far as they were counted."""
+        size, elements, wrong = 0, 0, []
         self._since_verified += 1
         whole = self._since_verified >= self._verify_every
-        count = (1 << 62) if whole else SAMPLE
-        wrong = plan.native.sampled_difference(held, addresses, count, secrets.randbits(32))
+        if plan.device is not None:
+            size = plan.device.sparse(held, base, order.identity, _left(until))
+            if whole:
+                wrong = plan.device.difference(held, self._threads, _left(until))
+        else:
+            addresses = self._addresses(plan)
+            written = plan.native.sparse(
+                held, base.incarnation, base.version, addresses, self._threads, timeout=_left(until)
+            )
+            elements = int(written[0])
+            count = (1 << 62) if whole else SAMPLE
+            wrong = plan.native.sampled_difference(held, addresses, count, secrets.randbits(32))
         if wrong:
             raise WindlassStale(
-                f"{_list(sorted(wrong))} are not what this worker wrote as version {base.version}: somebody else "
+                f"{listed(sorted(wrong))} are not what this worker wrote as version {base.version}: somebody else "
                 "changed the weights"
             )
         if whole:
             self._since_verified = 0
-        return elements
+        return size, elements
 
     def _by_session(self, plan: _Plan, tensors: Mapping[str, torch.Tensor], names: list[str]) -> int:
         """The engine's own loader, for all tensors of some modules."""
@@ -575,8 +531,11 @@ class Live:
         except Exception as e:
             # The weights are right, which is what was asked for; they can go the same way next time.
             log.warning("rank %d: no plan could be made: %s: %s", self._rank, type(e).__name__, e)
-            why = {"": f"no plan could be made: {e}"}
-            plan.verdict, plan.native = Verdict(session=set(plan.table), why=why), None
+            plan.drop()
+            if not isinstance(e, (WindlassExhausted, torch.cuda.OutOfMemoryError)):
+                # Otherwise there may be room next time.
+                why = {"": f"no plan could be made: {e}"}
+                plan.verdict = Verdict(session=set(plan.table), why=why)
 
     def _qualify(self, plan: _Plan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
         verdict = qualify(self._session.model, self._session, plan.trace, before, tensors.__getitem__)
@@ -601,6 +560,7 @@ class Live:
             ]
             rows = [(name, live[name].numel(), dtype_name(live[name].dtype)) for name in plan.names]
             plan.native = _windlass.LoadPlan(held.layout(), rows, copies)
+            plan.device = device_weights(plan.native, [live[name] for name in plan.names])
         for module, reason in list(verdict.why.items())[:REASONS]:
             log.debug("rank %d: %s is loaded by the engine: %s", self._rank, module, reason)
         log.info(
@@ -639,30 +599,12 @@ def _summary(plan: _Plan) -> PlanSummary:
     return PlanSummary(key=plan.key, replayed=verdict.modules, session=len(verdict.why), why=why)
 
 
-def _missing(names: list[str], consequence: str, what: str = "") -> WindlassInvalid:
-    lacks = f"{what} " if what else ""
-    return WindlassInvalid(
-        f"the image lacks {lacks}{_list(names)}, {consequence}; nothing was loaded",
-        "publish all tensors of the model that the engine was started with",
-        name="missing_tensor",
-    )
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
 
 
 def _number(incarnation: Any) -> int:
     return incarnation if isinstance(incarnation, int) else int(str(incarnation), 16)
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
 
 
 def _let_go(held: Any) -> None:

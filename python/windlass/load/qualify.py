@@ -275,13 +275,13 @@ def _of_target(
     stand_in = target.tensor
     if (tensor.shape, tensor.stride(), tensor.dtype) != (stand_in.shape, stand_in.stride(), stand_in.dtype):
         return "is kept in another form"
-    if tensor.device.type != "cpu":
-        return f"is on {tensor.device}, where plans are not replayed yet"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"is on {tensor.device}, where plans are not replayed"
     if not tensor.is_contiguous():
         return "is not contiguous"
     if seen is None or _Seen.of(tensor, keep=False).where != seen.where:
         return "moved during the reload"
-    written = torch.zeros(tensor.numel(), dtype=torch.bool)
+    written = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
     for constant in (c for c in trace.constants if c.target == i):
         box = torch.as_strided(
             tensor, constant.sizes, constant.strides, tensor.storage_offset() + constant.offset
@@ -301,7 +301,7 @@ def _of_target(
         wanted = torch.as_strided(
             source, copy.sizes, copy.source_strides, source.storage_offset() + copy.source_offset
         )
-        if not torch.equal(_bytes(there), _bytes(wanted)):
+        if not torch.equal(_bytes(there), _bytes(wanted).to(tensor.device)):
             return f"is not {copy.source} as it was loaded: the engine changes it afterwards"
     return None if bool(written.all()) else "is not written wholly by copies"
 

@@ -57,10 +57,18 @@ def windlass_prepare(self: Any, image: str, timeout: float = 60.0) -> Plain:
 
 
 def windlass_check(self: Any, order: Plain) -> Plain:
-    """Whether an order could be carried out; the report, with an error if not. Nothing is written."""
+    """Whether an order could be carried out; the report, with an error if not. What it needs is brought to the GPU
+    already, before the pause; nothing is written."""
     from windlass.load.order import LoadOrder
 
-    return _told(self, lambda live: live.check(LoadOrder.from_dict(order)))
+    given = LoadOrder.from_dict(order)
+
+    def check(live: Any) -> Any:
+        report = live.check(given)
+        live.stage(given)
+        return report
+
+    return _told(self, check)
 
 
 def windlass_load(self: Any, order: Plain) -> Plain:

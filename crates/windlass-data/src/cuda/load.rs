@@ -14,13 +14,15 @@
 //! A delta of plain records leads from the weights in place to the next ones, so that applying it twice is wrong unless
 //! sums are checked. With the sums of the image's blocks ([`DevicePlan::set_sums`]) every record is, as on a CPU: skipped
 //! where the block has its sum already, refused where the units in place do not lead to it. Without, and for tensors of which
-//! the worker holds only a part, whoever calls vouches for the base, and the digest shows whether that was right.
+//! the worker holds only a part, whoever calls vouches for the base, and the digest shows whether that was right. Who has no
+//! sums at hand takes those of the parameters themselves ([`DevicePlan::sum_blocks`]), which the digest proves.
 //!
 //! | | must hold | test |
 //! |---|---|---|
 //! | D-1 | The boxes of a dense load write what the plan writes, once each. | `boxes_of_a_plan_write_what_the_plan_does` |
 //! | D-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
 //! | D-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
+//! | D-4 | The sums of blocks that parameters hold whole are those of the image. | `spans_of_blocks_give_the_sums_of_the_image` |
 
 #![allow(unsafe_code)]
 
@@ -223,6 +225,79 @@ fn spans(held: &[(u32, usize, HeldBox)], addresses: &[u64]) -> Result<Vec<Span>,
         check_count(all.len())?;
     }
     Ok(all)
+}
+
+/// The spans of the blocks that are held whole, each unit in one place; sums are by the number of the block.
+fn block_spans(manifest: &Manifest, places: &Places) -> Result<Vec<Span>, CudaError> {
+    let mut all: Vec<Span> = Vec::new();
+    for (number, (place, _)) in places.blocks.iter().zip(&places.whole).enumerate().filter(|(_, (_, w))| **w)
+    {
+        let run = u64::from(place.run) * Tile::of(manifest, number as u32)?.unit as u64;
+        let pieces = &places.pieces[place.first as usize..(place.first + place.pieces) as usize];
+        for row in 0..u64::from(place.count) {
+            let start = place.start + row * place.pitch;
+            each_overlap(start..start + run, pieces, |start, at, run| {
+                let number = number as u32;
+                let span = Span {
+                    at,
+                    pitch: 0,
+                    start,
+                    stride: 0,
+                    run: run as u32,
+                    count: 1,
+                    sum: number,
+                    unused: 0,
+                };
+                if !all.last_mut().is_some_and(|last| extend(last, &span)) {
+                    all.push(span);
+                }
+            });
+        }
+        check_count(all.len())?;
+    }
+    Ok(all)
+}
+
+/// Takes `next` in as one more run of `span`, whose pitches are those of its first two. False if it is none.
+fn extend(span: &mut Span, next: &Span) -> bool {
+    if (span.sum, span.run) != (next.sum, next.run) || next.start <= span.start || next.at <= span.at {
+        return false;
+    }
+    let (stride, pitch) = (next.start - span.start, next.at - span.at);
+    if span.count == 1 {
+        (span.stride, span.pitch) = (stride, pitch);
+    }
+    let count = u64::from(span.count);
+    let is_next = (stride, pitch) == (count * span.stride, count * span.pitch);
+    span.count += u32::from(is_next);
+    is_next
+}
+
+/// Gives the parts of some bytes of a tensor that pieces hold, each byte once: the first, its address, how many.
+fn each_overlap(bytes: Range<u64>, pieces: &[Piece], mut found: impl FnMut(u64, u64, u64)) {
+    let mut parts = Vec::new();
+    for p in pieces.iter().filter(|p| p.begin < bytes.end) {
+        // The first run that ends after the bytes begin.
+        let first = (bytes.start + 1).saturating_sub(p.begin + p.run).div_ceil(p.pitch.max(1));
+        for run in first..p.count {
+            let begin = p.begin + run * p.pitch;
+            let (from, to) = (begin.max(bytes.start), (begin + p.run).min(bytes.end));
+            if from >= to {
+                break;
+            }
+            parts.push((from, to, p.target + run * p.target_pitch + (from - begin)));
+        }
+    }
+    // Several places may hold the same.
+    parts.sort_unstable();
+    let mut done = bytes.start;
+    for (from, to, at) in parts {
+        let skip = done.max(from) - from;
+        if from + skip < to {
+            found(from + skip, at + skip, to - from - skip);
+            done = to;
+        }
+    }
 }
 
 /// Records of one kind, of a staged delta.
@@ -534,6 +609,36 @@ impl DevicePlan {
         };
         if let Some(sparse) = &mut self.sparse {
             sparse.sums = made;
+        }
+        Ok(())
+    }
+
+    /// Takes the sums of what the parameters hold now for those of their blocks: the parameters must be a version whole,
+    /// which [`DevicePlan::digest`] proves. They are only read.
+    pub fn sum_blocks(&mut self, after: StreamHandle, stop: &Stop) -> Result<(), CudaError> {
+        self.gpu.kernels().prepare(&self.gpu, &[Kernel::Sum])?;
+        let manifest = Arc::clone(self.plan.manifest());
+        let places = &self.sparse()?.places;
+        let (spans, blocks) = (block_spans(&manifest, places)?, places.blocks.len());
+        let table = DeviceBuffer::of(&self.stream, &spans, "the table of sums")?;
+        let sums = DeviceBuffer::new(&self.gpu, blocks as u64 * 16, "the sums of blocks", SMALL)?;
+        self.gpu.wait_for(after, stop)?;
+        self.stream.zero(&self.tally, self.tally.bytes())?;
+        self.stream.zero(&sums, sums.bytes())?;
+        let args = SumArgs {
+            spans: table.address(),
+            sums: sums.address(),
+            tally: self.tally.address(),
+            count: spans.len() as u32,
+            work: 0,
+        };
+        // SAFETY: spans of the targets, and a sum for each block; both tables stay until the stream is finished.
+        let started =
+            unsafe { self.gpu.kernels().launch(&self.stream, Kernel::Sum, &args, spans.len() as u64) };
+        self.stream.finish("summing the blocks of the parameters")?;
+        started?;
+        if let Some(sparse) = &mut self.sparse {
+            sparse.sums = Some(sums);
         }
         Ok(())
     }

@@ -58,6 +58,16 @@ pub struct BoxSum {
     pub sum: Sum,
 }
 
+impl Proof {
+    /// Tensors of which `other`, a proof of the same plan, has other sums.
+    pub fn differs(&self, other: &Proof) -> Vec<String> {
+        let sums: BTreeMap<&str, &[BoxSum]> =
+            other.tensors.iter().map(|t| (t.name.as_str(), &t.boxes[..])).collect();
+        let differ = self.tensors.iter().filter(|t| sums.get(t.name.as_str()) != Some(&&t.boxes[..]));
+        differ.map(|t| t.name.clone()).collect()
+    }
+}
+
 /// A sum that can be put in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(from = "BlockSum", into = "BlockSum")]
@@ -108,6 +118,25 @@ impl LoadPlan {
                 Ok::<(), LoadError>(())
             })?;
         Ok(self.proof(summed.into_iter().flat_map(|(_, sums)| sums)))
+    }
+
+    /// What [`LoadPlan::digest`] would say of targets that hold `image`.
+    pub fn image_proof(&self, image: &[u8], threads: usize, stop: &Stop) -> Result<Proof, LoadError> {
+        self.check_image(image)?;
+        let summed = work::each(threads.max(1), self.pieces.len() as u64, stop, Vec::new, |sums, i| {
+            let piece = &self.pieces[i as usize];
+            held_boxes(piece, |held| {
+                let mut sum = BlockSum::default();
+                each(&held.reads, 0..held.reads.outer(), |at, _| {
+                    let from = (piece.base + at) as usize;
+                    let bytes = &image[from..from + held.reads.run as usize];
+                    sum = sum.plus(sum_range(kernels(), at, bytes));
+                });
+                sums.push((piece.tensor, held.with(sum)));
+            });
+            Ok::<(), LoadError>(())
+        })?;
+        Ok(self.proof(summed.into_iter().flatten()))
     }
 
     /// The boxes that the targets hold: of which tensor, in which target, and what of it.

@@ -6,9 +6,11 @@ use proptest::prelude::*;
 use windlass_core::Dtype;
 use windlass_core::digest::sum_range;
 use windlass_core::manifest::{DimCut, TensorSpec};
+use windlass_core::ranges::BlockRanges;
 
 use super::*;
 use crate::load::{PlanCopy, Target};
+use crate::seal;
 use crate::simd::kernels;
 
 const ROWS: u64 = 12;
@@ -177,6 +179,46 @@ proptest! {
         }
         let boxes = held.iter().zip(sums).map(|((t, _, b), sum)| (*t, b.with(sum)));
         prop_assert_eq!(plan.proof(boxes), expected);
+    }
+
+    #[test]
+    fn spans_of_blocks_give_the_sums_of_the_image(kind in 0u8..5, parts in 1u64..4, seed: u64) {
+        let plan = plan(kind, parts);
+        let manifest = plan.manifest();
+        let image: Vec<u8> =
+            (0..manifest.data_bytes()).map(|i| (seed.wrapping_mul(i | 1) >> 32) as u8).collect();
+        let mut targets: Vec<Vec<u8>> = plan.target_bytes().iter().map(|n| vec![0; *n as usize]).collect();
+        for (to, from) in written(&plan) {
+            let target = ADDRESSES.iter().rposition(|a| *a <= to).unwrap();
+            targets[target][(to - ADDRESSES[target]) as usize] = image[from as usize];
+        }
+        let all = Places::new(&plan, &ADDRESSES).unwrap();
+        let mut sums = vec![BlockSum::default(); all.blocks.len()];
+        for s in block_spans(manifest, &all).unwrap() {
+            for run in 0..u64::from(s.count) {
+                let at = s.at + run * s.pitch;
+                let target = ADDRESSES.iter().rposition(|a| *a <= at).unwrap();
+                let from = (at - ADDRESSES[target]) as usize;
+                let bytes = &targets[target][from..from + s.run as usize];
+                let sum = &mut sums[s.sum as usize];
+                *sum = sum.plus(sum_range(kernels(), s.start + run * s.stride, bytes));
+            }
+        }
+        let every = BlockRanges::from(0..manifest.cuts().blocks());
+        let expected = seal::sums(kernels(), manifest, &every, &image, 1, &Stop::never()).unwrap();
+        for (number, sum) in sums.iter().enumerate().filter(|(n, _)| all.whole[*n]) {
+            prop_assert_eq!(*sum, expected.get(number as u32), "block {}", number);
+        }
+        // The same image, by its boxes.
+        let slices: Vec<&[u8]> = targets.iter().map(Vec::as_slice).collect();
+        let (live, still) = (plan.digest(&slices, 1, &Stop::never()), plan.image_proof(&image, 2, &Stop::never()));
+        let (live, still) = (live.unwrap(), still.unwrap());
+        prop_assert_eq!(live.differs(&still), Vec::<String>::new());
+        let mut other = image;
+        let at = manifest.tensors().iter().find(|t| t.name == "c").unwrap().offset as usize;
+        other[at] ^= 1;
+        let other = plan.image_proof(&other, 1, &Stop::never()).unwrap();
+        prop_assert_eq!(live.differs(&other), vec!["c".to_owned()]);
     }
 }
 

@@ -1,0 +1,132 @@
+"""The part of a load that is done on a GPU.
+
+Owns: :class:`DeviceWeights`, a plan's parameters on one GPU: the tables of the plan there, the sums of the blocks that
+the parameters hold, and records that were brought there before they are needed. Called by
+:class:`~windlass.load.live.Live`. Must not: decide which version is loaded, or whether a load is whole or sparse.
+
+Records are brought to the device while the model computes (:meth:`DeviceWeights.stage`) and only applied while it does
+not. Each is checked against the sum of its block, so that applying it twice changes nothing and weights that it does not
+begin from are refused. The sums are taken from the parameters themselves, once after each whole load, when these are
+known to be a version; from then on records carry them along. What a sum cannot see, a change that no record of a version
+touches, the digest of all parameters shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass import _windlass
+from windlass.errors import WindlassCorrupt, WindlassExhausted, WindlassStale, WindlassUnsupported
+
+if TYPE_CHECKING:
+    from windlass.load.order import LiveVersion
+
+__all__ = ["DeviceWeights", "device_weights"]
+
+
+@dataclass
+class _Staged:
+    """Records on the device, to be applied one after another."""
+
+    base: LiveVersion
+    target: LiveVersion
+    records: list[Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(int(r.bytes) for r in self.records)
+
+
+def device_weights(native: Any, tensors: Sequence[torch.Tensor]) -> DeviceWeights | None:
+    """The parameters of ``native``, in its order, if they are on a GPU; ``None`` if they are the host's.
+
+    Unsupported if they are neither here nor on one GPU that can be used.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.numel()}
+    if not devices or devices == {torch.device("cpu")}:
+        return None
+    if len(devices) > 1 or (device := next(iter(devices))).type != "cuda":
+        named = ", ".join(sorted(map(str, devices)))
+        raise WindlassUnsupported(f"parameters are on {named}, and a plan writes to the host or to one GPU")
+    return DeviceWeights(native, tensors, device)
+
+
+class DeviceWeights:
+    """The parameters of a plan on ``device``. They must stay where they are."""
+
+    def __init__(self, native: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self.device = device
+        gpu = _windlass.Gpu.open(device.index or 0)
+        self._plan = gpu.load_plan(native, [tensor.data_ptr() for tensor in tensors])
+        self._staged: _Staged | None = None
+        #: Records that were applied. Freeing device memory takes a moment, which is not that of the pause.
+        self._spent: _Staged | None = None
+        self._summed = False
+
+    @property
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    @property
+    def staged(self) -> tuple[LiveVersion, LiveVersion] | None:
+        """From which version to which one the records lead that are here."""
+        return None if self._staged is None else (self._staged.base, self._staged.target)
+
+    def forget(self) -> None:
+        """Somebody else writes to the parameters, or has: nothing that is known of them holds."""
+        self._staged = self._spent = None
+        self._summed = False
+
+    def dense(self, held: Any, threads: int, timeout: float) -> int:
+        """All of an image; how many bytes."""
+        self.forget()
+        copied, _ = self._plan.dense_held(held, self._stream, threads, timeout=timeout)
+        return int(copied)
+
+    def stage(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+        """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is; how many
+        bytes. The parameters are only read."""
+        self._staged = self._spent = None
+        if not self._summed:
+            self._plan.sum_blocks(self._stream, timeout=timeout)
+            self._summed = True
+        records = self._plan.stage_held(held, base.incarnation, base.version, timeout=timeout)
+        self._staged = _Staged(base, target, records)
+        return self._staged.bytes
+
+    def sparse(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+        """Applies what was staged for this, or stages it first; how many bytes. Stale if the parameters must be loaded
+        whole: deltas were not kept, records do not fit, or there is no room for them."""
+        try:
+            if self.staged != (base, target):
+                self.stage(held, base, target, timeout)
+            staged = self._staged
+            assert staged is not None
+            for records in staged.records:
+                self._plan.apply(records, self._stream, timeout=timeout)
+        except (WindlassCorrupt, WindlassExhausted, WindlassUnsupported) as e:
+            self.forget()
+            raise WindlassStale(str(e), e.advice) from e
+        except BaseException:
+            self.forget()
+            raise
+        self._staged, self._spent = None, staged
+        return staged.bytes
+
+    def difference(self, held: Any, threads: int, timeout: float) -> list[str]:
+        """The tensors of which the parameters do not hold what ``held`` does."""
+        return list(self._plan.difference(held, self._stream, threads, timeout=timeout))
+
+    def digest(self, timeout: float) -> str:
+        """The sums of what the parameters hold, box by box, as JSON."""
+        return str(self._plan.digest(self._stream, timeout=timeout))
+
+    def state_digest(self, layout: Any, timeout: float) -> str | None:
+        """The state digest of what the parameters hold; ``None`` if that is not all of the model."""
+        told: str | None = json.loads(_windlass.combine_digests(layout, [self.digest(timeout)]))["digest"]
+        return told

@@ -1,0 +1,268 @@
+"""What :class:`windlass.load.Live` does with parameters on a GPU, with a device that is made up of host memory.
+
+The device's own part is tested on one (``tests/gpu/device.py``, ``tests/gpu/end_to_end.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass import Receiver, WeightManager
+from windlass.errors import WindlassCorrupt, WindlassError, WindlassExhausted, WindlassUnsupported
+from windlass.load import Live, LoadOrder, Report
+from windlass.load import device as device_module
+from windlass.load import live as live_module
+from windlass.load.device import DeviceWeights, device_weights
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
+
+import reference  # noqa: E402
+
+
+class Plan:
+    """A plan of a device: records are the parameters as they will be, and fit only what they were made from."""
+
+    def __init__(self, native: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self.native, self.tensors = native, tensors
+        self.calls: list[str] = []
+        self.fails: dict[str, WindlassError] = {}
+
+    @property
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    def dense_held(self, held: Any, stream: int, threads: int, timeout: float) -> Any:
+        self._called("dense")
+        return self.native.dense(held, self.addresses, threads)
+
+    def sum_blocks(self, stream: int, timeout: float) -> None:
+        self._called("sums")
+
+    def stage_held(self, held: Any, incarnation: int, version: int, timeout: float) -> list[Any]:
+        self._called("stage")
+        records = Records([t.clone() for t in self.tensors], [t.clone() for t in self.tensors])
+        self.native.sparse(held, incarnation, version, [t.data_ptr() for t in records.after])
+        return [records]
+
+    def apply(self, records: Records, stream: int, timeout: float) -> tuple[int, int]:
+        self._called("apply")
+        if not all(torch.equal(a, b) for a, b in zip(records.before, self.tensors)):
+            raise WindlassCorrupt("the weights in place are not those that the delta begins from")
+        for tensor, value in zip(self.tensors, records.after):
+            tensor.data.copy_(value)
+        return 1, 0
+
+    def difference(self, held: Any, stream: int, threads: int, timeout: float) -> list[str]:
+        self._called("difference")
+        return list(self.native.sampled_difference(held, self.addresses, 1 << 62, 0))
+
+    def digest(self, stream: int, timeout: float) -> str:
+        self._called("digest")
+        return str(self.native.digest(self.addresses))
+
+
+class Records:
+    bytes = 100
+
+    def __init__(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+        self.before, self.after = before, after
+
+
+class Bench:
+    """A trainer, its receiver, and an engine on the made-up device."""
+
+    def __init__(self, home: Path, wm: WeightManager, receiver: Receiver) -> None:
+        self.wm, self.receiver = wm, receiver
+        self.trainer = reference.plain("tiny", "cpu", 1)
+        self.model = reference.fuse(reference.plain("tiny", "cpu", 99))
+        self.live = Live(reference.ReferenceSession(self.model), verify_every=3)
+        self.version = 0
+
+    def publish(self) -> LoadOrder:
+        """The next version, as an order."""
+        self.version += 1
+        for parameter in self.trainer.parameters():
+            parameter.view(-1)[self.version :: 37] += 0.5
+        self.wm.offload(dict(self.trainer.named_parameters()), self.version, 0, 1)
+        self.wm.wait_delta_ready(timeout=60)
+        self.receiver.wait(self.version, 60)
+        with self.receiver.hold() as image:
+            return LoadOrder.of(image)
+
+    @property
+    def plan(self) -> Plan:
+        assert self.live._plan is not None and self.live._plan.device is not None
+        plan: Any = self.live._plan.device._plan
+        return plan  # type: ignore[no-any-return]
+
+    def calls(self) -> list[str]:
+        """What was asked of the device since the last time."""
+        said = list(self.plan.calls)
+        self.plan.calls.clear()
+        return said
+
+    def check(self, report: Report, how: str) -> None:
+        """The engine holds what the trainer does."""
+        assert report.last is not None and report.live is not None
+        assert (report.state, report.last.how, report.live.version) == ("clean", how, self.version), report
+        fresh = reference.fuse(reference.plain("tiny", "cpu", 5))
+        reference.ReferenceSession(fresh).load(self.trainer.named_parameters())
+        for (name, wanted), found in zip(fresh.named_parameters(), self.model.parameters()):
+            assert torch.equal(wanted, found), name
+
+    def start(self) -> None:
+        self.check(self.live.load(self.publish()), "session")
+        assert self.calls() == []
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Bench]]:
+    class Gpu:
+        @staticmethod
+        def open(ordinal: int) -> Gpu:
+            return Gpu()
+
+        def load_plan(self, native: Any, addresses: list[int]) -> Plan:
+            return Plan(native, tensors)
+
+    tensors: Sequence[torch.Tensor] = ()
+
+    def made(native: Any, given: Sequence[torch.Tensor]) -> DeviceWeights:
+        nonlocal tensors
+        tensors = given
+        return DeviceWeights(native, given, torch.device("cuda", 0))
+
+    monkeypatch.setattr(device_module._windlass, "Gpu", Gpu)
+    monkeypatch.setattr(live_module, "device_weights", made)
+    monkeypatch.setattr(DeviceWeights, "_stream", 0)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="device-") as home,
+        WeightManager(model_id="p", region_dir=home, timeout=60.0) as wm,
+    ):
+        wm.offload(dict(reference.plain("tiny", "cpu", 1).named_parameters()), 0, 0, 1)
+        with Receiver(f"{home}/image", region=wm.region, keep_deltas=8) as receiver:
+            yield lambda: Bench(Path(home), wm, receiver)
+
+
+def test_what_was_staged_is_only_applied(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    for first in (True, False):
+        order = bench.publish()
+        before = [p.clone() for p in bench.model.parameters()]
+        assert bench.live.stage(order)
+        assert all(torch.equal(a, b) for a, b in zip(before, bench.model.parameters())), "staging wrote"
+        # Sums are taken once; from then on records carry them along.
+        assert bench.calls() == ["digest", *(["sums"] if first else []), "stage"]
+        assert bench.live.stage(order) and bench.calls() == []
+        bench.check(bench.live.load(order), "sparse")
+        assert bench.calls() == ["apply"]
+    # Without staging, a load does all of it; and the third after the last proof is compared wholly.
+    for calls in (["stage", "apply"], ["stage", "apply", "difference"], ["stage", "apply"]):
+        bench.check(bench.live.load(bench.publish()), "sparse")
+        assert bench.calls() == calls
+    digest = bench.live.digest()
+    assert digest["parts"] is not None and bench.calls() == ["digest"]
+
+
+def test_records_that_were_staged_for_another_version_are_dropped(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    assert bench.live.stage(bench.publish())
+    order = bench.publish()
+    bench.calls()
+    bench.check(bench.live.load(order), "sparse")
+    assert bench.calls() == ["stage", "apply"]
+    # Nor are they of use for a whole load.
+    order = bench.publish()
+    assert bench.live.stage(order)
+    bench.calls()
+    dense = LoadOrder.from_dict({**order.to_dict(), "how": "dense"})
+    assert not bench.live.stage(dense)
+    bench.check(bench.live.load(dense), "dense")
+    assert bench.calls() == ["dense"]
+
+
+def test_weights_that_somebody_changed_on_a_device_are_loaded_whole(
+    make: Callable[[], Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make()
+    bench.start()
+    caplog.set_level(logging.INFO, "windlass")
+    # Before staging: the digest shows it.
+    order = bench.publish()
+    next(iter(bench.model.parameters()))[3] += 1.0
+    assert not bench.live.stage(order)
+    assert "the weights are not known any more" in caplog.text
+    bench.check(bench.live.load(order), "dense")
+    # Between staging and the load: records do not fit.
+    order = bench.publish()
+    assert bench.live.stage(order)
+    next(iter(bench.model.parameters()))[3] += 1.0
+    bench.check(bench.live.load(order), "dense")
+    assert "not those that the delta begins from" in caplog.text
+
+
+def test_a_device_without_room_falls_back_to_the_engine(
+    make: Callable[[], Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make()
+    bench.start()
+    caplog.set_level(logging.INFO, "windlass")
+    full = WindlassExhausted("a delta needs 1 GiB and 3 MiB are free")
+    bench.plan.fails["stage"] = full
+    order = bench.publish()
+    assert not bench.live.stage(order)
+    assert "version 2 is not staged: a delta needs 1 GiB" in caplog.text
+    bench.check(bench.live.load(order), "dense")
+    bench.plan.fails["dense"] = full
+    bench.check(bench.live.load(bench.publish()), "session")
+    assert "loaded by the engine: a delta needs" in caplog.text
+    # As soon as there is room again, it is used.
+    bench.plan.fails.clear()
+    order = bench.publish()
+    assert bench.live.stage(order)
+    bench.check(bench.live.load(order), "sparse")
+
+
+def test_a_gpu_that_cannot_be_used_leaves_everything_to_the_engine(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = live_module.device_weights
+    for error, tries in ((WindlassUnsupported("no driver"), 1), (WindlassExhausted("no room"), 3)):
+        bench, tried = make(), []
+        bench.version = bench.receiver.version or 0
+
+        def refuse(native: Any, tensors: Any, error: WindlassError = error, tried: list[int] = tried) -> None:
+            tried.append(1)
+            raise error
+
+        monkeypatch.setattr(live_module, "device_weights", refuse)
+        for _ in range(3):
+            order = bench.publish()
+            assert not bench.live.stage(order)
+            bench.check(bench.live.load(order), "session")
+        assert (len(tried), str(error) in caplog.text) == (tries, True)
+        monkeypatch.setattr(live_module, "device_weights", real)
+
+
+def test_parameters_on_several_devices_are_not_replayed() -> None:
+    host, other = torch.zeros(3), torch.zeros(3, device="meta")
+    assert device_weights(None, [host, torch.zeros(0, device="meta")]) is None
+    with pytest.raises(WindlassUnsupported, match="cpu, meta"):
+        device_weights(None, [host, other])
+    with pytest.raises(WindlassUnsupported, match="meta"):
+        device_weights(None, [other])
