@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import codec
+import context
 import numpy as np
 import torch
 from codec import Block, Bytes, Tensor
@@ -374,6 +375,157 @@ def test_damaged_records_write_nothing(s: Setting) -> str:
     assert set(told.values()) <= {REFETCH, MALFORMED}, told
     e.check(old)
     return f"{sum(t == MALFORMED for t in told.values())} malformed, {sum(t == REFETCH for t in told.values())} refused"
+
+
+def contexts(s: Setting, share: float) -> Engine:
+    """Records of the CPU's encoder in context mode, into parameters fused and sliced."""
+    d, tensors = s.draw, []
+    sizes = [65_536, 65_537, 140_001, 20_000, 33_333, 4097] if s.scale >= 1 else [9_000, 65_536, 4097, 70_001]
+    for dtype in context.FLOATS:
+        for _ in range(max(2, s.some(40 * share))):
+            tensors.append(context.tensor(d, dtype, d.pick.choice(sizes), d.pick.choice([0.002, 0.01, 0.04])))
+    raw = codec.container(s.windlass, tensors, "context")
+    records, _ = codec.parse(raw)
+    return Engine(s.programs, d.pick, codec.blocks_of(tensors), raw, records)
+
+
+def of_mode(e: Engine, mode: int) -> dict[int, codec.Record]:
+    return {n: r for n, r in e.records.items() if r.mode == mode}
+
+
+def test_context_records_reach_fused_parameters(s: Setting) -> str:
+    e = contexts(s, 0.3)
+    here = of_mode(e, codec.CONTEXT)
+    units = {b.tensor.unit for b in e.blocks if b.number in here}
+    assert units == {1, 2, 4, 8}, f"no context records of all units: {units}"
+    e.place(old)
+    told = e.apply(checked=True)
+    assert set(told.values()) <= {APPLIED}, told
+    e.check(new)
+    sums = s.programs.read(e.sums, np.uint64).reshape(-1, 2)
+    assert all(tuple(map(int, sums[e.rows[b.number]])) == b.sum(b.tensor.new) for b in e.blocks)
+    assert set(e.apply(checked=True).values()) <= {SKIPPED}, "twice is once"
+    e.check(new)
+    e.place(old)
+    assert set(e.apply(checked=False).values()) <= {APPLIED}
+    e.check(new)
+    return f"{len(here)} of {len(e.records)} records into {sum(map(len, e.pieces.values()))} pieces"
+
+
+def drawn_context(s: Setting, share: float) -> Engine:
+    """Context records that the CPU's encoder would not make: any classes, any parameters, any changes, NaNs."""
+    d, tensors = s.draw, []
+    sizes = SIZES if s.scale >= 1 else [1, 2, 33, 127, 129, 1000, 4097]
+    for dtype in (n for n, (_, _, is_float) in codec.DTYPES.items() if is_float):
+        for _ in range(max(4, s.some(40 * share))):
+            size = d.pick.choice(sizes if d.pick.random() < 0.9 else [65_536])
+            rate = d.pick.choice([r for r in RATES if r])
+            kind = d.pick.choice(["weights", "edges", "random"])
+            tensors.append(d.tensor(dtype, size, rate, d.pick.choice(STEPS), kind))
+    raw, records = b"", {}
+    blocks = codec.blocks_of(tensors)
+    for b in blocks:
+        word, bits = WORDS[b.tensor.unit], 8 * b.tensor.unit
+        classes = d.pick.randrange(1, 17)
+        e = context.exponents(b.gather(b.tensor.old).view(word), b.tensor.dtype)
+        top = int(d.pick.choice([e.max(), e.min(), np.median(e), 0, 4095]))
+        # Short unary parts where codes are long, or records grow beyond what a container holds.
+        least = 0 if b.units < 5000 or d.pick.random() < 0.3 else bits // 2
+        parameters = [d.pick.randrange(least, bits) for _ in range(classes)]
+        fresh = b.gather(b.tensor.new).view(word)
+        made = context.payload(b.gather(b.tensor.old).view(word), fresh, b.tensor.dtype, top, classes, parameters)
+        if made is not None:
+            raw += b"\0" * d.pick.randrange(4)
+            records[b.number] = codec.Record(codec.CONTEXT, b.sum(b.tensor.new), made, len(raw))
+            raw += made
+    return Engine(s.programs, d.pick, blocks, raw, records)
+
+
+def test_context_records_of_any_classes_and_parameters_are_read(s: Setting) -> str:
+    e = drawn_context(s, 0.5)
+    for checked in (True, False):
+        e.place(old)
+        told = e.apply(checked)
+        wrong = {n: t for n, t in told.items() if t != APPLIED}
+        assert not wrong, [(b.tensor.name, wrong[b.number]) for b in e.blocks if b.number in wrong]
+        e.check(new)
+    return f"{len(e.records)} records"
+
+
+def test_context_records_are_those_of_the_specification(s: Setting) -> str:
+    """What the tests' own encoder makes of the CPU's classes and parameters is what the CPU made."""
+    e = contexts(s, 0.1)
+    here = of_mode(e, codec.CONTEXT)
+    for b in e.blocks:
+        if r := here.get(b.number):
+            head = int.from_bytes(r.payload[2:4], "little")
+            at, counts = 4, []
+            for _ in range((head >> 12) + 1):
+                count, at = codec.varint(r.payload, at)
+                counts.append(count)
+            width, word = (8 * b.tensor.unit).bit_length() - 1, WORDS[b.tensor.unit]
+            bits = int.from_bytes(r.payload[at : at + 16], "little")
+            parameters = []
+            for count in counts:
+                parameters.append(bits & ((1 << width) - 1) if count else 0)
+                bits >>= width if count else 0
+            states = [b.gather(state).view(word) for state in (b.tensor.old, b.tensor.new)]
+            made = context.payload(*states, b.tensor.dtype, head & 4095, len(counts), parameters)
+            assert made == r.payload, f"block {b.number} of {b.tensor.name}"
+    return f"{len(here)} records"
+
+
+def test_context_records_over_a_foreign_base_write_nothing(s: Setting) -> str:
+    e = contexts(s, 0.1)
+    wrong: dict[int, Bytes] = {}
+    for b in e.blocks:
+        state = wrong.setdefault(id(b.tensor), b.tensor.old.copy())
+        for _ in range(s.draw.pick.choice([1, 1, 100])):
+            at = b.start * b.tensor.unit + s.draw.pick.randrange(b.run * b.tensor.unit)
+            state[at] ^= 1 << s.draw.pick.randrange(8)
+    patches = {n: (r.offset, len(r.payload), r.mode, r.sum) for n, r in of_mode(e, codec.CONTEXT).items()}
+    e.place(lambda t: wrong[id(t)])
+    sums = s.programs.read(e.sums)
+    told = e.apply(checked=True, patches=patches)
+    assert told and set(told.values()) <= {REFETCH}, told
+    e.check(lambda t: wrong[id(t)])
+    assert np.array_equal(s.programs.read(e.sums), sums)
+    return f"{len(told)} records refused"
+
+
+def test_damaged_context_records_write_nothing(s: Setting) -> str:
+    """With sums nothing is written; without, nothing outside of the record's block."""
+    told_all: list[int] = []
+    for made in (contexts(s, 0.1), drawn_context(s, 0.4)):
+        sound = s.programs.read(made.raw).tobytes()
+        for checked in (True, False):
+            damaged, patches = bytearray(sound), {}
+            for n, r in of_mode(made, codec.CONTEXT).items():
+                length, at = len(r.payload), r.offset
+                how = s.draw.pick.choice(["shorter", "head", "bits", "bits", "bytes", "longer"])
+                if how == "shorter":
+                    length = s.draw.pick.randrange(0, length)
+                elif how == "longer":
+                    length += 1
+                elif how == "bytes":
+                    first = s.draw.pick.randrange(length)
+                    end = min(length, first + 8)
+                    damaged[at + first : at + end] = s.draw.rng.bytes(end - first)
+                else:
+                    last = min(length, 24) if how == "head" else length
+                    damaged[at + s.draw.pick.randrange(last)] ^= 1 << s.draw.pick.randrange(8)
+                patches[n] = (at, length, r.mode, r.sum)
+            made.raw.copy_(torch.from_numpy(np.frombuffer(bytes(damaged), np.uint8).copy()))
+            made.place(old)
+            told = made.apply(checked, patches)
+            told_all += told.values()
+            if checked:
+                assert set(told.values()) <= {REFETCH, MALFORMED}, told
+                made.check(old)
+            else:
+                made.check_outside(old, [n for n, t in told.items() if t == APPLIED])
+    assert {REFETCH, MALFORMED} <= set(told_all)
+    return f"{told_all.count(MALFORMED)} malformed, {told_all.count(REFETCH)} refused of {len(told_all)}"
 
 
 def test_copies_of_any_shape_and_alignment(s: Setting) -> str:
