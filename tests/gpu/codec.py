@@ -107,6 +107,13 @@ class Block:
         begins = (self.start + np.arange(self.count) * self.stride)[:, None] * u
         return np.asarray(state[(begins + np.arange(self.run * u)[None, :]).reshape(-1)])
 
+    def scatter(self, state: Bytes, fresh: Bytes) -> None:
+        """Puts the block's bytes where they belong."""
+        size = self.run * self.tensor.unit
+        for i in range(self.count):
+            at = (self.start + i * self.stride) * self.tensor.unit
+            state[at : at + size] = fresh[i * size : (i + 1) * size]
+
     def sum(self, state: Bytes) -> tuple[int, int]:
         """Its sum, by the definition."""
         u = self.tensor.unit

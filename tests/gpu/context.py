@@ -11,7 +11,7 @@ import codec
 import numpy as np
 import torch
 from codec import Tensor
-from drawing import WORDS, Draw, to_line
+from drawing import WORDS, Draw, from_line, to_line
 
 ESCAPE = 16
 #: Dtypes whose units have an exponent: how torch calls them, where it does.
@@ -111,3 +111,99 @@ def payload(old: Any, new: Any, dtype: str, top: int, classes: int, parameters: 
     head = (len(changed) - 1).to_bytes(2, "little") + (top | classes - 1 << 12).to_bytes(2, "little")
     sections = [packed(ks), packed(gaps_low), unary(gaps_high), packed(low), unary(high), packed(escapes)]
     return head + table + b"".join(sections)
+
+
+class Fault(Exception):
+    """A record that cannot be meant, at least not for this block."""
+
+
+class Reader:
+    """Takes sections off the front of a payload."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+
+    def take(self, bits: int) -> Any:
+        if -(-bits // 8) * 8 > len(self.bits):
+            raise Fault("it ends within a section")
+        section, filling = self.bits[:bits], self.bits[bits : -(-bits // 8) * 8]
+        if filling.any():
+            raise Fault("a section is not filled up with zeros")
+        self.bits = self.bits[-(-bits // 8) * 8 :]
+        return section
+
+    def count(self) -> int:
+        value = shift = 0
+        while True:
+            byte = number(self.take(8))
+            value |= (byte & 127) << shift
+            if byte < 128:
+                if (byte == 0 and shift) or value >= 1 << 32:
+                    raise Fault("no varint")
+                return value
+            shift += 7
+            if shift > 28:
+                raise Fault("a varint is too long")
+
+    def fields(self, widths: list[int]) -> list[int]:
+        section, at, out = self.take(sum(widths)), 0, []
+        for w in widths:
+            out.append(number(section[at : at + w]))
+            at += w
+        return out
+
+    def unary(self, count: int) -> list[int]:
+        ones = np.flatnonzero(self.bits)[:count]
+        if len(ones) < count:
+            raise Fault("it has fewer changes than it says")
+        self.take(int(ones[-1]) + 1)
+        return [int(z) for z in np.diff(ones, prepend=-1) - 1]
+
+
+def number(bits: Any) -> int:
+    return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+
+
+def read(old: Any, raw: bytes, dtype: str) -> Any:
+    """The units that a payload leads to. A Fault if it leads nowhere."""
+    bits, r = old.dtype.itemsize * 8, Reader(raw)
+    changes, head = number(r.take(16)) + 1, number(r.take(16))
+    top, classes = head & 4095, (head >> 12) + 1
+    if changes > len(old):
+        raise Fault("more changes than units")
+    counts = [r.count() for _ in range(classes)]
+    width = bits.bit_length() - 1
+    if any(c > changes for c in counts):
+        raise Fault("class table")
+    ks = r.fields([width for c in counts if c])
+    if sum(counts) != changes:
+        raise Fault("class table")
+    ks = [ks.pop(0) if c else 0 for c in counts]
+    of_unit = np.minimum(np.maximum(top - exponents(old, dtype), 0), classes - 1)
+    members = [np.flatnonzero(of_unit == c) for c in range(classes)]
+    gaps = [min(15, max(1, len(m) * 7 // max(10 * n, 1)).bit_length() - 1) for m, n in zip(members, counts)]
+    owner = [c for c, n in enumerate(counts) for _ in range(n)]
+    low = r.fields([gaps[c] for c in owner])
+    positions, rank, before = [], -1, -1
+    for c, fraction, zeros in zip(owner, low, r.unary(changes)):
+        rank = (rank if c == before else -1) + (zeros << gaps[c] | fraction) + 1
+        before = c
+        if rank >= len(members[c]):
+            raise Fault("a position is beyond the class")
+        positions.append(members[c][rank])
+    low, high = r.fields([ks[c] for c in owner]), r.unary(changes)
+    for c, zeros in zip(owner, high):
+        if zeros > ESCAPE if bits - ks[c] >= 5 else zeros >> (bits - ks[c]):
+            raise Fault("a value is beyond its unit")
+    escapes = r.fields([bits - ks[c] for c, zeros in zip(owner, high) if zeros == ESCAPE])
+    if any(e < ESCAPE for e in escapes) or len(r.bits):
+        raise Fault("escaped without need, or it goes on after its end")
+    new, word = old.copy(), old.dtype.type
+    codes = [(escapes.pop(0) if z == ESCAPE else z) << ks[c] | f for c, f, z in zip(owner, low, high)]
+    if any(code == (1 << bits) - 1 for code in codes):
+        raise Fault("a step leads nowhere")
+    steps = [((code + 1) >> 1) ^ (-((code + 1) & 1) & ((1 << bits) - 1)) for code in codes]
+    with np.errstate(over="ignore"):
+        line = to_line(old[positions], True) + np.array(steps, np.uint64).astype(word)
+    new[positions] = from_line(line, True)
+    return new

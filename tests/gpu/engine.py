@@ -134,14 +134,3 @@ class Engine:
                 p[0].name for mine in self.pieces.values() for p in mine if p[5] <= at < p[5] + p[4] * p[6]
             ]
             raise AssertionError(f"byte {at} of the parameters, in {near}")
-
-    def check_outside(self, state: Callable[[Tensor], Bytes], written: list[int]) -> None:
-        """All is as it was, but for the tensors of these blocks; what lies between parameters is untouched too."""
-        found, want = self.programs.read(self.memory), self.image(state)
-        tensors = {id(b.tensor) for b in self.blocks if b.number in set(written)}
-        for t in tensors:
-            for _, _, run, _, count, to, to_pitch in self.pieces[t]:
-                for r in range(count):
-                    at = to + r * to_pitch
-                    want[at : at + run] = found[at : at + run]
-        assert np.array_equal(found, want), f"byte {int(np.flatnonzero(found != want)[0])}"

@@ -220,5 +220,5 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 // A way to start a kernel from outside: how many CTAs, and its argument.
 #define HOST_KERNEL(NAME, ARGS)                                                                                        \
     extern "C" void host_##NAME(unsigned grid, const ARGS* args) {                                                     \
-        host::launch(grid, windlass_shared_bytes, [](const void* a) { NAME(*(const ARGS*)a); }, args);                                        \
+        host::launch(grid, windlass_shared_bytes, [](const void* a) { NAME(*(const ARGS*)a); }, args);                 \
     }
