@@ -349,7 +349,7 @@ impl DevicePlan {
         enter(py, None, |_| Ok(lock(&self.made).set_sums(sums.as_deref())?))
     }
 
-    /// Brings a delta, a container of plain records, to the device. The parameters are not touched.
+    /// Brings a delta, a container of records, to the device. The parameters are not touched.
     #[pyo3(signature = (delta, only = None, timeout = 60.0))]
     fn stage(
         &self,
