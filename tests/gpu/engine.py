@@ -98,7 +98,9 @@ class Engine:
         unit = {b.number: b.tensor.unit for b in self.blocks}
         for work, (kernel, u) in enumerate((k, u) for u in (1, 2, 4, 8) for k in ("apply", "context")):
             mine = [
-                n for n, p in patches.items() if unit[n] == u and (p[2] == codec.CONTEXT) == (kernel == "context")
+                n
+                for n, p in patches.items()
+                if unit[n] == u and (p[2] == codec.CONTEXT) == (kernel == "context")
             ]
             if not mine:
                 continue

@@ -382,7 +382,7 @@ def contexts(s: Setting, share: float) -> Engine:
     d, tensors = s.draw, []
     sizes = [65_536, 65_537, 140_001, 20_000, 33_333, 4097] if s.scale >= 1 else [9_000, 65_536, 4097, 70_001]
     for dtype in context.FLOATS:
-        for _ in range(max(2, s.some(40 * share))):
+        for _ in range(max(2, int(40 * share * s.scale))):
             tensors.append(context.tensor(d, dtype, d.pick.choice(sizes), d.pick.choice([0.002, 0.01, 0.04])))
     raw = codec.container(s.windlass, tensors, "context")
     records, _ = codec.parse(raw)
@@ -445,7 +445,9 @@ def drawn_context(s: Setting, each: int, most: int) -> Engine:
         least = 0 if b.units < 5000 or d.pick.random() < 0.3 else bits // 2
         parameters = [d.pick.randrange(least, bits) for _ in range(classes)]
         fresh = b.gather(b.tensor.new).view(word)
-        made = context.payload(b.gather(b.tensor.old).view(word), fresh, b.tensor.dtype, top, classes, parameters)
+        made = context.payload(
+            b.gather(b.tensor.old).view(word), fresh, b.tensor.dtype, top, classes, parameters
+        )
         if made is not None:
             raw += b"\0" * d.pick.randrange(4)
             records[b.number] = codec.Record(codec.CONTEXT, b.sum(b.tensor.new), made, len(raw))
@@ -481,8 +483,8 @@ def test_context_records_are_those_of_the_specification(s: Setting) -> str:
             for count in counts:
                 parameters.append(bits & ((1 << width) - 1) if count else 0)
                 bits >>= width if count else 0
-            states = [b.gather(state).view(word) for state in (b.tensor.old, b.tensor.new)]
-            made = context.payload(*states, b.tensor.dtype, head & 4095, len(counts), parameters)
+            was, now = b.gather(b.tensor.old).view(word), b.gather(b.tensor.new).view(word)
+            made = context.payload(was, now, b.tensor.dtype, head & 4095, len(counts), parameters)
             assert made == r.payload, f"block {b.number} of {b.tensor.name}"
     return f"{len(here)} records"
 

@@ -41,6 +41,7 @@ use super::error::CudaError;
 use super::kernels::{
     ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, Piece, Place, Span, SumArgs, Tally, Unit, tally,
 };
+use super::nvtx::Named;
 use crate::copies::{Copy, Dim};
 use crate::load::{HeldBox, LoadPlan, Loaded, Proof};
 use crate::shm::copy_slice;
@@ -372,6 +373,7 @@ impl DevicePlan {
         after: StreamHandle,
         stop: &Stop,
     ) -> Result<Loaded, CudaError> {
+        let _named = Named::new("dense load");
         self.gpu.check_addresses("image", &[image])?;
         let chosen = self.plan.chosen(only)?;
         let loaded = self.loaded(&chosen);
@@ -418,6 +420,7 @@ impl DevicePlan {
         threads: usize,
         stop: &Stop,
     ) -> Result<Loaded, CudaError> {
+        let _named = Named::new("dense load from host");
         self.plan.check_image(image)?;
         let chosen = self.plan.chosen(only)?;
         let loaded = self.loaded(&chosen);
@@ -553,6 +556,7 @@ impl DevicePlan {
         only: Option<&[String]>,
         stop: &Stop,
     ) -> Result<Staged, CudaError> {
+        let _named = Named::new("stage");
         delta.header.check(self.plan.manifest())?;
         let chosen = self.plan.chosen(only)?;
         let manifest = Arc::clone(self.plan.manifest());
@@ -611,6 +615,7 @@ impl DevicePlan {
     /// Applies a delta that was staged for this plan to the parameters. A refused record is an error, and the parameters
     /// are a mixture until they are loaded whole.
     pub fn apply(&mut self, staged: &Staged, after: StreamHandle, stop: &Stop) -> Result<Applied, CudaError> {
+        let _named = Named::new("apply");
         self.gpu.wait_for(after, stop)?;
         let started = self.start(staged);
         self.stream.finish("applying a delta to the parameters")?;
@@ -662,6 +667,7 @@ impl DevicePlan {
 
     /// The sums of what the parameters hold; see [`crate::load::combine`].
     pub fn digest(&mut self, after: StreamHandle, stop: &Stop) -> Result<Proof, CudaError> {
+        let _named = Named::new("digest");
         if self.digest.is_none() {
             self.gpu.kernels().prepare(&self.gpu, &[Kernel::Sum])?;
             let held = self.plan.held_boxes();
