@@ -76,7 +76,6 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
 	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/manager.py; \
-	    PYTHONPATH=python $(PY) tests/gpu/ipc.py
 	    PYTHONPATH=python $(PY) tests/gpu/ipc.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/end_to_end.py
 

@@ -172,7 +172,7 @@ class DevicePlan:
         """
     def stage(self, /, delta: bytes, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> StagedDelta:
         """
-        Brings a delta, a container of plain records, to the device. The parameters are not touched.
+        Brings a delta, a container of records, to the device. The parameters are not touched.
         """
     def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
         """

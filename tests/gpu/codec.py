@@ -48,6 +48,19 @@ DTYPES = {
     "U64": (64, 8, False),
 }
 
+#: Explicit bits of it in a float.
+MANTISSA = {
+    "F8_E5M2": 2,
+    "F8_E4M3": 3,
+    "F8_E4M3FNUZ": 3,
+    "F8_E5M2FNUZ": 2,
+    "F16": 10,
+    "BF16": 7,
+    "F32": 23,
+    "C64": 23,
+    "F64": 52,
+}
+
 
 @dataclass
 class Tensor:
@@ -93,6 +106,13 @@ class Block:
             return state[self.start * u : (self.start + self.run) * u]
         begins = (self.start + np.arange(self.count) * self.stride)[:, None] * u
         return np.asarray(state[(begins + np.arange(self.run * u)[None, :]).reshape(-1)])
+
+    def scatter(self, state: Bytes, fresh: Bytes) -> None:
+        """Puts the block's bytes where they belong."""
+        size = self.run * self.tensor.unit
+        for i in range(self.count):
+            at = (self.start + i * self.stride) * self.tensor.unit
+            state[at : at + size] = fresh[i * size : (i + 1) * size]
 
     def sum(self, state: Bytes) -> tuple[int, int]:
         """Its sum, by the definition."""
@@ -202,13 +222,13 @@ def write_safetensors(path: Path, tensors: Iterable[Tensor], state: str) -> None
             f.write(data.tobytes())
 
 
-def container(windlass: list[str], tensors: list[Tensor]) -> bytes:
-    """What the CPU encoder makes of them, in plain mode."""
+def container(windlass: list[str], tensors: list[Tensor], mode: str = "plain") -> bytes:
+    """What the CPU encoder makes of them."""
     with tempfile.TemporaryDirectory() as folder:
         old, new, out = (Path(folder) / n for n in ("old.safetensors", "new.safetensors", "delta"))
         write_safetensors(old, tensors, "old")
         write_safetensors(new, tensors, "new")
-        command = [*windlass, "delta", "make", str(old), str(new), "--mode", "plain", "-o", str(out)]
+        command = [*windlass, "delta", "make", str(old), str(new), "--mode", mode, "-o", str(out)]
         quiet = subprocess.DEVNULL
         subprocess.run(command, check=True, stdin=quiet, stdout=quiet, timeout=PATIENCE)
         return out.read_bytes()

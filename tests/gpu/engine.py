@@ -59,9 +59,9 @@ class Engine:
                 table.append((begin, run, pitch, count, self.memory.data_ptr() + to, to_pitch))
         for b in blocks:
             self.rows[b.number] = len(places)
-            u = b.tensor.unit
+            u, mantissa = b.tensor.unit, codec.MANTISSA.get(b.tensor.dtype, 0)
             places.append(
-                (b.start * u, b.stride * u, b.run, b.count, *first[id(b.tensor)], b.tensor.is_float, 0)
+                (b.start * u, b.stride * u, b.run, b.count, *first[id(b.tensor)], b.tensor.is_float, mantissa)
             )
         self.table = programs.table(np.array(table, PIECE))
         self.places = programs.table(np.array(places, PLACE))
@@ -96,8 +96,12 @@ class Engine:
         outcomes: dict[int, int] = {}
         tally = self.programs.zeros(1, TALLY)
         unit = {b.number: b.tensor.unit for b in self.blocks}
-        for work, u in enumerate((1, 2, 4, 8)):
-            mine = [n for n in patches if unit[n] == u]
+        for work, (kernel, u) in enumerate((k, u) for u in (1, 2, 4, 8) for k in ("apply", "context")):
+            mine = [
+                n
+                for n, p in patches.items()
+                if unit[n] == u and (p[2] == codec.CONTEXT) == (kernel == "context")
+            ]
             if not mine:
                 continue
             rows = [
@@ -107,8 +111,8 @@ class Engine:
             ]
             table, told = self.programs.table(np.array(rows, PATCH)), self.programs.zeros(4 * len(mine))
             self.programs.start(
-                f"apply_{u}",
-                "windlass_apply",
+                f"{kernel}_{u}",
+                f"windlass_{kernel}",
                 places=self.places,
                 pieces=self.table,
                 patches=table,

@@ -126,7 +126,7 @@ static void run_thread() {
     setcontext(&home);
 }
 
-static void launch(unsigned grid, void (*kernel)(const void*), const void* args) {
+static void launch(unsigned grid, unsigned shared, void (*kernel)(const void*), const void* args) {
     static std::vector<char> stacks(COUNT * STACK);
     body = kernel;
     argument = args;
@@ -145,6 +145,11 @@ static void launch(unsigned grid, void (*kernel)(const void*), const void* args)
         threadIdx.x = 0;
         begun[0] = true;
         swapcontext(&home, &threads[0]);
+        for (unsigned i = shared; i < sizeof windlass_shared; i++) {
+            if (windlass_shared[i] == 0xa5) continue;
+            fprintf(stderr, "byte %u of %u bytes of shared memory was written (CTA %u)\n", i, shared, blockIdx.x);
+            abort();
+        }
     }
 }
 
@@ -165,6 +170,16 @@ template <typename T, typename F> static inline auto exchange(T v, F read) {
 } // namespace host
 
 static inline void __syncthreads() { host::meet(host::all, host::COUNT); }
+static inline int __syncthreads_or(int v) {
+    static int any;
+    any |= v != 0;
+    __syncthreads();
+    int told = any;
+    __syncthreads();
+    if (threadIdx.x == 0) any = 0;
+    __syncthreads();
+    return told;
+}
 static inline void __syncwarp() { host::meet(host::warps[threadIdx.x / 32], 32); }
 static inline unsigned __ballot_sync(unsigned, unsigned v) {
     return host::exchange(v, [](auto lane) {
@@ -205,5 +220,5 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 // A way to start a kernel from outside: how many CTAs, and its argument.
 #define HOST_KERNEL(NAME, ARGS)                                                                                        \
     extern "C" void host_##NAME(unsigned grid, const ARGS* args) {                                                     \
-        host::launch(grid, [](const void* a) { NAME(*(const ARGS*)a); }, args);                                        \
+        host::launch(grid, windlass_shared_bytes, [](const void* a) { NAME(*(const ARGS*)a); }, args);                 \
     }

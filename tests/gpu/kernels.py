@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import codec
+import context
 import numpy as np
 import torch
 from codec import Block, Bytes, Tensor
@@ -374,6 +375,194 @@ def test_damaged_records_write_nothing(s: Setting) -> str:
     assert set(told.values()) <= {REFETCH, MALFORMED}, told
     e.check(old)
     return f"{sum(t == MALFORMED for t in told.values())} malformed, {sum(t == REFETCH for t in told.values())} refused"
+
+
+def contexts(s: Setting, share: float) -> Engine:
+    """Records of the CPU's encoder in context mode, into parameters fused and sliced."""
+    d, tensors = s.draw, []
+    sizes = [65_536, 65_537, 140_001, 20_000, 33_333, 4097] if s.scale >= 1 else [9_000, 65_536, 4097, 70_001]
+    for dtype in context.FLOATS:
+        for _ in range(max(2, int(40 * share * s.scale))):
+            tensors.append(context.tensor(d, dtype, d.pick.choice(sizes), d.pick.choice([0.002, 0.01, 0.04])))
+    raw = codec.container(s.windlass, tensors, "context")
+    records, _ = codec.parse(raw)
+    return Engine(s.programs, d.pick, codec.blocks_of(tensors), raw, records)
+
+
+def of_mode(e: Engine, mode: int) -> dict[int, codec.Record]:
+    return {n: r for n, r in e.records.items() if r.mode == mode}
+
+
+def test_context_records_reach_fused_parameters(s: Setting) -> str:
+    e = contexts(s, 0.3)
+    here = of_mode(e, codec.CONTEXT)
+    units = {b.tensor.unit for b in e.blocks if b.number in here}
+    assert units == {1, 2, 4, 8}, f"no context records of all units: {units}"
+    e.place(old)
+    told = e.apply(checked=True)
+    assert set(told.values()) <= {APPLIED}, told
+    e.check(new)
+    sums = s.programs.read(e.sums, np.uint64).reshape(-1, 2)
+    assert all(tuple(map(int, sums[e.rows[b.number]])) == b.sum(b.tensor.new) for b in e.blocks)
+    assert set(e.apply(checked=True).values()) <= {SKIPPED}, "twice is once"
+    e.check(new)
+    e.place(old)
+    assert set(e.apply(checked=False).values()) <= {APPLIED}
+    e.check(new)
+    return f"{len(here)} of {len(e.records)} records into {sum(map(len, e.pieces.values()))} pieces"
+
+
+def drawn_context(s: Setting, each: int, most: int) -> Engine:
+    """Context records that the CPU's encoder would not make: any classes, any parameters, any changes, NaNs.
+
+    So many of each dtype, of at most so many units."""
+    d, tensors = s.draw, []
+    sizes = [n for n in SIZES if n <= most]
+    for dtype in (n for n, (_, _, is_float) in codec.DTYPES.items() if is_float):
+        for _ in range(each):
+            size = d.pick.choice(sizes)
+            rate = d.pick.choice([r for r in RATES if r])
+            kind = d.pick.choice(["weights", "edges", "random"])
+            tensors.append(d.tensor(dtype, size, rate, d.pick.choice(STEPS), kind))
+    raw, records = b"", {}
+    blocks = codec.blocks_of(tensors)
+    # Column slices too, which are blocks of several runs.
+    for dtype in ("F8_E4M3", "F16", "BF16", "F32", "F64"):
+        rows, columns = d.pick.randrange(2, 40), 4 * d.pick.choice([2, 8, 33, 250])
+        t = d.tensor(dtype, rows * columns, 0.05, d.pick.choice(STEPS), "weights")
+        left = d.pick.randrange(columns)
+        width = d.pick.randrange(1, columns - left + 1)
+        b = Block(len(blocks), t, left, width, columns, rows)
+        fresh, t.new = b.gather(t.new), t.old.copy()
+        b.scatter(t.new, fresh)
+        blocks.append(b)
+    for b in blocks:
+        word, bits = WORDS[b.tensor.unit], 8 * b.tensor.unit
+        classes = d.pick.randrange(1, 17)
+        e = context.exponents(b.gather(b.tensor.old).view(word), b.tensor.dtype)
+        top = int(d.pick.choice([e.max(), e.min(), np.median(e), 0, 4095]))
+        # Short unary parts where codes are long, or records grow beyond what a container holds.
+        least = 0 if b.units < 5000 or d.pick.random() < 0.3 else bits // 2
+        parameters = [d.pick.randrange(least, bits) for _ in range(classes)]
+        fresh = b.gather(b.tensor.new).view(word)
+        made = context.payload(
+            b.gather(b.tensor.old).view(word), fresh, b.tensor.dtype, top, classes, parameters
+        )
+        if made is not None:
+            raw += b"\0" * d.pick.randrange(4)
+            records[b.number] = codec.Record(codec.CONTEXT, b.sum(b.tensor.new), made, len(raw))
+            raw += made
+    return Engine(s.programs, d.pick, blocks, raw, records)
+
+
+def test_context_records_of_any_classes_and_parameters_are_read(s: Setting) -> str:
+    e = drawn_context(s, max(6, s.some(40)), 1 << 18 if s.scale >= 1 else 70_000)
+    for checked in (True, False):
+        e.place(old)
+        told = e.apply(checked)
+        wrong = {n: t for n, t in told.items() if t != APPLIED}
+        assert not wrong, [(b.tensor.name, wrong[b.number]) for b in e.blocks if b.number in wrong]
+        e.check(new)
+    return f"{len(e.records)} records"
+
+
+def test_context_records_are_those_of_the_specification(s: Setting) -> str:
+    """What the tests' own encoder makes of the CPU's classes and parameters is what the CPU made."""
+    e = contexts(s, 0.1)
+    here = of_mode(e, codec.CONTEXT)
+    for b in e.blocks:
+        if r := here.get(b.number):
+            head = int.from_bytes(r.payload[2:4], "little")
+            at, counts = 4, []
+            for _ in range((head >> 12) + 1):
+                count, at = codec.varint(r.payload, at)
+                counts.append(count)
+            width, word = (8 * b.tensor.unit).bit_length() - 1, WORDS[b.tensor.unit]
+            bits = int.from_bytes(r.payload[at : at + 16], "little")
+            parameters = []
+            for count in counts:
+                parameters.append(bits & ((1 << width) - 1) if count else 0)
+                bits >>= width if count else 0
+            was, now = b.gather(b.tensor.old).view(word), b.gather(b.tensor.new).view(word)
+            made = context.payload(was, now, b.tensor.dtype, head & 4095, len(counts), parameters)
+            assert made == r.payload, f"block {b.number} of {b.tensor.name}"
+    return f"{len(here)} records"
+
+
+def test_context_records_over_a_foreign_base_write_nothing(s: Setting) -> str:
+    e = contexts(s, 0.1)
+    wrong: dict[int, Bytes] = {}
+    for b in e.blocks:
+        state = wrong.setdefault(id(b.tensor), b.tensor.old.copy())
+        for _ in range(s.draw.pick.choice([1, 1, 100])):
+            at = b.start * b.tensor.unit + s.draw.pick.randrange(b.run * b.tensor.unit)
+            state[at] ^= 1 << s.draw.pick.randrange(8)
+    patches = {n: (r.offset, len(r.payload), r.mode, r.sum) for n, r in of_mode(e, codec.CONTEXT).items()}
+    e.place(lambda t: wrong[id(t)])
+    sums = s.programs.read(e.sums)
+    told = e.apply(checked=True, patches=patches)
+    assert told and set(told.values()) <= {REFETCH}, told
+    e.check(lambda t: wrong[id(t)])
+    assert np.array_equal(s.programs.read(e.sums), sums)
+    return f"{len(told)} records refused"
+
+
+def damaged(s: Setting, raw: bytearray, r: codec.Record) -> int:
+    """Damages the payload in place; its length."""
+    pick, length = s.draw.pick, len(r.payload)
+    how = pick.choice(["shorter", "head", "bits", "bits", "bytes", "longer"])
+    if how == "shorter":
+        return pick.randrange(0, length)
+    if how == "longer":
+        return length + 1
+    if how == "bytes":
+        first = pick.randrange(length)
+        end = min(length, first + 8)
+        raw[r.offset + first : r.offset + end] = s.draw.rng.bytes(end - first)
+    else:
+        last = min(length, 24) if how == "head" else length
+        raw[r.offset + pick.randrange(last)] ^= 1 << pick.randrange(8)
+    return length
+
+
+def test_damaged_context_records_are_read_as_the_specification_says(s: Setting) -> str:
+    """What cannot be meant writes nothing. What can be leads where it says, or, with sums, nowhere but to its sum."""
+    told_all: list[int] = []
+    for e in (contexts(s, 0.1), drawn_context(s, max(12, s.some(60)), 5000)):
+        sound = s.programs.read(e.raw).tobytes()
+        for checked in (True, False):
+            raw, patches = bytearray(sound), {}
+            for n, r in of_mode(e, codec.CONTEXT).items():
+                patches[n] = (r.offset, damaged(s, raw, r), r.mode, r.sum)
+            e.raw.copy_(torch.from_numpy(np.frombuffer(bytes(raw), np.uint8).copy()))
+            base = {id(b.tensor): b.tensor.old.copy() for b in e.blocks}
+            for state in base.values():
+                # Some tensors are not those that the record begins from, so that classes have other sizes.
+                for _ in range(s.draw.pick.choice([0, 0, 1, 5, 50])):
+                    state[s.draw.pick.randrange(len(state))] = s.draw.pick.randrange(256)
+            states, want = {k: v.copy() for k, v in base.items()}, {}
+            for b in e.blocks:
+                if b.number not in patches:
+                    continue
+                at, length, _, end = patches[b.number]
+                units = b.gather(base[id(b.tensor)]).view(WORDS[b.tensor.unit])
+                try:
+                    fresh = context.read(units, bytes(raw[at : at + length]), b.tensor.dtype).view(np.uint8)
+                except context.Fault:
+                    continue
+                after = states[id(b.tensor)].copy()
+                b.scatter(after, fresh)
+                if not checked or b.sum(after) == end:
+                    states[id(b.tensor)] = after
+                    want[b.number] = APPLIED
+            e.place(lambda t, now=base: now[id(t)])  # type: ignore[misc]
+            told = e.apply(checked, patches)
+            told_all += told.values()
+            wrong = [n for n, t in told.items() if (t == APPLIED) != (want.get(n) == APPLIED)]
+            assert not wrong, [(b.tensor.name, told[b.number]) for b in e.blocks if b.number in wrong]
+            e.check(lambda t, now=states: now[id(t)])  # type: ignore[misc]
+    assert {REFETCH, MALFORMED} <= set(told_all) <= {APPLIED, REFETCH, MALFORMED}
+    return f"{told_all.count(MALFORMED)} malformed, {told_all.count(REFETCH)} refused of {len(told_all)}"
 
 
 def test_copies_of_any_shape_and_alignment(s: Setting) -> str:

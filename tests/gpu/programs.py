@@ -38,7 +38,7 @@ SPAN = np.dtype(
 COPY = np.dtype([(n, u8) for n in ("from", "to", "from_pitch", "to_pitch", "run", "count")])
 PLACE = np.dtype(
     [("start", u8), ("pitch", u8)]
-    + [(n, u4) for n in ("run", "count", "first", "pieces", "is_float", "unused")]
+    + [(n, u4) for n in ("run", "count", "first", "pieces", "is_float", "mantissa")]
 )
 PIECE = np.dtype([(n, u8) for n in ("begin", "run", "pitch", "count", "target", "target_pitch")])
 PATCH = np.dtype(
@@ -72,7 +72,16 @@ for unit in ("1", "2", "4", "8", "cast"):
     kernels = {"windlass_encode": ("EncodeArgs", ENCODE), "windlass_fill": ("EncodeArgs", ENCODE)}
     PROGRAMS[f"encode_{unit}"] = (["unit", "delta"], options, kernels)
     if unit != "cast":
-        PROGRAMS[f"apply_{unit}"] = (["unit", "apply"], options, {"windlass_apply": ("ApplyArgs", APPLY)})
+        PROGRAMS[f"apply_{unit}"] = (
+            ["unit", "record", "apply"],
+            options,
+            {"windlass_apply": ("ApplyArgs", APPLY)},
+        )
+        PROGRAMS[f"context_{unit}"] = (
+            ["unit", "record", "context"],
+            options,
+            {"windlass_context": ("ApplyArgs", APPLY)},
+        )
 
 
 def text(files: list[str]) -> str:

@@ -14,6 +14,7 @@ use windlass_core::identity::{Incarnation, StateDigest};
 use windlass_data::cuda::driver::{self, Registration};
 use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
 use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
+use windlass_data::cuda::nvtx::Named;
 use windlass_data::cuda::{self, StreamHandle};
 use windlass_data::history::Trail;
 use windlass_data::load::combine;
@@ -233,6 +234,7 @@ impl Baseline {
         enter(py, Some(timeout), |stop| {
             let mut made = lock(&self.made);
             let before = made.digest();
+            let _named = Named::new("encode");
             let records = made.encode(&wide(&addresses), StreamHandle(stream), base, target, stop)?;
             let manifest = self.region.manifest();
             let unknown = StateDigest([0; 16]);
@@ -395,7 +397,7 @@ impl DevicePlan {
         })
     }
 
-    /// Brings a delta, a container of plain records, to the device. The parameters are not touched.
+    /// Brings a delta, a container of records, to the device. The parameters are not touched.
     #[pyo3(signature = (delta, only = None, timeout = 60.0))]
     fn stage(
         &self,

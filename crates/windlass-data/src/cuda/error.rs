@@ -250,11 +250,15 @@ pub enum CudaError {
         /// Why.
         why: &'static str,
     },
-    /// Positions cannot be found without the old weights in their order.
-    #[error("block {block} has a context record, which the GPU does not decode: ask for plain deltas")]
+    /// Positions of a context record cannot be found without all old weights of its block.
+    #[error(
+        "block {block} of {tensor:?} has a context record, which is decoded from all old weights of the block, and this worker holds a part of them: ask for plain deltas, or load the whole image"
+    )]
     Context {
         /// The block.
         block: u32,
+        /// Its tensor.
+        tensor: String,
     },
     /// A cast that the device does not do.
     #[error(

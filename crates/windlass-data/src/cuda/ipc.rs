@@ -48,6 +48,7 @@ use super::boxes::{Box2, Limits, boxes, cut};
 use super::driver::{DeviceBuffer, Event, Gpu, Stream, StreamHandle, check, text_of};
 use super::error::CudaError;
 use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::nvtx::Named;
 use crate::copies::{Copy, CopyError, MAX_DIMS};
 use crate::stop::Stop;
 
@@ -446,6 +447,7 @@ impl Signal {
 
     /// Waits until it is passed. With a socket to the peer, an end of that ends the wait: `PeerLost`.
     pub fn wait(&self, peer: Option<RawFd>, stage: &'static str, stop: &Stop) -> Result<(), CudaError> {
+        let _named = Named::new("ipc wait");
         let _current = self.event.gpu().current()?;
         let spin_until = Instant::now() + SPIN;
         while !self.event.is_past(stage)? {
@@ -584,6 +586,7 @@ impl CopyTable {
     /// Addresses are the promise of the caller, as in [`Gpu::check_addresses`]; that both ranges are memory of the device and
     /// long enough for the table is checked here.
     pub fn start(&mut self, from: Range, to: Range, on: StreamHandle, stop: &Stop) -> Result<(), CudaError> {
+        let _named = Named::new("ipc copies");
         within("read", self.reads, from)?;
         within("written", self.writes, to)?;
         self.gpu.check_addresses("range", &[from.0, to.0])?;

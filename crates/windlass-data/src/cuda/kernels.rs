@@ -65,15 +65,15 @@ plain! {
     CopyBox { from: u64, to: u64, from_pitch: u64, to_pitch: u64, run: u64, count: u64 }
     /// What copying takes (copy.cu).
     CopyArgs { copies: u64, from: u64, to: u64, tally: u64, count: u32, work: u32 }
-    /// A block at an engine (apply.cu).
+    /// A block at an engine (record.cu).
     Place {
-        start: u64, pitch: u64, run: u32, count: u32, first: u32, pieces: u32, is_float: u32, unused: u32,
+        start: u64, pitch: u64, run: u32, count: u32, first: u32, pieces: u32, is_float: u32, mantissa: u32,
     }
-    /// Bytes of a tensor at an engine (apply.cu).
+    /// Bytes of a tensor at an engine (record.cu).
     Piece { begin: u64, run: u64, pitch: u64, count: u64, target: u64, target_pitch: u64 }
-    /// A record to apply (apply.cu).
+    /// A record to apply (record.cu).
     Patch { offset: u64, sum: [u64; 2], length: u32, mode: u32, place: u32, unused: u32 }
-    /// What applying takes (apply.cu).
+    /// What applying takes (record.cu).
     ApplyArgs {
         places: u64, pieces: u64, patches: u64, payload: u64, sums: u64, outcomes: u64, tally: u64, count: u32,
         work: u32,
@@ -126,6 +126,7 @@ enum Program {
     Copy,
     Encode(Elements),
     Apply(Unit),
+    Context(Unit),
 }
 
 impl Program {
@@ -142,6 +143,10 @@ impl Program {
             Program::Apply(Unit::Two) => include_str!("apply_2.ptx"),
             Program::Apply(Unit::Four) => include_str!("apply_4.ptx"),
             Program::Apply(Unit::Eight) => include_str!("apply_8.ptx"),
+            Program::Context(Unit::One) => include_str!("context_1.ptx"),
+            Program::Context(Unit::Two) => include_str!("context_2.ptx"),
+            Program::Context(Unit::Four) => include_str!("context_4.ptx"),
+            Program::Context(Unit::Eight) => include_str!("context_8.ptx"),
         }
     }
 }
@@ -159,8 +164,10 @@ pub(super) enum Kernel {
     Encode(Elements),
     /// The new state as the baseline; takes [`EncodeArgs`].
     Fill(Elements),
-    /// Records into weights; takes [`ApplyArgs`].
+    /// Plain records into weights; takes [`ApplyArgs`].
     Apply(Unit),
+    /// Context records into weights; takes [`ApplyArgs`].
+    Context(Unit),
 }
 
 impl Kernel {
@@ -170,6 +177,7 @@ impl Kernel {
             Kernel::Copy | Kernel::Cast => Program::Copy,
             Kernel::Encode(elements) | Kernel::Fill(elements) => Program::Encode(elements),
             Kernel::Apply(unit) => Program::Apply(unit),
+            Kernel::Context(unit) => Program::Context(unit),
         }
     }
 
@@ -182,6 +190,7 @@ impl Kernel {
             Kernel::Encode(_) => "windlass_encode",
             Kernel::Fill(_) => "windlass_fill",
             Kernel::Apply(_) => "windlass_apply",
+            Kernel::Context(_) => "windlass_context",
         }
     }
 }
@@ -409,7 +418,8 @@ mod tests {
     #[test]
     fn structures_of_the_host_are_those_of_the_sources() {
         let (unit, delta) = (include_str!("unit.cu"), include_str!("delta.cu"));
-        let (sum, copy, apply) = (include_str!("sum.cu"), include_str!("copy.cu"), include_str!("apply.cu"));
+        let (sum, copy, record) =
+            (include_str!("sum.cu"), include_str!("copy.cu"), include_str!("record.cu"));
         // Field by field, as they stand here.
         let host = include_str!("kernels.rs");
         for (source, theirs, ours) in [
@@ -421,10 +431,10 @@ mod tests {
             (sum, "SumArgs", "SumArgs"),
             (copy, "Copy", "CopyBox"),
             (copy, "CopyArgs", "CopyArgs"),
-            (apply, "Place", "Place"),
-            (apply, "Piece", "Piece"),
-            (apply, "Patch", "Patch"),
-            (apply, "ApplyArgs", "ApplyArgs"),
+            (record, "Place", "Place"),
+            (record, "Piece", "Piece"),
+            (record, "Patch", "Patch"),
+            (record, "ApplyArgs", "ApplyArgs"),
         ] {
             let body = host.split(&format!("\n    {ours} {{")).nth(1).unwrap_or_else(|| panic!("no {ours}"));
             let body = body.split('}').next().unwrap();
@@ -450,6 +460,7 @@ mod tests {
         let all = Unit::ALL.map(Elements::Plain).into_iter().chain([Elements::Cast]);
         kernels.extend(all.flat_map(|e| [Kernel::Encode(e), Kernel::Fill(e)]));
         kernels.extend(Unit::ALL.map(Kernel::Apply));
+        kernels.extend(Unit::ALL.map(Kernel::Context));
         for kernel in kernels {
             let text = kernel.program().text();
             assert!(text.starts_with("// "), "{kernel:?}");
@@ -471,6 +482,7 @@ mod tests {
             (Kernel::Cast, size_of::<CopyArgs>()),
             (Kernel::Encode(Elements::Cast), size_of::<EncodeArgs>()),
             (Kernel::Apply(Unit::Eight), size_of::<ApplyArgs>()),
+            (Kernel::Context(Unit::Two), size_of::<ApplyArgs>()),
         ] {
             let param = format!(".param .align 8 .b8 {}_param_0[{bytes}]", kernel.name());
             assert!(kernel.program().text().contains(&param), "{param}");

@@ -8,14 +8,16 @@
 //! | [`DevicePlan::dense`] | an image on the device | all copies in one launch |
 //! | [`DevicePlan::dense_from_host`] | an image on the host | the same, piece by piece, while the next piece is on its way |
 //! | [`DevicePlan::stage`] | a delta on the host | brings it to the device; the engine goes on computing |
-//! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes) |
+//! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes); where records are of context mode, in O(units of their blocks) |
 //! | [`DevicePlan::digest`] | the parameters | their sums, as they would stand in the image ([`crate::load::Proof`]) |
 //!
-//! A delta of plain records leads from the weights in place to the next ones, so that applying it twice is wrong unless
+//! A delta leads from the weights in place to the next ones, so that applying it twice is wrong unless
 //! sums are checked. With the sums of the image's blocks ([`DevicePlan::set_sums`]) every record is, as on a CPU: skipped
 //! where the block has its sum already, refused where the units in place do not lead to it. Without, and for tensors of which
 //! the worker holds only a part, whoever calls vouches for the base, and the digest shows whether that was right. Who has no
 //! sums at hand takes those of the parameters themselves ([`DevicePlan::sum_blocks`]), which the digest proves.
+//! Context records are decoded from all old weights of their block; a worker that holds only some of them is told so when
+//! the delta is staged ([`CudaError::Context`]), and nothing is written.
 //!
 //! | | must hold | test |
 //! |---|---|---|
@@ -23,6 +25,7 @@
 //! | D-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
 //! | D-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
 //! | D-4 | The sums of blocks that parameters hold whole are those of the image. | `spans_of_blocks_give_the_sums_of_the_image` |
+//! | D-5 | Records go to the kernel of their mode and unit, with sums where all of their block is held; a context record for a part of a block is refused. | `records_go_to_the_kernel_of_their_mode_and_unit`, `a_context_record_for_a_part_of_a_block_is_refused` |
 
 #![allow(unsafe_code)]
 
@@ -40,6 +43,7 @@ use super::error::CudaError;
 use super::kernels::{
     ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, Piece, Place, Span, SumArgs, Tally, Unit, tally,
 };
+use super::nvtx::Named;
 use crate::copies::{Copy, Dim};
 use crate::load::{HeldBox, LoadPlan, Loaded, Proof};
 use crate::shm::copy_slice;
@@ -173,6 +177,11 @@ impl Places {
             let after = start + ((block.count - 1) * block.stride + block.run) * unit;
             let first = reach.partition_point(|far| *far <= start);
             let last = pieces.partition_point(|p| p.begin < after).max(first);
+            let is_within = |p: &Piece| p.count == 1 && p.begin <= start && after <= p.begin + p.run;
+            let mantissa = match tile.line {
+                Line::Float(mantissa) => Some(mantissa),
+                Line::Integer => None,
+            };
             self.blocks.push(Place {
                 start,
                 pitch: block.stride * unit,
@@ -180,10 +189,10 @@ impl Places {
                 count: block.count as u32,
                 first: (self.pieces.len() + first) as u32,
                 pieces: (last - first) as u32,
-                is_float: u32::from(matches!(tile.line, Line::Float(_))),
-                unused: 0,
+                is_float: mantissa.is_some().into(),
+                mantissa: mantissa.unwrap_or(0).into(),
             });
-            self.whole.push(is_whole);
+            self.whole.push(is_whole || pieces[first..last].iter().any(is_within));
         }
         Ok(())
     }
@@ -303,7 +312,7 @@ fn each_overlap(bytes: Range<u64>, pieces: &[Piece], mut found: impl FnMut(u64, 
 /// Records of one kind, of a staged delta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Group {
-    unit: Unit,
+    kernel: Kernel,
     is_checked: bool,
     first: usize,
     count: usize,
@@ -439,6 +448,7 @@ impl DevicePlan {
         after: StreamHandle,
         stop: &Stop,
     ) -> Result<Loaded, CudaError> {
+        let _named = Named::new("dense load");
         self.gpu.check_addresses("image", &[image])?;
         let chosen = self.plan.chosen(only)?;
         let loaded = self.loaded(&chosen);
@@ -485,6 +495,7 @@ impl DevicePlan {
         threads: usize,
         stop: &Stop,
     ) -> Result<Loaded, CudaError> {
+        let _named = Named::new("dense load from host");
         self.plan.check_image(image)?;
         let chosen = self.plan.chosen(only)?;
         let loaded = self.loaded(&chosen);
@@ -650,12 +661,13 @@ impl DevicePlan {
         only: Option<&[String]>,
         stop: &Stop,
     ) -> Result<Staged, CudaError> {
+        let _named = Named::new("stage");
         delta.header.check(self.plan.manifest())?;
         let chosen = self.plan.chosen(only)?;
         let manifest = Arc::clone(self.plan.manifest());
         let sparse = self.sparse()?;
         let (patches, groups) = patches(delta, &manifest, &sparse.places, sparse.sums.is_some(), &chosen)?;
-        let kernels: Vec<_> = groups.iter().map(|g| Kernel::Apply(g.unit)).collect();
+        let kernels: Vec<_> = groups.iter().map(|g| g.kernel).collect();
         self.gpu.kernels().prepare(&self.gpu, &kernels)?;
         let bytes = delta.bytes();
         let payload = DeviceBuffer::new(&self.gpu, bytes.len() as u64 + 16, "a delta", SMALL)?;
@@ -708,6 +720,7 @@ impl DevicePlan {
     /// Applies a delta that was staged for this plan to the parameters. A refused record is an error, and the parameters
     /// are a mixture until they are loaded whole.
     pub fn apply(&mut self, staged: &Staged, after: StreamHandle, stop: &Stop) -> Result<Applied, CudaError> {
+        let _named = Named::new("apply");
         self.gpu.wait_for(after, stop)?;
         let started = self.start(staged);
         self.stream.finish("applying a delta to the parameters")?;
@@ -748,17 +761,18 @@ impl DevicePlan {
                 count: group.count as u32,
                 work: work as u32,
             };
-            let kernel = Kernel::Apply(group.unit);
-            // A warp takes a record, and there are eight in a CTA.
-            let work = group.count.div_ceil(8) as u64;
+            // A CTA takes a context record; a warp takes a plain one, and there are eight in a CTA.
+            let each = if matches!(group.kernel, Kernel::Context(_)) { 1 } else { 8 };
+            let work = group.count.div_ceil(each) as u64;
             // SAFETY: tables of this plan; the kernel checks records before it writes, and writes only where pieces are.
-            unsafe { self.gpu.kernels().launch(&self.stream, kernel, &args, work) }?;
+            unsafe { self.gpu.kernels().launch(&self.stream, group.kernel, &args, work) }?;
         }
         Ok(())
     }
 
     /// The sums of what the parameters hold; see [`crate::load::combine`].
     pub fn digest(&mut self, after: StreamHandle, stop: &Stop) -> Result<Proof, CudaError> {
+        let _named = Named::new("digest");
         if self.digest.is_none() {
             self.gpu.kernels().prepare(&self.gpu, &[Kernel::Sum])?;
             let held = self.plan.held_boxes();
@@ -798,7 +812,8 @@ fn patches(
     has_sums: bool,
     chosen: &[bool],
 ) -> Result<(Vec<Patch>, Vec<Group>), CudaError> {
-    let mut by_kind: [Vec<Patch>; 8] = std::array::from_fn(|_| Vec::new());
+    // Plain ones first: their launches have counters of work, of which there are eight.
+    let mut by_kind: [Vec<Patch>; 16] = std::array::from_fn(|_| Vec::new());
     // Blocks are in the order of tensors.
     let (mut tensor, mut blocks, mut unit) = (0, 0..0, Unit::One);
     for e in delta.entries() {
@@ -814,11 +829,14 @@ fn patches(
         if tensor == 0 || !chosen[tensor - 1] || place.is_none_or(|p| p.pieces == 0) {
             continue;
         }
-        if e.mode == Mode::Context {
-            return Err(CudaError::Context { block: e.block });
+        let (is_whole, is_context) = (places.whole[e.block as usize], e.mode == Mode::Context);
+        if is_context && !is_whole {
+            let tensor = manifest.tensors()[tensor - 1].name.clone();
+            return Err(CudaError::Context { block: e.block, tensor });
         }
-        let is_checked = has_sums && places.whole[e.block as usize];
-        let kind = Unit::ALL.iter().position(|u| *u == unit).unwrap_or(0) * 2 + usize::from(is_checked);
+        let is_checked = has_sums && is_whole;
+        let by_unit = Unit::ALL.iter().position(|u| *u == unit).unwrap_or(0);
+        let kind = usize::from(is_context) * 8 + by_unit * 2 + usize::from(is_checked);
         by_kind[kind].push(Patch {
             offset: e.offset as u64,
             sum: e.sum.0,
@@ -830,8 +848,9 @@ fn patches(
     }
     let (mut all, mut groups) = (Vec::with_capacity(delta.entries().len()), Vec::new());
     for (kind, mut these) in by_kind.into_iter().enumerate().filter(|(_, p)| !p.is_empty()) {
-        let (unit, is_checked) = (Unit::ALL[kind / 2], kind % 2 == 1);
-        groups.push(Group { unit, is_checked, first: all.len(), count: these.len() });
+        let (unit, is_checked) = (Unit::ALL[kind / 2 % 4], kind % 2 == 1);
+        let kernel = if kind < 8 { Kernel::Apply(unit) } else { Kernel::Context(unit) };
+        groups.push(Group { kernel, is_checked, first: all.len(), count: these.len() });
         all.append(&mut these);
     }
     Ok((all, groups))

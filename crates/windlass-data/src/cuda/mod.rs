@@ -9,6 +9,7 @@
 //! | [`encode`] | delta mode: the baseline, and records of what changed |
 //! | [`load`] | a load plan on the device: dense, sparse, and the digest of live weights |
 //! | [`ipc`] | memory that another process on the host reads |
+//! | [`nvtx`] | names for a profiler |
 //! | [`error`](mod@error) | what can go wrong |
 //!
 //! Owns: every call of the CUDA driver. Called by the Python door, with the addresses of torch's tensors and the handles
@@ -40,6 +41,7 @@ pub mod error;
 pub mod ipc;
 mod kernels;
 pub mod load;
+pub mod nvtx;
 pub mod offload;
 
 use std::convert::Infallible;

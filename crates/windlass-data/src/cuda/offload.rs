@@ -30,6 +30,7 @@ use super::boxes::{Box2, Limits, boxes, cut};
 use super::driver::{DeviceBuffer, Event, Gpu, HostBuffer, Registration, Stream, StreamHandle};
 use super::error::CudaError;
 use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::nvtx::Named;
 use crate::copies::CopyPlan;
 use crate::region::{Attempt, Region};
 use crate::stop::Stop;
@@ -249,6 +250,7 @@ impl Offload {
         after: StreamHandle,
         stop: &Stop,
     ) -> Result<Offloaded, CudaError> {
+        let _named = Named::new("offload");
         self.follow(addresses)?;
         let is_direct = self.register(attempt)?;
         if let Some(bounce) = &mut self.bounce {

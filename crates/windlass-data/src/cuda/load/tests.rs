@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use windlass_core::Dtype;
+use windlass_core::delta::{DeltaHeader, Encoded, PartBuilder};
 use windlass_core::digest::sum_range;
+use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, StateDigest};
 use windlass_core::manifest::{DimCut, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 
@@ -231,4 +234,106 @@ fn several_threads_copy_what_one_does() {
         assert_eq!(to, from);
     }
     copy_by(2, &[], &mut []);
+}
+
+/// A delta with a record of a few bytes for every block, those of `context` in context mode.
+fn delta(manifest: &Manifest, context: impl Fn(usize) -> bool) -> Vec<u8> {
+    let header = DeltaHeader {
+        model_id: "m".parse().unwrap(),
+        base: (Incarnation(1), 1),
+        target: (Incarnation(1), 2),
+        layout_hash: manifest.layout_hash(),
+        cuts_hash: manifest.cuts_hash(),
+        base_digest: StateDigest([0; 16]),
+        target_digest: StateDigest([0; 16]),
+        blocks: manifest.cuts().blocks(),
+    };
+    let mut out = header.to_bytes();
+    let mut parts = PartBuilder::new();
+    for block in 0..manifest.cuts().blocks() {
+        let tensor = Tile::of(manifest, block).unwrap().block.tensor as usize;
+        let mode = if context(tensor) { Mode::Context } else { Mode::Sparse };
+        let sum = BlockSum([block.into(), 1]);
+        parts.push(block, &Encoded { mode, changes: 1, sum }, &[1, 2, 3], &mut out);
+    }
+    parts.finish(&mut out);
+    out
+}
+
+#[test]
+fn records_go_to_the_kernel_of_their_mode_and_unit() {
+    let plan = plan(0, 2);
+    let manifest = plan.manifest();
+    let places = Places::new(&plan, &ADDRESSES).unwrap();
+    // Tensors of wider units are first: c, of fp32, then a and b.
+    let names: Vec<_> = manifest.tensors().iter().map(|t| t.name.as_str()).collect();
+    assert_eq!(names, ["c", "a", "b"]);
+    let raw = delta(manifest, |tensor| tensor != 1);
+    let made = Delta::parse(&raw).unwrap();
+    for has_sums in [false, true] {
+        let (patches, groups) = patches(&made, manifest, &places, has_sums, &[true; 3]).unwrap();
+        let group = |kernel, first, count| Group { kernel, is_checked: has_sums, first, count };
+        // Plain ones first; two blocks of a, one of the others.
+        assert_eq!(
+            groups,
+            [
+                group(Kernel::Apply(Unit::Two), 0, 2),
+                group(Kernel::Context(Unit::Two), 2, 1),
+                group(Kernel::Context(Unit::Four), 3, 1)
+            ]
+        );
+        assert_eq!(
+            patches.iter().map(|p| (p.place, p.mode)).collect::<Vec<_>>(),
+            [(1, 1), (2, 1), (3, 2), (0, 2)]
+        );
+        let payload = |p: &Patch| &raw[p.offset as usize..][..p.length as usize];
+        assert!(patches.iter().all(|p| payload(p) == [1, 2, 3] && p.sum == [p.place.into(), 1]));
+    }
+    // Only some tensors.
+    let (patches, _) = patches(&made, manifest, &places, false, &[false, false, true]).unwrap();
+    assert_eq!(patches.iter().map(|p| p.place).collect::<Vec<_>>(), [3]);
+    let mantissas: Vec<_> = places.blocks.iter().map(|p| (p.is_float, p.mantissa)).collect();
+    assert_eq!(mantissas, [(1, 23), (1, 7), (1, 7), (1, 7)]);
+}
+
+#[test]
+fn a_context_record_for_a_part_of_a_block_is_refused() {
+    // Of a it has some columns, of b some rows, of c all.
+    let plan = plan(1, 1);
+    let manifest = plan.manifest();
+    let places = Places::new(&plan, &ADDRESSES).unwrap();
+    let staged = |context: fn(usize) -> bool| {
+        let raw = delta(manifest, context);
+        patches(&Delta::parse(&raw).unwrap(), manifest, &places, true, &[true; 3])
+            .map(|(patches, _)| patches.len())
+    };
+    assert_eq!(staged(|tensor| tensor == 0).unwrap(), 3);
+    for (tensor, name) in [(1, "a"), (2, "b")] {
+        let told = staged(if tensor == 1 { |t| t == 1 } else { |t| t == 2 }).unwrap_err();
+        assert_eq!(told.kind(), Kind::Unsupported);
+        let text = told.to_string();
+        assert!(
+            text.contains(&format!("block {tensor} of {name:?}")) && text.contains("plain deltas"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_block_that_one_piece_holds_is_whole_where_its_tensor_is_not() {
+    let specs = [TensorSpec::new("rows", Dtype::BF16, [4, 65_536])];
+    let manifest = Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap());
+    let rows = PlanCopy {
+        source: "rows".into(),
+        source_offset: 65_536,
+        target: 0,
+        target_offset: 0,
+        sizes: vec![150_000],
+        source_strides: vec![1],
+        target_strides: vec![1],
+    };
+    let targets = vec![Target { name: "half".into(), numel: 150_000, dtype: Dtype::BF16 }];
+    let plan = LoadPlan::new(manifest, targets, &[rows]).unwrap();
+    let places = Places::new(&plan, &ADDRESSES[..1]).unwrap();
+    assert_eq!(places.whole, [false, true, true, false]);
 }
