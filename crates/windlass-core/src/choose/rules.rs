@@ -240,7 +240,7 @@ impl Case<'_> {
         let no_handles = cuda.exports_handles == Some(false);
         if s == Strategy::PackedCudaIpc {
             return match (f.arena_bytes, cuda.free_bytes) {
-                _ if no_handles => blocked("the driver exports no memory of the trainers' GPUs"),
+                _ if no_handles => blocked(NO_HANDLES),
                 (Some(needs), Some(free)) if free < needs => blocked(format!(
                     "the arena needs {} of GPU memory, and {} are free at the trainers; make the buckets smaller \
                      (weight_transfer_threshold_cuda_ipc_GB)",
@@ -250,15 +250,16 @@ impl Case<'_> {
                 _ => None,
             };
         }
-        match cuda.expandable_segments {
-            Some(true) if cuda.exports_descriptors == Some(false) => blocked(
-                "torch's segments are expandable, and the driver exports no descriptors of them; unset \
-                 expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or pack (the arena is not torch's)",
-            ),
-            Some(true) => None,
-            Some(false) | None if no_handles => blocked("the driver exports no memory of the trainers' GPUs"),
-            Some(false) | None => None,
+        if cuda.expandable_segments == Some(true) {
+            return match cuda.exports_descriptors {
+                Some(false) => blocked(
+                    "torch's segments are expandable, and the driver exports no descriptors of them; unset \
+                     expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or pack (the arena is not torch's)",
+                ),
+                Some(true) | None => None,
+            };
         }
+        if no_handles { blocked(NO_HANDLES) } else { None }
     }
 
     fn broadcast_impossible(&self) -> Option<Objection> {
@@ -583,6 +584,9 @@ fn size(bytes: u64) -> String {
         format!("{:.1} GB", bytes as f64 / 1e9)
     }
 }
+
+/// Why memory cannot be shared.
+const NO_HANDLES: &str = "the driver exports no memory of the trainers' GPUs (a virtual machine or WSL); `windlass doctor` shows what it said";
 
 /// What a GPU makes.
 const PLAIN_ONLY: &str = "a GPU makes plain records; those of context mode are made on the host";

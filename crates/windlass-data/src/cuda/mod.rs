@@ -9,6 +9,7 @@
 //! | [`encode`] | delta mode: the baseline, and records of what changed |
 //! | [`load`] | a load plan on the device: dense, sparse, and the digest of live weights |
 //! | [`ipc`] | memory that another process on the host reads |
+//! | [`probe`] | what driver and devices can do, tried out |
 //! | [`error`](mod@error) | what can go wrong |
 //!
 //! Owns: every call of the CUDA driver. Called by the Python door, with the addresses of torch's tensors and the handles
@@ -41,6 +42,7 @@ pub mod ipc;
 mod kernels;
 pub mod load;
 pub mod offload;
+pub mod probe;
 
 use std::convert::Infallible;
 
