@@ -38,6 +38,7 @@ KEYS = {
     "generator.link": "a link by its name",
     "generator.codec": "a codec by its name",
     "generator.encoder": "who encodes",
+    "generator.offload_mode": "copy, delta or auto",
     "generator.strict": "whether a slower fallback is an error",
     "generator.backend": "vllm or sglang",
     "generator.run_engines_locally": "whether engines run on the trainers' host",
@@ -71,6 +72,7 @@ _OVERRIDES = (
     "link",
     "codec",
     "encoder",
+    "offload_mode",
     "strict",
 )
 
