@@ -40,7 +40,9 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
     if devices is not None:
         known = {device["ordinal"] for device in found}
         if found and not set(devices) <= known:
-            raise WindlassInvalid(f"there is no GPU {sorted(set(devices) - known)}: visible are {sorted(known)}")
+            raise WindlassInvalid(
+                f"there is no GPU {sorted(set(devices) - known)}: visible are {sorted(known)}"
+            )
         chosen = [device for device in found if device["ordinal"] in set(devices)]
     else:
         chosen = found
@@ -60,7 +62,7 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
             "free_bytes": _least(chosen, "free"),
             "expandable_segments": survey["expandable_segments"] or _has_expandable_segments(),
             "exports_handles": _all(chosen, "exports_handles"),
-            "exports_descriptors": _all(chosen, "exports_descriptors"),
+            "exports_descriptors": survey["shared_segments"] and _all(chosen, "exports_descriptors"),
             "ipc_namespace": _link("/proc/self/ns/ipc"),
             "pid_namespace": _link("/proc/self/ns/pid"),
         },

@@ -40,9 +40,9 @@
 //!
 //! | for | facts | without |
 //! |---|---|---|
-//! | either kind of IPC | engines on the trainers' very GPUs, a driver and GPUs of the least version on both sides ([`Cuda`]), one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
-//! | `packed_cuda_ipc` | `arena_bytes` free, legacy handles | `cuda_ipc` |
-//! | `cuda_ipc` | legacy handles, or descriptors where segments are expandable | as for either kind |
+//! | either kind of IPC | engines on the trainers' very GPUs, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
+//! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
+//! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
 //! | offload by delta | `baseline_bytes` and a sixteenth free, or `gpu_baseline_fits` | offload by copy |
 //!
 //! # Strict

@@ -24,7 +24,8 @@ pub struct Cuda {
     pub expandable_segments: Option<bool>,
     /// Memory can be exported by a legacy handle (`cuIpcGetMemHandle`).
     pub exports_handles: Option<bool>,
-    /// Memory of the virtual memory interface can be exported as a descriptor.
+    /// Expandable segments can be exported as descriptors: the driver can, and torch makes them so
+    /// (`TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1`).
     pub exports_descriptors: Option<bool>,
     /// Which IPC namespace its processes are in.
     pub ipc_namespace: Option<String>,

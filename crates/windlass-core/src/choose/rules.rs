@@ -237,29 +237,31 @@ impl Case<'_> {
     /// Why the trainers cannot give their memory to others.
     fn export_impossible(&self, s: Strategy) -> Option<Objection> {
         let (f, cuda) = (self.facts, &self.facts.trainer_cuda);
-        let no_handles = cuda.exports_handles == Some(false);
-        if s == Strategy::PackedCudaIpc {
-            return match (f.arena_bytes, cuda.free_bytes) {
-                _ if no_handles => blocked(NO_HANDLES),
-                (Some(needs), Some(free)) if free < needs => blocked(format!(
-                    "the arena needs {} of GPU memory, and {} are free at the trainers; make the buckets smaller \
-                     (weight_transfer_threshold_cuda_ipc_GB)",
-                    size(needs),
-                    size(free)
-                )),
-                _ => None,
-            };
+        if cuda.exports_handles == Some(false) {
+            return blocked(
+                "the driver exports no memory of the trainers' GPUs (a virtual machine or WSL); `windlass doctor` shows \
+                 what it said",
+            );
         }
-        if cuda.expandable_segments == Some(true) {
-            return match cuda.exports_descriptors {
-                Some(false) => blocked(
-                    "torch's segments are expandable, and the driver exports no descriptors of them; unset \
-                     expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or pack (the arena is not torch's)",
-                ),
-                Some(true) | None => None,
-            };
+        // What torch's allocator does not share is gathered into an arena, as if it were packed.
+        if s == Strategy::CudaIpc && !self.segments_are_gathered() {
+            return None;
         }
-        if no_handles { blocked(NO_HANDLES) } else { None }
+        match (f.arena_bytes, cuda.free_bytes) {
+            (Some(needs), Some(free)) if free < needs => blocked(format!(
+                "the arena needs {} of GPU memory, and {} are free at the trainers; make the buckets smaller \
+                 (weight_transfer_threshold_cuda_ipc_GB)",
+                size(needs),
+                size(free)
+            )),
+            _ => None,
+        }
+    }
+
+    /// Whether parameters cannot be lent where they are.
+    fn segments_are_gathered(&self) -> bool {
+        let cuda = &self.facts.trainer_cuda;
+        cuda.expandable_segments == Some(true) && cuda.exports_descriptors == Some(false)
     }
 
     fn broadcast_impossible(&self) -> Option<Objection> {
@@ -562,7 +564,13 @@ impl Case<'_> {
         let how = match (s == Strategy::PackedCudaIpc, expandable) {
             (true, true) => "one arena, one handle (expandable segments of torch do not matter to it)",
             (true, false) => "one arena, one handle",
-            (false, true) => "one export per parameter, by descriptors, as torch's segments are expandable",
+            (false, true) if self.segments_are_gathered() => {
+                "parameters are gathered into an arena, as torch's expandable segments are not shared (set \
+                 TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or pack_weights)"
+            }
+            (false, true) => {
+                "parameters are read where they are, by descriptors, as torch's segments are expandable"
+            }
             (false, false) => "one handle per parameter",
         };
         format!("the engines share the trainers' GPUs{}: {how}", self.shared_gpus())
@@ -584,9 +592,6 @@ fn size(bytes: u64) -> String {
         format!("{:.1} GB", bytes as f64 / 1e9)
     }
 }
-
-/// Why memory cannot be shared.
-const NO_HANDLES: &str = "the driver exports no memory of the trainers' GPUs (a virtual machine or WSL); `windlass doctor` shows what it said";
 
 /// What a GPU makes.
 const PLAIN_ONLY: &str = "a GPU makes plain records; those of context mode are made on the host";

@@ -540,9 +540,14 @@ fn expandable_segments_concern_single_handles_only() {
     let choice = with(&expandable(Some(true)), single.clone()).unwrap();
     assert_eq!(choice.strategy, Strategy::CudaIpc);
     assert!(choice.why.contains("GPU-1 and 1 more") && choice.why.contains("descriptors"), "{}", choice.why);
-    let refused = with(&expandable(Some(false)), single);
-    let why = impossible(refused, Subject::Strategy(Strategy::CudaIpc));
-    assert!(why.contains("PYTORCH_CUDA_ALLOC_CONF"), "{why}");
+    let gathered = with(&expandable(Some(false)), single.clone()).unwrap();
+    assert!(gathered.why.contains("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1"), "{}", gathered.why);
+    // Gathering takes an arena too.
+    let mut full = Facts { arena_bytes: Some(2 << 30), ..expandable(Some(false)) };
+    full.trainer_cuda.free_bytes = Some(1 << 20);
+    let why = impossible(with(&full, single), Subject::Strategy(Strategy::CudaIpc));
+    assert!(why.contains("the arena needs"), "{why}");
+    assert_eq!(pick(&full).strategy, Strategy::Tcp);
 }
 
 #[test]
@@ -804,12 +809,7 @@ fn assert_possible(f: &Facts, o: &Overrides, c: &Choice) {
             let same = |a: &Option<String>, b: &Option<String>| a.is_none() || b.is_none() || a == b;
             assert!(same(&f.trainer_cuda.ipc_namespace, &f.engine_cuda.ipc_namespace));
             assert!(same(&f.trainer_cuda.pid_namespace, &f.engine_cuda.pid_namespace));
-            let descriptors = f.trainer_cuda.expandable_segments == Some(true) && c.strategy == S::CudaIpc;
-            assert!(if descriptors {
-                f.trainer_cuda.exports_descriptors != Some(false)
-            } else {
-                f.trainer_cuda.exports_handles != Some(false)
-            });
+            assert_ne!(f.trainer_cuda.exports_handles, Some(false));
             assert!(matches!(c.strategy, S::CudaIpc | S::PackedCudaIpc));
         }
         Link::Shm => {

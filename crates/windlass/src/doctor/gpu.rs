@@ -41,6 +41,8 @@ pub struct Gpus {
     library: Option<PathBuf>,
     survey: Result<Survey, CudaError>,
     expandable: bool,
+    /// torch makes its segments so that others can open them.
+    shared_segments: bool,
     /// Bytes that this process may lock.
     memlock: Option<u64>,
 }
@@ -56,6 +58,7 @@ impl Gpus {
             library: libraries.find(|path| path.is_absolute() && system.exists(path)),
             survey: system.gpus(),
             expandable: ALLOCATOR.iter().find_map(|name| system.env(name)).is_some_and(is_expandable),
+            shared_segments: system.env("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC").is_some_and(|v| v == "1"),
             memlock: getrlimit(Resource::Memlock).current,
         }
     }
@@ -121,10 +124,14 @@ impl Gpus {
             return Check::ok(name, "no expandable segments asked for");
         }
         let exported = memories(survey).all(|(_, m)| m.descriptors);
+        let remedy =
+            if exported { "set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1" } else { "unset expandable_segments" };
         Check::ok(name, "expandable segments").advise(
-            !exported,
-            "the driver exports no descriptors of them, so that one handle per parameter (cuda_ipc) is impossible; unset \
-             expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use packed_cuda_ipc, whose arena is not torch's",
+            !exported || !self.shared_segments,
+            format!(
+                "other processes cannot open them, so that cuda_ipc copies parameters instead of lending them; {remedy}, or \
+                 use packed_cuda_ipc, whose arena is not torch's"
+            ),
         )
     }
 
@@ -144,6 +151,7 @@ impl Gpus {
             "devices": survey.map_or_else(Vec::new, |s| s.devices.iter().map(device_json).collect()),
             "reach": survey.map_or_else(Vec::new, |s| s.reach.clone()),
             "expandable_segments": self.expandable,
+            "shared_segments": self.shared_segments,
             "memlock": self.memlock,
         })
     }
@@ -399,19 +407,21 @@ mod tests {
     #[test]
     fn expandable_segments_get_advice_where_they_cannot_be_shared() {
         fn asked(name: &str) -> Option<OsString> {
-            let conf = "backend:native, expandable_segments:True";
-            (name == "PYTORCH_CUDA_ALLOC_CONF").then(|| conf.into())
+            (name == "PYTORCH_CUDA_ALLOC_CONF").then(|| "backend:native, expandable_segments:True".into())
         }
+        fn shared(name: &str) -> Option<OsString> {
+            asked(name).or_else(|| (name == "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC").then(|| "1".into()))
+        }
+        let name = "gpu allocator of torch";
         let (_dir, system) = machine(&[]);
+        let check = |system: &System| find(&Gpus::look(system).checks(), name);
         let system = system.with_gpus(troubled).with_env(asked);
-        let check = find(&Gpus::look(&system).checks(), "gpu allocator of torch");
-        assert!(advice(&check).contains("packed_cuda_ipc"), "{check:?}");
-        let gpus = Gpus::look(&system.with_gpus(healthy));
-        assert_eq!(
-            find(&gpus.checks(), "gpu allocator of torch"),
-            Check::ok("gpu allocator of torch", "expandable segments")
-        );
-        assert_eq!(gpus.json()["expandable_segments"], true);
+        assert!(advice(&check(&system)).contains("unset expandable_segments"));
+        let system = system.with_gpus(healthy);
+        assert!(advice(&check(&system)).contains("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1"));
+        let system = system.with_env(shared);
+        assert_eq!(check(&system), Check::ok(name, "expandable segments"));
+        assert_eq!(Gpus::look(&system).json()["expandable_segments"], true);
         for (text, asked) in
             [("expandable_segments:False", false), ("x", false), ("expandable_segments:true", true)]
         {
