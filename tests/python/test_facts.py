@@ -251,3 +251,26 @@ print("fine")
         [sys.executable, "-c", OPEN], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert gone.returncode == 9, "the library would have been noticed"
+
+
+BENCH = [sys.executable, str(ROOT / "bench" / "gpu_vllm.py")]
+
+
+def test_the_bench_of_vllm_says_loudly_what_is_missing(tmp_path: Path) -> None:
+    def told(*options: str) -> str:
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+        command = [*BENCH, f"--home={tmp_path}", *options]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2, done.stderr
+        assert list(tmp_path.iterdir()) == []
+        return done.stderr
+
+    cpu = ("--device=cpu", "--size=tiny")
+    assert "CANNOT RUN: /nonexistent/python cannot be run" in told(*cpu, "--vllm-python=/nonexistent/python")
+    without = tmp_path.parent / "python-without-vllm"
+    without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\" >&2\nexit 1\n")
+    without.chmod(0o700)
+    message = told(*cpu, f"--vllm-python={without}")
+    assert "no vLLM in" in message and "pip install vllm" in message and "nothing was measured" in message
+    if not gpu_facts()["gpus"]:
+        assert "no CUDA:" in told()
