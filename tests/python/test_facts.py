@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from windlass import choose, facts_between, gpu_facts
+from windlass import choose, facts_between, gpu_facts, strategy_from_config
 from windlass.errors import WindlassInvalid
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_the_facts_of_this_machine_are_plain_and_understood() -> None:
 
 def test_where_engines_run_follows_from_hosts_and_uuids() -> None:
     two = side(gpus=("GPU-1", "GPU-2"))
-    cases = [
+    cases: list[tuple[Any, Any, str]] = [
         (two, side(gpus=("GPU-2",)), "same_gpu"),
         (two, side(gpus=("GPU-2", "GPU-3")), "same_host"),
         (two, side(gpus=("GPU-3",)), "same_host"),
@@ -97,6 +97,24 @@ def test_of_several_ranks_the_worst_counts() -> None:
         ranks[0], side(host="b"), elastic=True, baseline_bytes=16 * 10**9, peer={"delta": True}
     )
     assert choose(roomy)["offload"] == "delta"
+
+
+def test_the_chosen_way_to_offload_becomes_a_setting_of_the_manager() -> None:
+    facts = facts_between(side(), side(host="b"), elastic=True, baseline_bytes=10**9, peer={"delta": True})
+    made = strategy_from_config({"strategy": "auto"}, facts)
+    assert made.config["manager"] == {"offload_mode": "delta"}
+    # What the configuration says of the manager stays.
+    own = {"manager": {"offload_mode": "copy", "region_dir": "/dev/shm"}}
+    assert strategy_from_config({"strategy": "auto", **own}, facts).config["manager"] == own["manager"]
+    demanded = strategy_from_config(
+        {"strategy": "auto", "overrides": {"generator.offload_mode": "copy"}}, facts
+    )
+    assert demanded.config["manager"] == {"offload_mode": "copy"}
+    # Nobody knows whether a baseline fits: the manager looks for itself.
+    unknown = {**facts, "baseline_bytes": None}
+    assert "manager" not in strategy_from_config({"strategy": "auto"}, unknown).config
+    document = {"generator": {"strategy": "tcp", "offload_mode": "delta"}}
+    assert strategy_from_config(document, facts).config["manager"] == {"offload_mode": "delta"}
 
 
 def test_containers_apart_do_not_share_handles() -> None:
