@@ -206,7 +206,8 @@ class DeviceArena(Arena):
         if far:
             import torch
 
-            stream = torch.cuda.ExternalStream(self._stream) if self._stream else torch.cuda.default_stream()
+            external: Any = torch.cuda.ExternalStream
+            stream = external(self._stream) if self._stream else torch.cuda.default_stream()
             address, size = share.place(half)
             memory = view(self._gpu.ordinal, address, size, share)
             with torch.cuda.stream(stream):
@@ -398,7 +399,8 @@ class _Share:
                 self.wait(half, timeout)
         finally:
             self._door.close()
-            for part in (*self.ready, *([self._memory] if self._memory is not None else [])):
+            parts: list[Any] = [*self.ready, *([self._memory] if self._memory is not None else [])]
+            for part in parts:
                 part.close()
             os.close(self._page)
             self._allocations.clear()
