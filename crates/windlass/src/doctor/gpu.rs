@@ -84,6 +84,13 @@ impl Gpus {
         };
         let missing = matches!(e, CudaError::NoDriver);
         match (&self.module, &self.library) {
+            (module, _) if matches!(e, CudaError::Stopped { .. }) => {
+                let value = module.as_deref().unwrap_or("a library");
+                Check::ok(name, format!("{value}, does not answer")).advise(
+                    true,
+                    format!("{e}; nvidia-smi may hang too: look for Xid in dmesg, and reset the GPU or the machine"),
+                )
+            }
             (None, None) if missing => Check::ok(name, "none"),
             (Some(version), _) if missing => Check::ok(name, version.clone()).advise(
                 true,
@@ -97,7 +104,7 @@ impl Gpus {
                 ),
             ),
             (module, _) => {
-                let value = module.as_deref().map_or("a library", |v| v);
+                let value = module.as_deref().unwrap_or("a library");
                 Check::ok(name, format!("{value}, not usable")).advise(true, e.to_string())
             }
         }
@@ -269,6 +276,7 @@ fn dotted((major, minor): (u32, u32)) -> String {
 #[cfg(test)]
 mod tests {
     use windlass_data::cuda::Facts;
+    use windlass_data::stop::Stopped;
 
     use super::super::Verdict;
     use super::super::system::tests::machine;
@@ -398,6 +406,9 @@ mod tests {
         assert_eq!(check.value, "550.54.15, not usable");
         assert!(advice(&check).contains("CUDA 11.4 and at least 12.0"), "{check:?}");
         assert!(gpus.json()["driver"]["error"].as_str().unwrap().contains("11.4"));
+        let hung = || Err(CudaError::Stopped { stage: "looking at the GPUs", stopped: Stopped::Deadline });
+        let hung = look(&[MODULE, LIBRARY], hung).driver();
+        assert!(hung.value.ends_with("does not answer") && advice(&hung).contains("dmesg"), "{hung:?}");
         // The loader finds libraries where nobody looked.
         let elsewhere =
             look(&[], || Err(CudaError::NoFunction { name: "cuInit", needs: NEEDS_DRIVER })).driver();
