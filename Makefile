@@ -23,7 +23,7 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench gpu lint fmt layers ptx ptx-check contract testdata fuzz doc clean
+.PHONY: help demo test loom soak bench gpu gpu-vllm lint fmt layers ptx ptx-check contract testdata fuzz doc clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
@@ -78,6 +78,12 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    PYTHONPATH=python $(PY) tests/gpu/manager.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/ipc.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/end_to_end.py
+
+gpu-vllm: ## a real vLLM server that follows a trainer on a GPU (PY=python with vLLM, ARGS="--size 8b"); says what is missing
+	$(CARGO) build --release --locked -p windlass-py
+	cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION)
+	$(PYTHON) scripts/entry_points.py
+	PYTHONPATH=python $(PY) bench/gpu_vllm.py $(ARGS)
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

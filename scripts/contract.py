@@ -4,7 +4,9 @@
     scripts/contract.py --self-test   show that the check itself can fail
 
 A row is `| C12 | what | `test_name`, `module::test_name` |`, or `not yet` in the last cell. A row that is only
-partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. A name stands for
+partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. Before that it may name what
+`make gpu` runs besides: `` `test_name`; on a GPU: `tests/gpu/x.py` ``, files that exist and prove nothing alone. A name
+stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
 - a Python test: what pytest collects from test_*.py below tests/python and tests/engines, once however many parameters it has;
@@ -31,7 +33,7 @@ ROWS = 98
 TABLE = ROOT / "docs/contract.md"
 
 _ROW = re.compile(r"^\|\s*C(\d+)\s*\|(.*)\|(.*)\|\s*$")
-_PROOF = re.compile(r"(?P<names>`[^`]+`(?:, `[^`]+`)*)(?P<partly>; still missing:(?P<lacks>.*))?")
+_PROOF = re.compile(r"(?P<names>`[^`]+`(?:, `[^`]+`)*)(?:; on a GPU: (?P<gpu>`[^`]+`(?:, `[^`]+`)*))?(?P<partly>; still missing:(?P<lacks>.*))?")
 _RUST_FN = re.compile(
     r"(?P<attributes>(?:#\[[^\]]*\]\s*)+)(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?fn\s+(?P<name>\w+)"
 )
@@ -152,6 +154,8 @@ def check(table: str, tests: dict[str, list[pathlib.Path]]) -> tuple[list[str], 
         partly += bool(cell["partly"])
         names = re.findall(r"`([^`]*)`", cell["names"])
         faults += [f"C{number}: {fault}" for name in names if (fault := missing(name, tests))]
+        scripts = re.findall(r"`([^`]*)`", cell["gpu"] or "")
+        faults += [f"C{number}: there is no file {name}" for name in scripts if not (ROOT / name).is_file()]
     for number in range(1, ROWS + 1):
         if seen.get(number, 0) != 1:
             faults.append(f"C{number}: {'missing' if number not in seen else 'listed more than once'}")
@@ -196,6 +200,9 @@ def self_test() -> None:
     assert faults({7: part.replace("test_it_holds", "gone")}) == ["C7: no test is called `gone`"]
     for silent in ["; still missing:", "; still missing: "]:
         assert faults({7: f"| C7 | what | `a_thing_works`{silent} |"}) == ["C7: does not say what is still missing"]
+    gpu = part.replace("; still", "; on a GPU: `scripts/contract.py`; still")
+    assert faults({7: gpu}) == []
+    assert faults({7: gpu.replace("contract.py", "gone.py")}) == ["C7: there is no file scripts/gone.py"]
     whole = "| C8 | what | `a_thing_works` |"
     assert check("\n".join({**rows, 7: part, 8: whole}.values()), tests) == ([], 1, 1)
 

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         ModuleWeightExtractor,
         WeightExtractor,
     )
+    from windlass.facts import facts_between, gpu_facts
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
     from windlass.manager import Offloaded, WeightManager, WeightSource
     from windlass.remote import RemoteWeightLoader
@@ -172,7 +173,9 @@ __all__ = [
     "collect_lora",
     "each_tensor",
     "engine_rank",
+    "facts_between",
     "gate",
+    "gpu_facts",
     "is_lora",
     "open_image",
     "packed_layout",
@@ -212,7 +215,9 @@ _LAZY = {
     "WeightSource": "windlass.manager",
     "WeightSyncManager": "windlass.sync",
     "collect_lora": "windlass.lora",
+    "facts_between": "windlass.facts",
     "gate": "windlass.controller",
+    "gpu_facts": "windlass.facts",
     "is_lora": "windlass.lora",
     "save_lora": "windlass.lora",
     "serve_evals": "windlass.controller",

@@ -789,6 +789,12 @@ def extent(dtype: str, shape: SupportsGetItem[int, SupportsIndex]) -> tuple[int,
     (elements, bytes) of a tensor. A scalar has one element.
     """
 
+def gpu_survey() -> str:
+    """
+    The CUDA driver, the GPUs and what their memory can do, as JSON: the object "gpu" of `windlass doctor --json`.
+    Never fails for what is missing, but says so. Opens every visible device for a moment.
+    """
+
 def kinds() -> list[tuple[str, str, str, str]]:
     """
     The table of kinds: (kind, name of the exception, name of the builtin it derives from, advice).

@@ -261,10 +261,11 @@ def _points() -> list[Any]:
 
 
 def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Plain:
-    """Which strategy, link and codec fit what is known about the run, and why.
+    """Which strategy, link and codec fit what is known about the run, how trainers offload, and why.
 
     ``facts`` and ``config`` have the keys of ``Facts`` and ``Overrides`` in the Rust core; the overrides may carry the
-    prefix ``generator.``. What was not taken stands under ``considered``, with the reason.
+    prefix ``generator.``. :func:`windlass.facts_between` makes the facts about GPUs. What was not taken stands under
+    ``considered``, with the reason.
 
     >>> choose({"placement": "same_host"}, {"strategy": "tcp"})["link"]
     'shm'
@@ -290,7 +291,7 @@ def strategy_from_config(
     >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
     (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
-    from windlass.strategies.document import is_document
+    from windlass.strategies.document import is_document, offloading
 
     if is_document(config):
         return _from_document(config, facts)
@@ -302,10 +303,17 @@ def strategy_from_config(
                 "the configuration names no strategy and there are no facts to choose by: set 'strategy' to one of "
                 f"{strategy_names()}, or pass facts"
             )
-        choice = choose(facts, own.pop("overrides", None))
+        overrides = own.pop("overrides", None) or {}
+        choice = choose(facts, overrides)
         name = choice["strategy"]
         log.info("strategy %s over %s, %s: %s", name, choice["link"], choice["codec"], choice["why"])
-        own = {**own, "link": choice["link"], "codec": choice["codec"]}
+        manager = {**offloading(choice, overrides).get("manager", {}), **own.pop("manager", {})}
+        own = {
+            **own,
+            "link": choice["link"],
+            "codec": choice["codec"],
+            **({"manager": manager} if manager else {}),
+        }
     return strategy_class(name)(own)
 
 

@@ -32,6 +32,19 @@
 //! and costs the receiver one more pass over the old weights, so it is taken only on a link so slow that the
 //! bits take longer than the pass.
 //!
+//! Last, who finds what changed, and with it how trainers offload: *delta* (the GPU compares with a baseline that it
+//! keeps, and only records cross the bus) where there is a GPU that can be used, the baseline fits into what is free,
+//! records are plain, and no engine shares the GPU and needs that memory; *copy* (the agent compares slots) otherwise.
+//!
+//! # What a GPU must have
+//!
+//! | for | facts | without |
+//! |---|---|---|
+//! | either kind of IPC | engines on the trainers' very GPUs, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
+//! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
+//! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
+//! | offload by delta | `baseline_bytes` and a sixteenth free, or `gpu_baseline_fits` | offload by copy |
+//!
 //! # Strict
 //!
 //! An option that would have been taken but for something that is *missing* (a GPU, a library, a peer's
@@ -53,7 +66,9 @@ use serde_json::{Map, Value};
 
 use crate::error::Kind;
 pub use crate::sync_info::Backend;
+pub use cuda::{Cuda, NEEDS_CAPABILITY, NEEDS_DRIVER, baseline_needs};
 
+mod cuda;
 mod rules;
 #[cfg(test)]
 mod tests;
@@ -146,6 +161,16 @@ names! {
 }
 
 names! {
+    /// How trainers put a version into their region.
+    Offload {
+        /// The GPU finds what changed since its baseline, and only that crosses the bus.
+        Delta = "delta",
+        /// All weights are copied.
+        Copy = "copy",
+    }
+}
+
+names! {
     /// Where the engines run, seen from the trainers.
     Placement {
         /// On the trainers' GPUs (`colocate_all`).
@@ -222,8 +247,18 @@ pub struct Facts {
     pub peer: Peer,
     /// Our codec version.
     pub codec_version: u16,
-    /// The trainers' GPUs have room for a baseline.
+    /// The trainers' GPUs have room for a baseline; asked only where the bytes are not known.
     pub gpu_baseline_fits: bool,
+    /// What was found out about CUDA at the trainers.
+    pub trainer_cuda: Cuda,
+    /// What was found out about CUDA at the engines.
+    pub engine_cuda: Cuda,
+    /// The engines' GPUs reach the memory of the trainers'.
+    pub peer_access: Option<bool>,
+    /// Bytes of the weights that one rank publishes, in the image's dtypes: a baseline holds a copy of them.
+    pub baseline_bytes: Option<u64>,
+    /// Bytes of the arena of packed IPC, both halves.
+    pub arena_bytes: Option<u64>,
 }
 
 impl Default for Facts {
@@ -247,6 +282,11 @@ impl Default for Facts {
             peer: Peer::default(),
             codec_version: 1,
             gpu_baseline_fits: false,
+            trainer_cuda: Cuda::default(),
+            engine_cuda: Cuda::default(),
+            peer_access: None,
+            baseline_bytes: None,
+            arena_bytes: None,
         }
     }
 }
@@ -272,13 +312,15 @@ pub struct Overrides {
     pub codec: Option<Codec>,
     /// Who encodes.
     pub encoder: Option<Encoder>,
+    /// How trainers offload; `auto` is unset.
+    pub offload_mode: Option<Offload>,
     /// Make a slower fallback an error.
     pub strict: bool,
 }
 
 impl Overrides {
     /// The keys that JSON may hold.
-    pub const KEYS: [&'static str; 8] = [
+    pub const KEYS: [&'static str; 9] = [
         "weight_sync_backend",
         "pack_weights",
         "use_cuda_ipc",
@@ -286,6 +328,7 @@ impl Overrides {
         "link",
         "codec",
         "encoder",
+        "offload_mode",
         "strict",
     ];
 }
@@ -308,6 +351,8 @@ impl TryFrom<Map<String, Value>> for Overrides {
                 "link" => o.link = read(&key, value)?,
                 "codec" => o.codec = read(&key, value)?,
                 "encoder" => o.encoder = read(&key, value)?,
+                "offload_mode" if value == "auto" => o.offload_mode = None,
+                "offload_mode" => o.offload_mode = read(&key, value)?,
                 "strict" => o.strict = read(&key, value)?.unwrap_or(false),
                 _ => return Err(ChooseError::unknown_key(&key)),
             }
@@ -328,6 +373,8 @@ pub enum Subject {
     Codec(Codec),
     /// An encoder.
     Encoder(Encoder),
+    /// A way to offload.
+    Offload(Offload),
 }
 
 impl fmt::Display for Subject {
@@ -337,6 +384,7 @@ impl fmt::Display for Subject {
             Subject::Link(l) => write!(f, "link {l}"),
             Subject::Codec(c) => write!(f, "codec {c}"),
             Subject::Encoder(e) => write!(f, "encoder {e}"),
+            Subject::Offload(o) => write!(f, "offload by {o}"),
         }
     }
 }
@@ -365,6 +413,8 @@ pub struct Choice {
     pub codec: Codec,
     /// Who encodes, if anything is encoded.
     pub encoder: Option<Encoder>,
+    /// How trainers offload, if they publish an image (`WeightManager(offload_mode=…)`).
+    pub offload: Option<Offload>,
     /// The reason, for people.
     pub why: String,
     /// What else there was.
@@ -487,6 +537,14 @@ impl Strategy {
 
     /// Whether it can carry deltas.
     pub const fn carries_deltas(self) -> bool {
+        match self {
+            Strategy::Store | Strategy::Nixl | Strategy::Tcp => true,
+            Strategy::Lora | Strategy::PackedCudaIpc | Strategy::CudaIpc | Strategy::Broadcast => false,
+        }
+    }
+
+    /// Whether trainers publish an image of the model for it.
+    const fn publishes(self) -> bool {
         match self {
             Strategy::Store | Strategy::Nixl | Strategy::Tcp => true,
             Strategy::Lora | Strategy::PackedCudaIpc | Strategy::CudaIpc | Strategy::Broadcast => false,

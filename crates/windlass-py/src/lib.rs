@@ -9,6 +9,7 @@ mod cli;
 mod core;
 mod enter;
 mod errors;
+mod facts;
 mod gpu;
 mod held;
 mod ipc;
@@ -32,6 +33,8 @@ mod _windlass {
     };
     #[pymodule_export]
     use crate::errors::kinds;
+    #[pymodule_export]
+    use crate::facts::gpu_survey;
     #[pymodule_export]
     use crate::gpu::{Baseline, DeltaRecords, DevicePlan, Gpu, Registered, StagedDelta};
     #[pymodule_export]

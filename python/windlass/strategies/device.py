@@ -206,9 +206,8 @@ class DeviceArena(Arena):
         if far:
             import torch
 
-            stream: torch.cuda.Stream = torch.cuda.default_stream()
-            if self._stream:
-                stream = torch.cuda.ExternalStream(self._stream)  # type: ignore[no-untyped-call]
+            external: Any = torch.cuda.ExternalStream
+            stream = external(self._stream) if self._stream else torch.cuda.default_stream()
             address, size = share.place(half)
             memory = view(self._gpu.ordinal, address, size, share)
             with torch.cuda.stream(stream):

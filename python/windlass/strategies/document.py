@@ -18,7 +18,7 @@ from typing import Any
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Document", "is_document", "settings_for"]
+__all__ = ["Document", "is_document", "offloading", "settings_for"]
 
 #: Stand for GPUs that nobody has named. Only their being the same or not matters.
 _TRAINER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -38,6 +38,7 @@ KEYS = {
     "generator.link": "a link by its name",
     "generator.codec": "a codec by its name",
     "generator.encoder": "who encodes",
+    "generator.offload_mode": "copy, delta or auto",
     "generator.strict": "whether a slower fallback is an error",
     "generator.backend": "vllm or sglang",
     "generator.run_engines_locally": "whether engines run on the trainers' host",
@@ -71,6 +72,7 @@ _OVERRIDES = (
     "link",
     "codec",
     "encoder",
+    "offload_mode",
     "strict",
 )
 
@@ -194,7 +196,7 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
         threshold = values.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
         own |= {"weight_transfer_threshold_cuda_ipc_GB": threshold, **some("timeout")}
     elif strategy == "tcp":
-        own |= some("model_id", "image_dir", "timeout")
+        own |= {**offloading(choice, document.overrides()), **some("model_id", "image_dir", "timeout")}
     elif strategy == "lora":
         path = values.get(f"{_LORA}lora_sync_path")
         own |= {
@@ -202,6 +204,21 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
             **some("model_id", "image_dir", "timeout"),
         }
     return own
+
+
+def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What a choice says about offloading, as settings of ``tcp``. A copy that nobody demanded is left to the manager,
+    which looks for itself whether a GPU can tell what changed.
+
+    >>> offloading({"strategy": "tcp", "offload": "delta"}, {})
+    {'manager': {'offload_mode': 'delta'}}
+    >>> offloading({"strategy": "tcp", "offload": "copy"}, {})
+    {}
+    """
+    named = {key.removeprefix("generator."): value for key, value in overrides.items()}
+    if choice["strategy"] != "tcp" or (choice["offload"] == "copy" and named.get("offload_mode") != "copy"):
+        return {}
+    return {"manager": {"offload_mode": choice["offload"]}}
 
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 //! The rules behind [`super::choose`]: what is ruled out, what is impossible, what does not suit.
 
 use super::{
-    Backend, Choice, ChooseError, Codec, Considered, Encoder, Engine, Facts, Link, Overrides, Placement,
-    Strategy, Subject,
+    Backend, Choice, ChooseError, Codec, Considered, Encoder, Engine, Facts, Link, Offload, Overrides,
+    Placement, Strategy, Subject, baseline_needs,
 };
 
 /// Why an option is not taken.
@@ -32,16 +32,27 @@ struct Case<'a> {
 pub(super) fn decide(facts: &Facts, overrides: &Overrides) -> Result<Choice, ChooseError> {
     let backend = overrides.weight_sync_backend.unwrap_or(facts.backend);
     let case = Case { facts, demands: overrides, backend };
+    if case.wants_gpu() && case.wants_host() {
+        return Err(ChooseError::Contradiction { by: case.demanded() });
+    }
     let mut considered = Vec::new();
     let strategy = case.pick_strategy(&mut considered)?;
     let link = case.pick_link(strategy)?;
     let (codec, codec_why) = case.pick_codec(strategy, link, &mut considered)?;
-    let (encoder, encoder_why) = case.pick_encoder(codec, &mut considered)?;
+    let (encoder, offload, encoder_why) = case.pick_encoder(strategy, codec, &mut considered)?;
     let why = [case.praise(strategy, link), codec_why, encoder_why].concat();
-    Ok(Choice { strategy, link, codec, encoder, why, considered })
+    Ok(Choice { strategy, link, codec, encoder, offload, why, considered })
 }
 
 impl Case<'_> {
+    fn wants_gpu(&self) -> bool {
+        self.demands.encoder == Some(Encoder::Gpu) || self.demands.offload_mode == Some(Offload::Delta)
+    }
+
+    fn wants_host(&self) -> bool {
+        self.demands.encoder == Some(Encoder::Host) || self.demands.offload_mode == Some(Offload::Copy)
+    }
+
     fn pick_strategy(&self, considered: &mut Vec<Considered>) -> Result<Strategy, ChooseError> {
         let open: Vec<Strategy> =
             Strategy::ALL.iter().copied().filter(|s| self.ruled_out(*s).is_none()).collect();
@@ -101,6 +112,7 @@ impl Case<'_> {
         all.extend(d.pack_weights.map(|v| format!("pack_weights = {v}")));
         all.extend(d.weight_sync_backend.map(|v| format!("weight_sync_backend = {}", v.as_str())));
         all.extend(d.encoder.map(|v| format!("encoder = {v}")));
+        all.extend(d.offload_mode.map(|v| format!("offload_mode = {v}")));
         all.join(", ")
     }
 
@@ -133,6 +145,11 @@ impl Case<'_> {
         {
             return unsuited(format!("encoder = {v} is configured, and {s} carries whole tensors"));
         }
+        if let Some(v) = d.offload_mode
+            && !s.publishes()
+        {
+            return unsuited(format!("offload_mode = {v} is configured, and {s} publishes no image"));
+        }
         if let Some(v) = d.use_cuda_ipc
             && v != s.is_ipc()
         {
@@ -150,7 +167,7 @@ impl Case<'_> {
     fn impossible(&self, s: Strategy) -> Option<Objection> {
         let f = self.facts;
         match s {
-            Strategy::PackedCudaIpc | Strategy::CudaIpc => self.ipc_impossible(),
+            Strategy::PackedCudaIpc | Strategy::CudaIpc => self.ipc_impossible(s),
             Strategy::Broadcast => self.broadcast_impossible(),
             Strategy::Lora if !f.lora => unsuited("no adapter is trained; the whole model has to be synced"),
             Strategy::Store if f.store_url.is_none() => {
@@ -166,7 +183,7 @@ impl Case<'_> {
         }
     }
 
-    fn ipc_impossible(&self) -> Option<Objection> {
+    fn ipc_impossible(&self, s: Strategy) -> Option<Objection> {
         let f = self.facts;
         match f.placement {
             Placement::Remote => {
@@ -175,7 +192,16 @@ impl Case<'_> {
                 );
             }
             Placement::SameHost => {
-                return unsuited("the engines do not share the trainers' GPUs; colocate them to use IPC");
+                let reach = match f.peer_access {
+                    Some(true) => {
+                        ", and handles open only on their own GPU, also where others could reach it"
+                    }
+                    Some(false) => ", which they cannot reach (no peer access)",
+                    None => "",
+                };
+                return unsuited(format!(
+                    "the engines do not share the trainers' GPUs{reach}; colocate them to use IPC"
+                ));
             }
             Placement::SameGpu => {}
         }
@@ -195,7 +221,47 @@ impl Case<'_> {
                 "an engine is reached by HTTP only and cannot open IPC handles; install the worker extension",
             );
         }
-        None
+        for (side, cuda) in [("trainers", &f.trainer_cuda), ("engines", &f.engine_cuda)] {
+            if let Some(why) = cuda.objection() {
+                return blocked(format!("CUDA cannot be used at the {side}: {why}"));
+            }
+        }
+        if let Some(namespace) = f.trainer_cuda.namespace_apart(&f.engine_cuda) {
+            return blocked(format!(
+                "handles do not open in a container that does not share the trainers' {namespace}"
+            ));
+        }
+        self.export_impossible(s)
+    }
+
+    /// Why the trainers cannot give their memory to others.
+    fn export_impossible(&self, s: Strategy) -> Option<Objection> {
+        let (f, cuda) = (self.facts, &self.facts.trainer_cuda);
+        if cuda.exports_handles == Some(false) {
+            return blocked(
+                "the driver exports no memory of the trainers' GPUs (a virtual machine or WSL); `windlass doctor` shows \
+                 what it said",
+            );
+        }
+        // What torch's allocator does not share is gathered into an arena, as if it were packed.
+        if s == Strategy::CudaIpc && !self.segments_are_gathered() {
+            return None;
+        }
+        match (f.arena_bytes, cuda.free_bytes) {
+            (Some(needs), Some(free)) if free < needs => blocked(format!(
+                "the arena needs {} of GPU memory, and {} are free at the trainers; make the buckets smaller \
+                 (weight_transfer_threshold_cuda_ipc_GB)",
+                size(needs),
+                size(free)
+            )),
+            _ => None,
+        }
+    }
+
+    /// Whether parameters cannot be lent where they are.
+    fn segments_are_gathered(&self) -> bool {
+        let cuda = &self.facts.trainer_cuda;
+        cuda.expandable_segments == Some(true) && cuda.exports_descriptors == Some(false)
     }
 
     fn broadcast_impossible(&self) -> Option<Objection> {
@@ -223,7 +289,10 @@ impl Case<'_> {
                     None => blocked("the backend is gloo; set weight_sync_backend to nccl to use IPC"),
                 }
             }
-            Strategy::CudaIpc if self.demands.pack_weights != Some(false) => {
+            Strategy::CudaIpc
+                if self.demands.pack_weights != Some(false)
+                    && self.impossible(Strategy::PackedCudaIpc).is_none() =>
+            {
                 unsuited("packed buckets open one handle per run instead of one per parameter")
             }
             Strategy::Store if !f.cross_region => {
@@ -344,10 +413,10 @@ impl Case<'_> {
         }
         let context = Subject::Codec(Codec::DeltaContext);
         let objection = if !self.context_pays(link, rate) {
-            Objection {
-                why: "another pass over the old weights would take longer than the bits it saves".into(),
-                blocked: false,
-            }
+            let why = "another pass over the old weights would take longer than the bits it saves".into();
+            Objection { why, blocked: false }
+        } else if self.wants_gpu() {
+            Objection { why: PLAIN_ONLY.into(), blocked: false }
         } else if let Some(why) = self.delta_impossible(Codec::DeltaContext) {
             Objection { why, blocked: true }
         } else {
@@ -370,37 +439,103 @@ impl Case<'_> {
 
     fn pick_encoder(
         &self,
+        s: Strategy,
         codec: Codec,
         considered: &mut Vec<Considered>,
-    ) -> Result<(Option<Encoder>, String), ChooseError> {
-        let demanded = self.demands.encoder;
-        let impossible = |encoder, why: String| {
-            Err(ChooseError::Impossible { option: Subject::Encoder(encoder), by: self.demanded(), why })
-        };
-        if codec == Codec::Full {
-            return match demanded {
-                Some(e) => impossible(e, "whole tensors are sent, so nothing is encoded".into()),
-                None => Ok((None, String::new())),
+    ) -> Result<(Option<Encoder>, Option<Offload>, String), ChooseError> {
+        let d = self.demands;
+        let impossible =
+            |option, why: String| Err(ChooseError::Impossible { option, by: self.demanded(), why });
+        if codec == Codec::Full
+            && let Some(encoder) = d.encoder
+        {
+            return impossible(
+                Subject::Encoder(encoder),
+                "whole tensors are sent, so nothing is encoded".into(),
+            );
+        }
+        if !s.publishes() {
+            // Others were ruled out before.
+            return match d.offload_mode {
+                Some(mode) => impossible(Subject::Offload(mode), "an adapter is small and goes whole".into()),
+                None => Ok((None, None, String::new())),
             };
         }
-        let objection = if self.facts.trainer_gpus.is_empty() {
-            Some("no GPU was found at the trainers")
-        } else if !self.facts.gpu_baseline_fits {
-            Some("the trainers' GPUs have no room for a baseline")
-        } else {
-            None
+        let encoded = codec != Codec::Full;
+        let objection = self.gpu_objection(codec);
+        if self.wants_gpu() {
+            let option = d.encoder.map_or(Subject::Offload(Offload::Delta), Subject::Encoder);
+            return match objection {
+                Some(objection) => impossible(option, objection.why),
+                None => Ok((encoded.then_some(Encoder::Gpu), Some(Offload::Delta), self.gpu_praise())),
+            };
+        }
+        let copied = |why: String| (encoded.then_some(Encoder::Host), Some(Offload::Copy), why);
+        if self.wants_host() || !encoded {
+            return Ok(copied(String::new()));
+        }
+        let Some(objection) = objection else {
+            return Ok((Some(Encoder::Gpu), Some(Offload::Delta), self.gpu_praise()));
         };
-        match (demanded, objection) {
-            (Some(Encoder::Gpu), Some(why)) => impossible(Encoder::Gpu, why.into()),
-            (Some(Encoder::Gpu) | None, None) => {
-                Ok((Some(Encoder::Gpu), ", found on the GPU so that only they cross the bus".into()))
-            }
-            (Some(Encoder::Host), _) => Ok((Some(Encoder::Host), String::new())),
-            (None, Some(why)) => {
-                let (gpu, host) = (Subject::Encoder(Encoder::Gpu), Subject::Encoder(Encoder::Host));
-                self.note(considered, gpu, host, Objection { why: why.into(), blocked: false })?;
-                Ok((Some(Encoder::Host), String::new()))
-            }
+        let why = format!(", found on the host: {}", objection.why);
+        self.note(considered, Subject::Encoder(Encoder::Gpu), Subject::Encoder(Encoder::Host), objection)?;
+        Ok(copied(why))
+    }
+
+    /// Why the GPU does not find what changed.
+    fn gpu_objection(&self, codec: Codec) -> Option<Objection> {
+        let f = self.facts;
+        if f.trainer_gpus.is_empty() {
+            return unsuited("no GPU was found at the trainers");
+        }
+        if let Some(why) = f.trainer_cuda.objection() {
+            return blocked(format!("CUDA cannot be used at the trainers: {why}"));
+        }
+        if codec == Codec::DeltaContext {
+            return unsuited(PLAIN_ONLY);
+        }
+        let shared =
+            f.placement == Placement::SameGpu || f.engine_gpus.iter().any(|u| f.trainer_gpus.contains(u));
+        if shared && !self.wants_gpu() {
+            return unsuited(
+                "the engines share the trainers' GPUs and need the memory that a baseline would take; \
+                 offload_mode = delta takes it",
+            );
+        }
+        match self.baseline() {
+            Some((needs, free)) if needs > free => blocked(format!(
+                "the trainers' GPUs have no room for a baseline: it needs {} (the weights of a rank and a sixteenth \
+                 for records), and {} are free; shard over more GPUs, or free some memory",
+                size(needs),
+                size(free)
+            )),
+            Some(_) => None,
+            None if f.gpu_baseline_fits => None,
+            None => unsuited(
+                "the trainers' GPUs have no room for a baseline, as far as is known; say baseline_bytes and \
+                 trainer_cuda.free_bytes",
+            ),
+        }
+    }
+
+    /// Bytes that a baseline needs, and those that are free.
+    fn baseline(&self) -> Option<(u64, u64)> {
+        Some((baseline_needs(self.facts.baseline_bytes?), self.facts.trainer_cuda.free_bytes?))
+    }
+
+    fn gpu_praise(&self) -> String {
+        let room = self.baseline().map_or(String::new(), |(needs, free)| {
+            format!(" (a baseline of {} in {} of free GPU memory)", size(needs), size(free))
+        });
+        format!(", found on the GPU so that only they cross the bus{room}")
+    }
+
+    /// The GPUs that both sides have.
+    fn shared_gpus(&self) -> String {
+        match &*self.facts.engine_gpus {
+            [] => String::new(),
+            [one] => format!(" ({one})"),
+            [first, rest @ ..] => format!(" ({first} and {} more)", rest.len()),
         }
     }
 
@@ -409,8 +544,7 @@ impl Case<'_> {
         let reason = match (s, link) {
             (Strategy::Lora, Link::File) => "only an adapter is trained, and both sides see its directory",
             (Strategy::Lora, _) => "only an adapter is trained, and it travels as an image of its own",
-            (Strategy::PackedCudaIpc, _) => "the engines share the trainers' GPUs: one arena, one handle",
-            (Strategy::CudaIpc, _) => "the engines share the trainers' GPUs: one handle per parameter",
+            (Strategy::PackedCudaIpc | Strategy::CudaIpc, _) => return self.with_demands(self.ipc_praise(s)),
             (Strategy::Store, _) => "a store is given: each region reads at its own pace",
             (Strategy::Broadcast, _) => match self.backend {
                 Backend::Nccl => "the set of engines is fixed: one nccl group for the run",
@@ -422,12 +556,45 @@ impl Case<'_> {
             }
             (Strategy::Tcp, _) => "engines pull over TCP when they like, and may come and go",
         };
+        self.with_demands(reason.to_owned())
+    }
+
+    fn ipc_praise(&self, s: Strategy) -> String {
+        let expandable = self.facts.trainer_cuda.expandable_segments == Some(true);
+        let how = match (s == Strategy::PackedCudaIpc, expandable) {
+            (true, true) => "one arena, one handle (expandable segments of torch do not matter to it)",
+            (true, false) => "one arena, one handle",
+            (false, true) if self.segments_are_gathered() => {
+                "parameters are gathered into an arena, as torch's expandable segments are not shared (set \
+                 TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or pack_weights)"
+            }
+            (false, true) => {
+                "parameters are read where they are, by descriptors, as torch's segments are expandable"
+            }
+            (false, false) => "one handle per parameter",
+        };
+        format!("the engines share the trainers' GPUs{}: {how}", self.shared_gpus())
+    }
+
+    fn with_demands(&self, reason: String) -> String {
         match self.demanded() {
-            demanded if demanded.is_empty() => reason.to_owned(),
+            demanded if demanded.is_empty() => reason,
             demanded => format!("{reason} (configured: {demanded})"),
         }
     }
 }
+
+/// A number of bytes for people.
+fn size(bytes: u64) -> String {
+    if bytes < 10_000_000_000 {
+        format!("{:.0} MB", bytes as f64 / 1e6)
+    } else {
+        format!("{:.1} GB", bytes as f64 / 1e9)
+    }
+}
+
+/// What a GPU makes.
+const PLAIN_ONLY: &str = "a GPU makes plain records; those of context mode are made on the host";
 
 /// Share of elements that usually changes per step, where nobody says better.
 const USUAL_CHANGE_RATE: f64 = 0.01;

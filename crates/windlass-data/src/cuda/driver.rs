@@ -19,13 +19,76 @@ use super::kernels::Kernels;
 use crate::stop::Stop;
 
 /// The oldest CUDA that a driver must support: that of the PTX in this crate.
-pub const NEEDS: CudaVersion = (12, 0);
+pub const NEEDS: CudaVersion = windlass_core::choose::NEEDS_DRIVER;
 /// The oldest compute capability that the kernels run on.
-const CAPABILITY: (u32, u32) = (8, 0);
+const CAPABILITY: (u32, u32) = windlass_core::choose::NEEDS_CAPABILITY;
 /// How long to look at an event without a pause.
 const SPIN: Duration = Duration::from_millis(2);
 /// Naps after that.
 const NAP: Duration = Duration::from_micros(50);
+
+/// Every function of the driver that is called in this crate: calling one that a library lacks would be a panic.
+const FUNCTIONS: &[&str] = &[
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxSynchronize",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetUuid_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncSetAttribute",
+    "cuGetErrorString",
+    "cuInit",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetEventHandle",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenEventHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuLaunchKernel",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
+    "cuMemAlloc_v2",
+    "cuMemExportToShareableHandle",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetAddressRange_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemRetainAllocationHandle",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleGetGlobal_v2",
+    "cuModuleLoadDataEx",
+    "cuModuleUnload",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    "cuPointerGetAttribute",
+    "cuPointerGetAttributes",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+];
 
 /// What a device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,8 +159,7 @@ fn driver() -> Result<CudaVersion, CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoDriver);
     }
-    // A missing function would be a panic later on; these are the youngest of those that are used.
-    for name in ["cuDeviceGetUuid_v2", "cuDevicePrimaryCtxRelease_v2"] {
+    for name in FUNCTIONS {
         // SAFETY: the library is there; the symbol is only looked for.
         if unsafe { sys::culib().get::<*const c_void>(name.as_bytes()) }.is_err() {
             return Err(CudaError::NoFunction { name, needs: NEEDS });
@@ -147,7 +209,7 @@ fn device(ordinal: u32) -> Result<sys::CUdevice, CudaError> {
     Ok(device)
 }
 
-fn attribute(device: sys::CUdevice, attribute: Attribute) -> Result<u32, CudaError> {
+pub(super) fn attribute(device: sys::CUdevice, attribute: Attribute) -> Result<u32, CudaError> {
     let mut value = 0;
     // SAFETY: writes one integer.
     let code = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) };
@@ -272,6 +334,10 @@ impl Gpu {
         let code = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.0.device, other.0.device) };
         check(code, "cuDeviceCanAccessPeer", "asking for peer access")?;
         Ok(can != 0)
+    }
+
+    pub(super) fn device(&self) -> sys::CUdevice {
+        self.0.device
     }
 
     pub(super) fn kernels(&self) -> &Kernels {
@@ -747,7 +813,7 @@ impl HostBuffer {
         // SAFETY: writes one address.
         match unsafe { sys::cuMemHostAlloc(&raw mut at, bytes, sys::CU_MEMHOSTALLOC_PORTABLE) } {
             CUresult::CUDA_SUCCESS => {}
-            code => return Err(CudaError::Pinned { what, asked: bytes as u64, text: text_of(code) }),
+            code => return Err(CudaError::pinned(what, bytes as u64, text_of(code))),
         }
         // SAFETY: freshly allocated, so many bytes.
         unsafe { at.cast::<u8>().write_bytes(0, bytes) };
@@ -818,7 +884,7 @@ impl Registration {
         // SAFETY: registering locks pages and changes no byte; the memory stays until `owner` goes.
         match unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes as usize, flags) } {
             CUresult::CUDA_SUCCESS => Ok(Registration { gpu: gpu.clone(), at, bytes, _owner: owner }),
-            code => Err(CudaError::Pinned { what: "host memory for DMA", asked: bytes, text: text_of(code) }),
+            code => Err(CudaError::pinned("host memory for DMA", bytes, text_of(code))),
         }
     }
 
@@ -867,6 +933,35 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// The names after `sys::` in the sources of this folder.
+    fn called() -> std::collections::BTreeSet<String> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda");
+        let (mut folders, mut names) =
+            (vec![std::path::PathBuf::from(folder)], std::collections::BTreeSet::new());
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|e| e == "rs") {
+                    let text = std::fs::read_to_string(path).unwrap();
+                    let words = text.split("sys::cu").skip(1).filter(|w| w.starts_with(char::is_uppercase));
+                    let name = |w: &str| {
+                        w.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap().to_owned()
+                    };
+                    names.extend(words.map(name).map(|n| format!("cu{n}")));
+                }
+            }
+        }
+        names
+    }
+
+    #[test]
+    fn every_function_of_the_driver_that_is_called_is_looked_for_first() {
+        let listed = FUNCTIONS.iter().map(|&n| n.to_owned()).collect();
+        assert_eq!(called(), listed, "FUNCTIONS of cuda/driver.rs and the calls in cuda/");
     }
 
     #[test]

@@ -22,7 +22,11 @@ pub enum CudaError {
     )]
     NoDriver,
     /// The driver lacks a function.
-    #[error("the CUDA driver has no {name}: it is older than CUDA {}.{}; install a newer one", needs.0, needs.1)]
+    #[error(
+        "the CUDA driver (libcuda.so.1) has no {name}: it is older than CUDA {}.{}, or a stub for linking; install a \
+         newer NVIDIA driver, and see that LD_LIBRARY_PATH names no folder of stubs",
+        needs.0, needs.1
+    )]
     NoFunction {
         /// The function.
         name: &'static str,
@@ -94,17 +98,26 @@ pub enum CudaError {
         remedy: &'static str,
     },
     /// Not enough memory on the host that could be pinned.
-    #[error("{what} needs {} of pinned host memory, which the driver refused ({text}): free some, or raise the limit (ulimit -l)", size(*asked))]
+    #[error(
+        "{what} needs {} of pinned host memory, which the driver refused: {text}; RLIMIT_MEMLOCK is {}, allow more \
+         (ulimit -l unlimited, docker run --ulimit memlock=-1), or free host memory",
+        size(*asked), limit.map_or("unlimited".into(), size)
+    )]
     Pinned {
         /// What it is for.
         what: &'static str,
         /// Bytes asked for.
         asked: u64,
+        /// How much this process may lock, in bytes; none is no limit.
+        limit: Option<u64>,
         /// What the driver said.
         text: String,
     },
     /// A kernel could not be made ready or started.
-    #[error("{kernel}: {stage} failed: {text} (CUDA error {code})")]
+    #[error(
+        "kernel {kernel}: {stage} failed: {text} (CUDA error {code}); {}",
+        if *code == OUT_OF_MEMORY { ROOM } else { FAULT }
+    )]
     Kernel {
         /// Which kernel.
         kernel: &'static str,
@@ -117,8 +130,8 @@ pub enum CudaError {
     },
     /// A call failed. Errors of kernels and copies may show in any later call.
     #[error(
-        "{stage}: {call} failed: {text} (CUDA error {code}); if it repeats, look for an earlier fault of the process \
-         (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1) and of the device (nvidia-smi -q, dmesg)"
+        "{stage}: {call} failed: {text} (CUDA error {code}); {}",
+        if *code == OUT_OF_MEMORY { ROOM } else { FAULT }
     )]
     Call {
         /// The function.
@@ -147,7 +160,10 @@ pub enum CudaError {
         ordinal: u32,
     },
     /// An address that is not a multiple of what it must be.
-    #[error("{what} {index} at {address:#x} is not aligned to {align} bytes")]
+    #[error(
+        "{what} {index} at {address:#x} is not aligned to {align} bytes: pass it as torch allocated it, or a copy \
+         (tensor.clone())"
+    )]
     Unaligned {
         /// What it is.
         what: &'static str,
@@ -159,7 +175,9 @@ pub enum CudaError {
         align: u64,
     },
     /// Not as many addresses as are needed.
-    #[error("{expected} {what} are needed and {found} were given")]
+    #[error(
+        "{expected} {what} are needed and {found} were given: pass what this object was made for, in its order"
+    )]
     Count {
         /// What.
         what: &'static str,
@@ -179,7 +197,10 @@ pub enum CudaError {
         to: String,
     },
     /// Memory that another process cannot be given.
-    #[error("memory at {address:#x} cannot be opened by other processes: {why}")]
+    #[error(
+        "memory at {address:#x} cannot be opened by other processes: {why}; use the packed strategy, whose arena is not \
+         torch's, or TCP"
+    )]
     NotExported {
         /// Where it is.
         address: u64,
@@ -206,7 +227,10 @@ pub enum CudaError {
         stage: &'static str,
     },
     /// Copies beyond the memory that they are for.
-    #[error("{needed} bytes of a range are {what}, and it has {bytes}")]
+    #[error(
+        "{needed} bytes of a range are {what}, and it has {bytes}: trainer and engine must have the same layout; sync \
+         again from the beginning"
+    )]
     Range {
         /// Read or written.
         what: &'static str,
@@ -262,7 +286,8 @@ pub enum CudaError {
     },
     /// A cast that the device does not do.
     #[error(
-        "copy {index} of {bytes} bytes a run cannot be cast from fp32 to bf16: it is not of whole elements"
+        "copy {index} of {bytes} bytes a run cannot be cast from fp32 to bf16: it is not of whole elements; publish \
+         this tensor as it is (generator_dtype, dtypes)"
     )]
     Cast {
         /// Which copy.
@@ -295,7 +320,22 @@ pub enum CudaError {
     },
 }
 
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: i32 = 2;
+/// What to do when the driver itself has no room, as for a context.
+const ROOM: &str = "nvidia-smi shows who holds the GPU's memory; leave some to this process \
+    (vLLM: gpu_memory_utilization, torch: torch.cuda.set_per_process_memory_fraction)";
+/// What to do about failures that nobody expects. Errors of kernels show in any later call.
+const FAULT: &str = "look for an earlier fault of the process (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1) and of the \
+    device (nvidia-smi -q, dmesg), and start the process anew: its context is lost";
+
 impl CudaError {
+    /// The driver refused to pin host memory.
+    pub(super) fn pinned(what: &'static str, asked: u64, text: String) -> CudaError {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+        CudaError::Pinned { what, asked, limit, text }
+    }
+
     /// The kind of failure (see [`windlass_core::error`]).
     pub fn kind(&self) -> Kind {
         use CudaError as E;
@@ -312,6 +352,7 @@ impl CudaError {
             | E::Cuts { .. } => Kind::Unsupported,
             E::NoSuchDevice { .. } | E::NoSuchUuid { .. } => Kind::NotFound,
             E::OutOfMemory { .. } | E::Pinned { .. } => Kind::Exhausted,
+            E::Kernel { code, .. } | E::Call { code, .. } if *code == OUT_OF_MEMORY => Kind::Exhausted,
             E::Kernel { .. } | E::Call { .. } => Kind::Bug,
             E::NotOfDevice { .. }
             | E::Unaligned { .. }
@@ -365,6 +406,100 @@ mod tests {
             (size(0), size(1023), size(1024)),
             ("0 bytes".into(), "1023 bytes".into(), "1.0 KiB".into())
         );
+    }
+
+    /// A message must name the thing, the value and the remedy.
+    #[track_caller]
+    fn says(e: &CudaError, kind: Kind, parts: &[&str]) {
+        let told = e.to_string();
+        for part in parts {
+            assert!(told.contains(part), "{part:?} in {told:?}");
+        }
+        assert!(!told.contains("  "), "{told:?}");
+        assert_eq!(e.kind(), kind, "{told}");
+    }
+
+    #[test]
+    fn what_is_missing_on_the_machine_is_named_with_its_remedy() {
+        says(
+            &CudaError::NoDriver,
+            Kind::Unsupported,
+            &["libcuda.so.1", "install the NVIDIA driver", "--gpus all"],
+        );
+        let e = CudaError::NoFunction { name: "cuMemMap", needs: (12, 0) };
+        says(&e, Kind::Unsupported, &["cuMemMap", "12.0", "stub", "LD_LIBRARY_PATH", "newer NVIDIA driver"]);
+        let e = CudaError::NoDevice { why: "no CUDA-capable device is detected".into() };
+        says(&e, Kind::Unsupported, &["no CUDA-capable device", "nvidia-smi", "CUDA_VISIBLE_DEVICES"]);
+        let e = CudaError::NoSuchDevice { ordinal: 3, count: 2 };
+        says(&e, Kind::NotFound, &["device 3", "2 are visible", "CUDA_VISIBLE_DEVICES"]);
+        let e = CudaError::NoSuchUuid { uuid: "GPU-7".into() };
+        says(&e, Kind::NotFound, &["GPU-7", "another host", "CUDA_VISIBLE_DEVICES"]);
+        let e = CudaError::OldDevice { name: "Tesla T4".into(), capability: (7, 5) };
+        says(&e, Kind::Unsupported, &["Tesla T4", "7.5", "8.0 (Ampere)", "through the host"]);
+        let e = CudaError::NoPeerAccess { from: "0".into(), to: "1".into() };
+        says(&e, Kind::Unsupported, &["GPU 0", "GPU 1", "NVLink", "TCP strategy"]);
+        says(&CudaError::Forked, Kind::Unsupported, &["forked", "spawn"]);
+    }
+
+    #[test]
+    fn host_memory_that_cannot_be_pinned_is_told_the_limit() {
+        let refused = |limit| CudaError::Pinned {
+            what: "host memory for DMA",
+            asked: 4 << 30,
+            limit,
+            text: "operation not permitted".into(),
+        };
+        let parts = [
+            "host memory for DMA",
+            "4.0 GiB",
+            "not permitted",
+            "RLIMIT_MEMLOCK is 8.0 MiB",
+            "ulimit -l",
+            "memlock=-1",
+        ];
+        says(&refused(Some(8 << 20)), Kind::Exhausted, &parts);
+        says(&refused(None), Kind::Exhausted, &["RLIMIT_MEMLOCK is unlimited", "free host memory"]);
+    }
+
+    #[test]
+    fn a_failed_kernel_or_call_is_told_what_it_was_for() {
+        let text = || "an illegal memory access was encountered".to_owned();
+        let e = CudaError::Kernel { kernel: "encode_2", stage: "starting it", code: 700, text: text() };
+        says(
+            &e,
+            Kind::Bug,
+            &["kernel encode_2", "starting it", "illegal memory access", "700", "compute-sanitizer"],
+        );
+        let call = |code, text| CudaError::Call {
+            call: "cuDevicePrimaryCtxRetain",
+            stage: "opening a device",
+            code,
+            text,
+        };
+        says(
+            &call(999, text()),
+            Kind::Bug,
+            &["opening a device", "cuDevicePrimaryCtxRetain", "999", "nvidia-smi -q"],
+        );
+        // A GPU that is full has no room for a context.
+        let parts = ["opening a device", "out of memory", "who holds", "gpu_memory_utilization"];
+        says(&call(2, "out of memory".into()), Kind::Exhausted, &parts);
+    }
+
+    #[test]
+    fn a_wrong_address_is_told_what_is_there() {
+        let (what, address) = ("the tensor of copy", 0x7f00_0000_1000);
+        let is = "pinned host memory".to_owned();
+        let e = CudaError::NotOfDevice { what, index: 4, address, is, ordinal: 1 };
+        says(
+            &e,
+            Kind::Invalid,
+            &["copy 4 at 0x7f0000001000", "pinned host memory", "GPU 1", "of this device"],
+        );
+        let e = CudaError::Unaligned { what, index: 4, address: address + 1, align: 2 };
+        says(&e, Kind::Invalid, &["0x7f0000001001", "2 bytes", "clone"]);
+        let e = CudaError::NotExported { address, why: "cuIpcGetMemHandle: invalid argument".into() };
+        says(&e, Kind::Unsupported, &["0x7f0000001000", "invalid argument", "packed strategy"]);
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //! | [`load`] | a load plan on the device: dense, sparse, and the digest of live weights |
 //! | [`ipc`] | memory that another process on the host reads |
 //! | [`nvtx`] | names for a profiler |
+//! | [`probe`] | what driver and devices can do, tried out |
 //! | [`error`](mod@error) | what can go wrong |
 //!
 //! Owns: every call of the CUDA driver. Called by the Python door, with the addresses of torch's tensors and the handles
@@ -43,6 +44,7 @@ mod kernels;
 pub mod load;
 pub mod nvtx;
 pub mod offload;
+pub mod probe;
 
 use std::convert::Infallible;
 

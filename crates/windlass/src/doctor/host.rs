@@ -1,6 +1,6 @@
-//! Cores, limits of this process, the network's settings, the container, the CUDA driver and the clock.
+//! Cores, limits of this process, the network's settings, the container and the clock.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Resource, Rlimit, getrlimit};
@@ -22,19 +22,6 @@ const LEAST_DESCRIPTORS: u64 = 64;
 const LONG_AGO: u64 = 1_700_000_000;
 /// The pid namespace that a machine boots with (`PROC_PID_INIT_INO`).
 const FIRST_PIDS: &str = "pid:[4026531836]";
-
-/// Where drivers and container runtimes put the library.
-const LIBRARY_DIRS: [&str; 9] = [
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/lib64",
-    "/usr/local/nvidia/lib64",
-    "/usr/local/cuda/compat",
-    "/usr/lib/wsl/lib",
-    "/run/opengl-driver/lib",
-];
 
 /// The processor.
 pub fn cpu() -> Check {
@@ -58,7 +45,7 @@ fn judge_cpu(cores: usize, kernels: &str) -> Check {
 pub fn checks(system: &System) -> Vec<Check> {
     let mut checks = vec![descriptors(getrlimit(Resource::Nofile))];
     checks.extend(buffers(system));
-    checks.extend([congestion(system), container(system), cuda(system), clock(system, SystemTime::now())]);
+    checks.extend([congestion(system), container(system), clock(system, SystemTime::now())]);
     checks
 }
 
@@ -129,40 +116,6 @@ fn container(system: &System) -> Check {
     Check::ok("container", value)
 }
 
-/// Files only: the library is not loaded, so that a broken driver cannot take the doctor with it.
-fn cuda(system: &System) -> Check {
-    let name = "cuda driver";
-    let module = system.read("/proc/driver/nvidia/version");
-    let paths = system.env("LD_LIBRARY_PATH").unwrap_or_default();
-    let dirs = std::env::split_paths(&paths).chain(LIBRARY_DIRS.iter().map(PathBuf::from));
-    let library = dirs.map(|d| d.join("libcuda.so.1")).find(|path| path.is_absolute() && system.exists(path));
-    match (module, library) {
-        (None, None) => Check::ok(name, "none"),
-        (Some(text), library) => {
-            let missing = library.is_none();
-            Check::ok(name, driver_version(&text)).advise(
-                missing,
-                "the kernel has it, but libcuda.so.1 is missing here; start the container with the NVIDIA runtime (--gpus all)",
-            )
-        }
-        // Under WSL the driver is on the other side.
-        (None, Some(library)) => {
-            let wsl = library.starts_with("/usr/lib/wsl");
-            Check::ok(name, library.display().to_string()).advise(
-                !wsl,
-                "the library is here, but the kernel has no driver; load it (`modprobe nvidia`), or give the container a GPU",
-            )
-        }
-    }
-}
-
-/// `550.54.15` from a line such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …`.
-fn driver_version(text: &str) -> String {
-    let line = text.lines().next().unwrap_or_default();
-    let version = |w: &&str| w.contains('.') && w.chars().all(|c| c.is_ascii_digit() || c == '.');
-    line.split_whitespace().find(version).unwrap_or("of an unknown version").to_owned()
-}
-
 /// Incarnations are numbered by the clock, and every wait reads it.
 fn clock(system: &System, now: SystemTime) -> Check {
     let source = system.read("/sys/devices/system/clocksource/clocksource0/current_clocksource");
@@ -198,7 +151,7 @@ mod tests {
     fn a_host_that_hides_everything_is_not_blamed() {
         let (_dir, system) = machine(&[]);
         let mut all = buffers(&system);
-        all.extend([congestion(&system), container(&system), cuda(&system)]);
+        all.extend([congestion(&system), container(&system)]);
         for check in all {
             assert_eq!(check.verdict, Verdict::Ok, "{check:?}");
             assert!(["unknown", "none"].contains(&&*check.value), "{check:?}");
@@ -246,24 +199,6 @@ mod tests {
         assert_eq!(container(&system).value, "docker, own pid:[4026532999]");
         let (_dir, system) = machine(&[("/proc/self/cgroup", "0::/kubepods/pod1\n")]);
         assert_eq!(container(&system).value, "kubernetes");
-    }
-
-    #[test]
-    fn half_a_cuda_driver_gets_advice() {
-        let version = (
-            "/proc/driver/nvidia/version",
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12\n",
-        );
-        let library = ("/usr/lib64/libcuda.so.1", "");
-        let (_dir, both) = machine(&[version, library]);
-        assert_eq!(cuda(&both), Check::ok("cuda driver", "550.54.15"));
-        let (_dir, kernel_only) = machine(&[version]);
-        assert!(advice(&cuda(&kernel_only)).contains("libcuda.so.1 is missing"));
-        let (_dir, library_only) = machine(&[library]);
-        assert!(advice(&cuda(&library_only)).contains("no driver"));
-        let (_dir, wsl) = machine(&[("/usr/lib/wsl/lib/libcuda.so.1", "")]);
-        assert_eq!(cuda(&wsl).verdict, Verdict::Ok);
-        assert_eq!(driver_version("nonsense"), "of an unknown version");
     }
 
     #[test]

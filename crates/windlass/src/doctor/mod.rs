@@ -2,8 +2,9 @@
 //!
 //! Owns: the list of checks, what is good enough and why, and one line of advice for each thing that is not.
 //! Called by `cli`. Must not: change anything on the machine (one file of no bytes is made in the region directory
-//! and removed), load libraries, or fail because something cannot be found out: that is `unknown`, and nothing is
-//! held against the machine for it.
+//! and removed; a page is pinned and an allocation exported on each GPU, and both given back), or fail because something
+//! cannot be found out: that is `unknown`, and nothing is held against the machine for it. The CUDA driver is loaded,
+//! within a deadline.
 //!
 //! A check is `ok`, `advice` (Windlass works, but slower or for fewer receivers or smaller models than it could), or
 //! a `problem` (Windlass cannot be used here until it is solved). The exit code is that of the first problem's
@@ -11,17 +12,20 @@
 //!
 //! | module | checks |
 //! |---|---|
-//! | [`host`] | cores, limits of descriptors and sockets, container, CUDA driver, clock |
+//! | [`host`] | cores, limits of descriptors and sockets, container, clock |
+//! | [`gpu`] | CUDA driver, devices, pinned memory, peer access, IPC, torch's allocator |
 //! | [`memory`] | memory, cgroup, locking, huge pages, swap, overcommit |
 //! | [`place`] | the region directory |
 //! | [`speed`] | copying, reading two streams, loopback |
 
+pub mod gpu;
 pub mod host;
 pub mod memory;
 pub mod place;
 pub mod speed;
 pub mod system;
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -62,7 +66,7 @@ pub enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {
     /// What.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// What was found.
     pub value: String,
     /// What to think of it.
@@ -71,12 +75,12 @@ pub struct Check {
 
 impl Check {
     /// Something that is as it should be.
-    pub fn ok(name: &'static str, value: impl Into<String>) -> Check {
-        Check { name, value: value.into(), verdict: Verdict::Ok }
+    pub fn ok(name: impl Into<Cow<'static, str>>, value: impl Into<String>) -> Check {
+        Check { name: name.into(), value: value.into(), verdict: Verdict::Ok }
     }
 
     /// Something that cannot be found out.
-    pub fn unknown(name: &'static str) -> Check {
+    pub fn unknown(name: impl Into<Cow<'static, str>>) -> Check {
         Check::ok(name, "unknown")
     }
 
@@ -131,9 +135,11 @@ impl Doctor {
         checks.extend(memory::checks(&system));
         checks.extend(place::checks(&self.region_dir, system.available()));
         checks.extend(host::checks(&system));
+        let gpus = gpu::Gpus::look(&system);
+        checks.extend(gpus.checks());
         let speed = Speed::measure(memory::spare(&system), session.cancel())?;
         checks.extend(speed.checks());
-        report(&checks, &speed, session)
+        report(&checks, &gpus, &speed, session)
     }
 }
 
@@ -146,13 +152,14 @@ fn exit_code(checks: &[Check]) -> u8 {
     problems.take(1).sum()
 }
 
-fn report(checks: &[Check], speed: &Speed, session: &Session) -> Result<u8, Error> {
+fn report(checks: &[Check], gpus: &gpu::Gpus, speed: &Speed, session: &Session) -> Result<u8, Error> {
     let exit = exit_code(checks);
     let figure = |rate: &std::io::Result<f64>| rate.as_ref().ok().map(|r| round(*r));
     let object = json!({
         "ok": exit == 0,
         "exit": exit,
         "checks": checks.iter().map(Check::json).collect::<Vec<_>>(),
+        "gpu": gpus.json(),
         "copy_gbps": figure(&speed.copy),
         "read2_gbps": figure(&speed.read2),
         "loopback_gbps": figure(&speed.loopback),
@@ -161,7 +168,7 @@ fn report(checks: &[Check], speed: &Speed, session: &Session) -> Result<u8, Erro
     session.finish(object, |out| {
         let mut table = Table::new(["check", "value", "verdict"]);
         for check in checks {
-            table.row([check.name.into(), check.value.clone(), check.verdict().into()]);
+            table.row([check.name.to_string(), check.value.clone(), check.verdict().into()]);
         }
         table.write(out);
         for check in checks {

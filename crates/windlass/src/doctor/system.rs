@@ -7,15 +7,25 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Component, Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use windlass_data::cuda::CudaError;
+use windlass_data::cuda::probe::{self, Survey};
+use windlass_data::stop::Stopped;
 
 /// Files there are small; what is longer is cut.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The files of a machine and the environment of this process.
+/// How long the driver may take: it looks for every GPU of the machine, and a broken one can make it wait for ever.
+const DRIVER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// The files of a machine, its CUDA driver and the environment of this process.
 #[derive(Debug)]
 pub struct System {
     root: PathBuf,
     env: fn(&str) -> Option<OsString>,
+    gpus: fn() -> Result<Survey, CudaError>,
 }
 
 /// A cgroup's memory: the tightest limit on the way up.
@@ -30,12 +40,17 @@ pub struct Group {
 impl System {
     /// This machine.
     pub fn here() -> System {
-        System { root: "/".into(), env: |name| std::env::var_os(name) }
+        System { root: "/".into(), env: |name| std::env::var_os(name), gpus: survey }
     }
 
-    /// The machine whose `/proc` and `/sys` are below `root`, with an empty environment.
+    /// The machine whose `/proc` and `/sys` are below `root`, with an empty environment and no CUDA driver.
     pub fn at(root: &Path) -> System {
-        System { root: root.to_owned(), env: |_| None }
+        System { root: root.to_owned(), env: |_| None, gpus: || Err(CudaError::NoDriver) }
+    }
+
+    /// What the CUDA driver says.
+    pub fn gpus(&self) -> Result<Survey, CudaError> {
+        (self.gpus)()
     }
 
     /// An environment variable.
@@ -133,6 +148,20 @@ impl System {
     }
 }
 
+/// Asks the driver, on a thread of its own, so that one that never answers is left behind.
+pub fn survey() -> Result<Survey, CudaError> {
+    let stage = "looking at the GPUs";
+    let late = |_| CudaError::Stopped { stage, stopped: Stopped::Deadline };
+    let (answer, answered) = mpsc::sync_channel(1);
+    let asked = std::thread::Builder::new().name("gpu-survey".into()).spawn(move || {
+        let _ = answer.send(probe::survey());
+    });
+    match asked {
+        Ok(_left) => answered.recv_timeout(DRIVER_PATIENCE).map_err(late)?,
+        Err(_) => probe::survey(),
+    }
+}
+
 /// What a version of cgroups calls its files and fields.
 struct GroupFiles {
     limit: &'static str,
@@ -164,6 +193,18 @@ pub(crate) mod tests {
         }
         let system = System::at(dir.path());
         (dir, system)
+    }
+
+    impl System {
+        /// The same machine with GPUs.
+        pub(crate) fn with_gpus(self, gpus: fn() -> Result<Survey, CudaError>) -> System {
+            System { gpus, ..self }
+        }
+
+        /// The same machine with an environment.
+        pub(crate) fn with_env(self, env: fn(&str) -> Option<OsString>) -> System {
+            System { env, ..self }
+        }
     }
 
     #[test]

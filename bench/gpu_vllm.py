@@ -1,0 +1,375 @@
+"""A real vLLM server that follows a trainer on a GPU: how long it pauses, and how soon a step is visible.
+
+    PYTHONPATH=python python bench/gpu_vllm.py [--size 0.6b] [--steps 12] [--json FILE]
+    make gpu-vllm                                    # the same, with the extension built for release first
+    ... --device cpu --size tiny                     # without a GPU: everything but the figures
+
+Needs vLLM (in this Python, or in another one by ``--vllm-python``), transformers, and a CUDA device unless
+``--device cpu``. What is missing is said, and the exit code is 2.
+
+A trainer (this process, ``--trainer-device``) holds a Qwen3 layout with random weights and changes about 1 % of them for
+each step; the changes are larger than those of training, so that answers change. It publishes by
+``WeightManager(offload_mode=...)``. A sidecar (``windlass receive --from``) pulls over TCP on loopback and has the server
+load, while requests are answered all the time. The server starts from the configuration alone, with weights of no
+meaning: all that it answers by came through Windlass. In the end it is asked for greedy answers, stopped, and a second
+server is started on a checkpoint that the trainer wrote: answers must be equal.
+
+| figure | from | to |
+|---|---|---|
+| trainer blocked | `offload()` is called, the GPU idle | it returns |
+| step to visible | the same | the sidecar says that the server serves the version |
+| engine pause | the server stops generating | it goes on, as the server measured it |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "engines"), str(ROOT / "python")]
+
+import servers  # noqa: E402
+import tiny  # noqa: E402
+
+#: hidden, inner, layers, heads, kv heads, vocabulary, size of a head, tied
+SIZES = {
+    "tiny": (128, 256, 2, 4, 2, 512, 32, False),
+    "0.6b": (1024, 3072, 28, 16, 8, 151_936, 128, True),
+    "1.7b": (2048, 6144, 28, 16, 8, 151_936, 128, True),
+    "8b": (4096, 12_288, 36, 32, 8, 151_936, 128, False),
+}
+
+#: How long a server may take to start, and one version to arrive.
+START, PATIENCE = 900.0, 600.0
+
+
+class Missing(Exception):
+    """Something that this script cannot do without."""
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="0.6b")
+    parser.add_argument("--device", default="cuda", help="of the server: cuda, cuda:1, cpu")
+    parser.add_argument("--trainer-device", help="the server's if not given")
+    parser.add_argument("--steps", type=int, default=12, help="versions that count; two more come before")
+    parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
+    parser.add_argument("--offload-mode", choices=("delta", "copy", "auto"), default="delta")
+    parser.add_argument("--pause", choices=("keep", "wait", "abort"), default="keep")
+    parser.add_argument("--memory", type=float, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--vllm-python", default=os.environ.get("WINDLASS_VLLM_PYTHON", sys.executable))
+    parser.add_argument("--home", help="a folder for models, regions and images; /dev/shm if not given")
+    parser.add_argument("--json", help="where to write everything that was measured")
+    given = parser.parse_args()
+    if given.steps < 1 or not 0 < given.share < 1:
+        parser.error("--steps must be at least 1, and --share between 0 and 1")
+    given.trainer_device = given.trainer_device or given.device
+    return given
+
+
+def check(given: argparse.Namespace) -> dict[str, Any]:
+    """What there is; :class:`Missing` names what is not."""
+    try:
+        import torch
+        import transformers
+    except ImportError as e:
+        raise Missing(
+            f"{e.name} is not installed here ({sys.executable}): pip install torch transformers"
+        ) from e
+    try:
+        import windlass
+    except ImportError as e:
+        raise Missing(f"the package cannot be imported ({e}): make develop") from e
+    devices = [given.device, given.trainer_device]
+    if any(d.startswith("cuda") for d in devices):
+        facts = windlass.gpu_facts()
+        if facts["cuda"]["unusable"]:
+            raise Missing(f"no CUDA: {facts['cuda']['unusable']} (--device cpu --size tiny needs none)")
+        if not torch.cuda.is_available():
+            raise Missing(
+                f"torch {torch.__version__} has no CUDA, though there is a GPU: install a build that has"
+            )
+        for device in devices:
+            if torch.device(device).type == "cuda" and (torch.device(device).index or 0) >= len(
+                facts["gpus"]
+            ):
+                raise Missing(f"there is no {device}: {len(facts['gpus'])} GPUs are visible")
+    asked = [given.vllm_python, "-c", "import vllm; print(vllm.__version__)"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+    except OSError as e:
+        raise Missing(f"{given.vllm_python} cannot be run: {e}") from e
+    if found.returncode:
+        last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Missing(
+            f"no vLLM in {given.vllm_python} ({last}): pip install vllm there, or name another --vllm-python"
+        )
+    return {
+        "vllm": found.stdout.strip().splitlines()[-1],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "gpu": torch.cuda.get_device_name(given.trainer_device) if "cuda" in given.trainer_device else None,
+        "host": platform.platform(),
+    }
+
+
+def make(given: argparse.Namespace, folder: Path) -> Any:
+    """The trainer's model; its configuration and a tokenizer in ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    hidden, inner, layers, heads, kv, vocabulary, head, tied = SIZES[given.size]
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=head,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        # Large enough for greedy answers to be more than one token.
+        initializer_range=0.2 if given.size == "tiny" else 0.05,
+    )
+    config.architectures = ["Qwen3ForCausalLM"]
+    torch.manual_seed(0)
+    with torch.device(given.trainer_device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(given)).eval()
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    tiny._tokenizer().save_pretrained(folder)
+    return model
+
+
+def dtype_of(given: argparse.Namespace) -> Any:
+    import torch
+
+    # Where a CPU has no fast bf16, vLLM's kernels for it end in an illegal instruction.
+    return torch.float32 if given.device == "cpu" else torch.bfloat16
+
+
+def step(model: Any, share: float) -> int:
+    """Changes about so many of the weights. How many there are."""
+    import torch
+
+    count = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            chosen = torch.rand(parameter.shape, device=parameter.device) < share
+            parameter += chosen * (0.1 * torch.randn_like(parameter))
+            count += parameter.numel()
+    return count
+
+
+def idle(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+class Engine(servers.Vllm):
+    """vLLM on the model of a folder, with our routes."""
+
+    def __init__(self, given: argparse.Namespace, model: Path, token: str, *, dummy: bool) -> None:
+        port = servers.free_port()
+        command = [given.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+        command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
+        command += ["--load-format", "dummy"] if dummy else []
+        paths, plugins = [str(ROOT / "python")], "windlass"
+        env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WINDLASS_TOKEN": token}
+        if given.device == "cpu":
+            # Weights stay as they were loaded, as they do on a GPU.
+            paths.append(str(ROOT / "tests" / "engines" / "plugin"))
+            plugins += ",plain_weights"
+            command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
+            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            env |= {"WINDLASS_TEST_PLAIN_WEIGHTS": "1"}
+        else:
+            memory = given.memory or (0.45 if given.device == given.trainer_device else 0.85)
+            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(memory)]
+            index = given.device.partition(":")[2]
+            if index:
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+        env |= {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(paths)}
+        env["PATH"] = os.pathsep.join([str(Path(given.vllm_python).parent), os.environ["PATH"]])
+        servers.Server.__init__(self, command, env, port=port, deadline=START)
+
+
+class Requests:
+    """Requests one after the other until it ends, as rollouts would be."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._end = threading.Event()
+        self.tokens = 0
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            try:
+                self.tokens += len(self._engine.generate((7, 8, 9), 64, timeout=PATIENCE))
+            except Exception as e:
+                self.failure = f"{type(e).__name__}: {e}"
+                return
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(PATIENCE)
+
+
+def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> dict[str, Any]:
+    """Every version, and what the server answers after the last."""
+    from sidecar import Sidecar
+    from windlass import WeightManager
+
+    token = secrets.token_hex(16)
+    secret = home / "engine-token"
+    secret.touch(0o600)
+    secret.write_text(token)
+    rows: list[dict[str, Any]] = []
+    manager = WeightManager(model_id="policy", region_dir=str(home), offload_mode=given.offload_mode)
+    with manager, Engine(given, folder, token, dummy=True) as engine:
+        say(f"vLLM serves at {engine.url}")
+        before = engine.answers()
+        model_step = step(model, given.share)
+        idle(given.trainer_device)
+        manager.offload(model.named_parameters(), 1, 0, 1)
+        options = [
+            f"--from={manager.endpoint}",
+            f"--token-file={manager.token_file}",
+            f"--dir={home / 'images'}",
+        ]
+        options += [f"--engine=vllm={engine.url}", f"--engine-token-file={secret}", f"--config={folder}"]
+        options += [f"--pause={given.pause}"]
+        with Sidecar(*options) as sidecar, Requests(engine) as requests:
+            sidecar.wait("loaded", PATIENCE, version=1)
+            for version in range(2, given.steps + 3):
+                step(model, given.share)
+                idle(given.trainer_device)
+                start = time.perf_counter()
+                told = manager.offload(model.named_parameters(), version, 0, 1)
+                blocked = time.perf_counter() - start
+                loaded = sidecar.wait("loaded", PATIENCE, version=version)
+                visible = time.perf_counter() - start
+                rows.append(
+                    {
+                        "version": version,
+                        "offload": told.mode,
+                        "how": loaded["how"],
+                        "trainer_blocked_ms": 1e3 * blocked,
+                        "step_to_visible_ms": 1e3 * visible,
+                        "engine_pause_ms": loaded["pause_ms"],
+                        "load_ms": loaded["load_ms"],
+                    }
+                )
+                if requests.failure:
+                    raise RuntimeError(f"a request failed meanwhile: {requests.failure}")
+        after = engine.answers()
+    return {
+        "parameters": model_step,
+        "rows": rows[1:],
+        "tokens_meanwhile": requests.tokens,
+        "answers_before": before,
+        "answers": after,
+    }
+
+
+def fresh_answers(given: argparse.Namespace, model: Any, folder: Path, checkpoint: Path) -> Any:
+    """What a server answers that has never heard of us, from a checkpoint of the trainer's weights."""
+    shutil.copytree(folder, checkpoint)
+    model.save_pretrained(checkpoint)
+    with Engine(given, checkpoint, secrets.token_hex(16), dummy=False) as engine:
+        return engine.answers()
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median, least and most of each."""
+    found = {}
+    for name in ("trainer_blocked_ms", "step_to_visible_ms", "engine_pause_ms", "load_ms"):
+        values = [row[name] for row in rows]
+        found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return found
+
+
+def main() -> int:
+    """Measures, compares, prints; 0 if the answers are equal."""
+    given = arguments()
+    try:
+        versions = check(given)
+    except Missing as e:
+        sys.stderr.write(f"\n*** gpu-vllm CANNOT RUN: {e}\n*** nothing was measured\n\n")
+        return 2
+    home = Path(tempfile.mkdtemp(prefix="windlass-gpu-vllm-", dir=given.home or "/dev/shm"))
+    try:
+        model = make(given, home / "model")
+        found = measure(given, home, model, home / "model")
+        say("a second server loads the trainer's checkpoint")
+        fresh = fresh_answers(given, model, home / "model", home / "checkpoint")
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    equal = fresh == found["answers"]
+    changed = found["answers"] != found["answers_before"]
+    summary = figures(found["rows"])
+    say(
+        f"\nQwen3 {given.size}, {found['parameters']:,} parameters, about {given.share:.1%} changed in each of {given.steps} steps"
+    )
+    say(
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, {versions['gpu'] or 'no GPU: times mean nothing'}"
+    )
+    for name, row in summary.items():
+        say(f"  {name:20} median {row['median']:9.2f}   {row['min']:9.2f} .. {row['max']:9.2f}")
+    kinds = {key: sorted({row[key] for row in found["rows"]}) for key in ("offload", "how")}
+    say(f"  offloaded by {', '.join(kinds['offload'])}; loaded {', '.join(kinds['how'])}")
+    say(f"  {found['tokens_meanwhile']} tokens were generated meanwhile")
+    say(
+        f"  greedy answers {'EQUAL' if equal else 'DIFFER FROM'} those of a fresh server"
+        + ("" if changed else " (and of no weights at all)")
+    )
+    if given.json:
+        everything = {
+            "arguments": vars(given),
+            "versions": versions,
+            "summary": summary,
+            "equal": equal,
+            **found,
+        }
+        everything["fresh_answers"] = fresh
+        Path(given.json).write_text(json.dumps(everything, indent=1) + "\n")
+    say(json.dumps({"size": given.size, "equal": equal, "changed": changed, **kinds, **summary}))
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

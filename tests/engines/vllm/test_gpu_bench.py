@@ -1,0 +1,32 @@
+"""The script that measures a real vLLM on a GPU works, but for the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import servers
+
+SCRIPT = servers.ROOT / "bench" / "gpu_vllm.py"
+
+
+@pytest.mark.timeout(900)
+def test_the_bench_of_vllm_runs_without_a_gpu_and_its_answers_are_those_of_a_fresh_server(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(SCRIPT), "--device=cpu", "--size=tiny", "--steps=2", f"--json={out}"]
+    command += [f"--vllm-python={servers.python_of('vllm')}"]
+    env = {**os.environ, "PYTHONPATH": str(servers.PACKAGE)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["equal"], last["changed"], last["offload"]) == (True, True, ["delta"])
+    measured = json.loads(out.read_text())
+    assert len(measured["rows"]) == 2 and measured["tokens_meanwhile"] > 0
+    assert all(row["engine_pause_ms"] > 0 for row in measured["rows"])
