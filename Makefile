@@ -23,7 +23,7 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench gpu lint fmt layers ptx ptx-check contract testdata fuzz doc clean
+.PHONY: help demo test loom soak bench gpu gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
@@ -76,6 +76,14 @@ gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=py
 	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
 	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
 	    PYTHONPATH=python $(PY) tests/gpu/ipc.py
+
+SANITIZER ?= compute-sanitizer
+gpu-sanitize: ## the kernels' tests under compute-sanitizer, of the CUDA toolkit (SANITIZER=path, PY=python with torch)
+	for tool in memcheck racecheck synccheck; do \
+	    echo "== $$tool"; \
+	    PYTHONPATH=python $(SANITIZER) --tool $$tool --error-exitcode 9 $(PY) tests/gpu/kernels.py \
+	        --scale 0.3 --patience 1800 --windlass "$(PY) -m windlass" || exit 1; \
+	done
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test
