@@ -23,7 +23,8 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench gpu gpu-vllm lint fmt layers ptx ptx-check contract testdata fuzz doc clean
+.PHONY: help demo test loom soak bench gpu gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
+.PHONY: clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
@@ -84,6 +85,14 @@ gpu-vllm: ## a real vLLM server that follows a trainer on a GPU (PY=python with 
 	cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION)
 	$(PYTHON) scripts/entry_points.py
 	PYTHONPATH=python $(PY) bench/gpu_vllm.py $(ARGS)
+
+SANITIZER ?= compute-sanitizer
+gpu-sanitize: ## the kernels' tests under compute-sanitizer, of the CUDA toolkit (SANITIZER=path, PY=python with torch)
+	for tool in memcheck racecheck synccheck; do \
+	    echo "== $$tool"; \
+	    PYTHONPATH=python $(SANITIZER) --tool $$tool --error-exitcode 9 $(PY) tests/gpu/kernels.py \
+	        --scale 0.3 --patience 1800 --windlass "$(PY) -m windlass" || exit 1; \
+	done
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

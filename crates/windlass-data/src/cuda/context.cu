@@ -20,7 +20,7 @@
 #define WORDS 2048u
 #define GROUPS 512u
 #ifndef CTAS
-#define CTAS 2
+#define CTAS 3
 #endif
 
 struct Class {

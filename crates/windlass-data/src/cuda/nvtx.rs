@@ -68,7 +68,8 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let [source, library, seen] = ["profiler.c", "profiler.so", "seen"].map(|n| home.path().join(n));
         std::fs::write(&source, PROFILER).unwrap();
-        let built = Command::new("cc").args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source).status();
+        let built =
+            Command::new("cc").args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source).status();
         assert!(built.unwrap().success());
         let told = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "cuda::nvtx::tests::open_ranges_for_a_profiler", "--ignored"])
