@@ -681,11 +681,15 @@ impl Receiver {
         let (mut placed, alone) = (None, fetched.len() == 1);
         for fetched in fetched {
             let parts = self.parts(&fetched)?;
-            self.apply(&refresh, &fetched, &parts, run, stop)?;
-            // Before the version can be seen, so that whoever sees it finds this too.
-            if alone && run.synced.refetched == 0 {
-                placed = self.kept.place(refresh.manifest(), fetched.ticket(), &parts);
-            }
+            // Kept before the version can be seen, so that whoever sees it finds this too; and written while the image
+            // is, of which it needs nothing. It is taken away again if it does not count.
+            let (kept, manifest, ticket) = (&self.kept, refresh.manifest(), fetched.ticket());
+            let written = std::thread::scope(|scope| {
+                let writing = alone.then(|| scope.spawn(|| kept.place(manifest, ticket, &parts)));
+                let applied = self.apply(&refresh, &fetched, &parts, run, stop);
+                applied.map(|()| writing.and_then(|w| w.join().ok().flatten()))
+            })?;
+            placed = written.filter(|_| run.synced.refetched == 0);
         }
         if run.first.is_some() {
             self.fill(&refresh, BlockRanges::new(), run, info, stop)?;
