@@ -135,19 +135,26 @@ class Weights:
 
 def check_room(size: int, region: Path, image: Path) -> None:
     """An error if there is no room, before anything is written."""
-    want = {region: 2.2 * size, image: 1.1 * size}
-    by_device: dict[int, tuple[Path, float]] = {}
-    for folder, need in want.items():
+    slots, copy = 2.2 * size, 1.1 * size
+    for folder in (region, image):
         folder.mkdir(parents=True, exist_ok=True)
-        key = os.stat(folder).st_dev
-        by_device[key] = (folder, by_device.get(key, (folder, 0.0))[1] + need)
-    for folder, need in by_device.values():
-        free = shutil.disk_usage(folder).free
-        if free < need:
-            sys.exit(
-                f"{need / 1e9:.1f} GB are needed in {folder} and {free / 1e9:.1f} GB are free: name other folders with "
-                "--region-dir and --image-dir (memory is quickest: a tmpfs), or take a smaller --size"
-            )
+    advice = (
+        "name other folders with --region-dir and --image-dir (a tmpfs is quickest), or take a smaller --size"
+    )
+    free = shutil.disk_usage(image).free
+    if free < copy:
+        sys.exit(
+            f"the image needs {copy / 1e9:.1f} GB in {image}, and {free / 1e9:.1f} GB are free: {advice}"
+        )
+    left = shutil.disk_usage(region).free - copy * (os.stat(region).st_dev == os.stat(image).st_dev)
+    # Slots for which the folder is too small are anonymous memory.
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = int(meminfo["MemAvailable"].split()[0]) * 1024
+    if max(left, memory - copy) < slots:
+        sys.exit(
+            f"the slots need {slots / 1e9:.1f} GB; {left / 1e9:.1f} GB are left in {region}, and {memory / 1e9:.1f} GB of "
+            f"memory are available: {advice}"
+        )
 
 
 def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:

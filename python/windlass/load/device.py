@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,12 @@ class DeviceWeights:
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
+    @cached_property
+    def _aside(self) -> Any:
+        """A stream on which nothing is ever under way: who reads need not wait for what the model computes."""
+        untyped: Any = torch.cuda.Stream
+        return untyped(self.device)
+
     @property
     def staged(self) -> tuple[LiveVersion, LiveVersion] | None:
         """From which version to which one the records lead that are here."""
@@ -127,6 +134,10 @@ class DeviceWeights:
         return str(self._plan.digest(self._stream, timeout=timeout))
 
     def state_digest(self, layout: Any, timeout: float) -> str | None:
-        """The state digest of what the parameters hold; ``None`` if that is not all of the model."""
-        told: str | None = json.loads(_windlass.combine_digests(layout, [self.digest(timeout)]))["digest"]
+        """The state digest of what the parameters hold, while the model computes; ``None`` if that is not all of the
+        model."""
+        # Until sums were taken, the engine's own loader may still be writing.
+        stream = int(self._aside.cuda_stream) if self._summed else self._stream
+        proof = self._plan.digest(stream, timeout=timeout)
+        told: str | None = json.loads(_windlass.combine_digests(layout, [proof]))["digest"]
         return told
