@@ -244,6 +244,7 @@ mod tests {
                 let (again, same) = (fs::read(&kept).unwrap(), |d: &Delta<'_>| d.records().count());
                 let again = Delta::parse(&again).unwrap();
                 assert_eq!((&again.header, again.changes, same(&again)), (&other, changes, same(&delta)));
+                drop(Placed(Some(file)));
             }
         }
     }
