@@ -11,11 +11,12 @@ the version before is sealed, as it would be after seconds of training.
 |---|---|---|
 | trainer blocked | the call of ``offload()`` | its return |
 | announced | that return | the engine's receiver knows of the version |
-| image | that | its image holds the version; ``ask``, ``wire`` and ``apply`` are parts of it |
-| staged | that | the records are on the device, and the live weights were proved to be their base |
+| fetched | that | the delta is in its memory; ``ask`` and ``wire`` are parts of it |
+| staged | that | the records are on the device |
 | step ended | that | the step of decoding that was under way is over |
 | **engine pause** | no step is under way | the next may begin |
 | **step to visible** | the weights are changed | the end of the pause |
+| image | the end of the pause | the receiver's image holds the version too; ``apply`` is a part of it |
 | sealed | the call of ``offload()`` | the trainer's own slot holds the version |
 
 Bars for 8 B: engine pause <= 10 ms, step to visible <= 150 ms, trainer blocked <= 25 ms. ``--ipc`` adds the colocated way
@@ -50,8 +51,8 @@ from windlass.load import Live, LoadOrder  # noqa: E402
 #: Elements that are changed at a time.
 CHUNK = 1 << 26
 FIGURES = (
-    "engine pause", "step to visible", "trainer blocked", "announced", "image", "ask", "wire", "apply", "staged",
-    "step ended", "load", "sealed",
+    "engine pause", "step to visible", "trainer blocked", "announced", "fetched", "ask", "wire", "staged",
+    "step ended", "load", "image", "apply", "sealed",
 )  # fmt: skip
 BARS = {"engine pause": 10.0, "step to visible": 150.0, "trainer blocked": 25.0}
 
@@ -72,23 +73,34 @@ class Serving:
     def take(self) -> dict[str, Any]:
         """The next version. Times are those of the system's monotonic clock."""
         at: dict[str, float] = {}
-        if self.receiver.version is not None and self.receiver.wait_newer(PATIENCE) is None:
+        newer = None
+        if self.receiver.version is not None and (newer := self.receiver.wait_newer(PATIENCE)) is None:
             raise TimeoutError("no version came")
         at["announced"] = time.monotonic()
-        synced = self.receiver.sync(PATIENCE)
-        at["image"] = time.monotonic()
-        with self.receiver.hold() as image:
-            order = LoadOrder.of(image)
-            staged = self.live.stage(order)
-            at["staged"] = time.monotonic()
+        fetched = None if newer is None else self.receiver.fetch(PATIENCE, newer)
+        at["fetched"] = time.monotonic()
+        staged = fetched is not None and self.live.stage_fetched(fetched, PATIENCE)
+        at["staged"] = time.monotonic()
+        synced: dict[str, Any] = {}
+        if not staged:
+            synced = self.receiver.sync(PATIENCE)
+        if fetched is not None and staged:
             with self.engine.pause():
                 at["paused"] = time.monotonic()
-                report = self.live.load(order)
-                if report.state != "clean" or report.last is None:
-                    raise RuntimeError(f"version {image.version} was not loaded: {report.error}")
-                self.engine.version = image.version
-                version = image.version
+                report = self.live.load_fetched(fetched, PATIENCE)
+                version = self.engine.version = fetched.version
             at["resumed"] = time.monotonic()
+            synced = self.receiver.show(fetched, PATIENCE)
+        else:
+            # The first, and on a CPU all.
+            with self.receiver.hold() as image, self.engine.pause():
+                at["paused"] = time.monotonic()
+                report = self.live.load(LoadOrder.of(image))
+                version = self.engine.version = image.version
+            at["resumed"] = time.monotonic()
+        if report.state != "clean" or report.last is None:
+            raise RuntimeError(f"version {version} was not loaded: {report.error}")
+        at["image"] = time.monotonic()
         self.engine.start()
         if self.engine.error is not None:
             raise RuntimeError(f"the engine stopped: {self.engine.error}")
@@ -135,19 +147,26 @@ class Weights:
 
 def check_room(size: int, region: Path, image: Path) -> None:
     """An error if there is no room, before anything is written."""
-    want = {region: 2.2 * size, image: 1.1 * size}
-    by_device: dict[int, tuple[Path, float]] = {}
-    for folder, need in want.items():
+    slots, copy = 2.2 * size, 1.1 * size
+    for folder in (region, image):
         folder.mkdir(parents=True, exist_ok=True)
-        key = os.stat(folder).st_dev
-        by_device[key] = (folder, by_device.get(key, (folder, 0.0))[1] + need)
-    for folder, need in by_device.values():
-        free = shutil.disk_usage(folder).free
-        if free < need:
-            sys.exit(
-                f"{need / 1e9:.1f} GB are needed in {folder} and {free / 1e9:.1f} GB are free: name other folders with "
-                "--region-dir and --image-dir (memory is quickest: a tmpfs), or take a smaller --size"
-            )
+    advice = (
+        "name other folders with --region-dir and --image-dir (a tmpfs is quickest), or take a smaller --size"
+    )
+    free = shutil.disk_usage(image).free
+    if free < copy:
+        sys.exit(
+            f"the image needs {copy / 1e9:.1f} GB in {image}, and {free / 1e9:.1f} GB are free: {advice}"
+        )
+    left = shutil.disk_usage(region).free - copy * (os.stat(region).st_dev == os.stat(image).st_dev)
+    # Slots for which the folder is too small are anonymous memory.
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = int(meminfo["MemAvailable"].split()[0]) * 1024
+    if max(left, memory - copy) < slots:
+        sys.exit(
+            f"the slots need {slots / 1e9:.1f} GB; {left / 1e9:.1f} GB are left in {region}, and {memory / 1e9:.1f} GB of "
+            f"memory are available: {advice}"
+        )
 
 
 def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:
@@ -189,9 +208,10 @@ def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:
                     "step to visible": (at["resumed"] - changed) * 1e3,
                     "trainer blocked": (returned - called) * 1e3,
                     "announced": (at["announced"] - returned) * 1e3,
-                    "image": (at["image"] - at["announced"]) * 1e3,
-                    "staged": (at["staged"] - at["image"]) * 1e3,
+                    "fetched": (at["fetched"] - at["announced"]) * 1e3,
+                    "staged": (at["staged"] - at["fetched"]) * 1e3,
                     "step ended": (at["paused"] - at["staged"]) * 1e3,
+                    "image": (at["image"] - at["resumed"]) * 1e3,
                     "sealed": (sealed - called) * 1e3,
                     **{name: row[name] for name in ("ask", "wire", "apply", "load")},
                 }

@@ -126,6 +126,28 @@ class Receiver:
                     "see whether the trainer publishes, or give it more time",
                 )
 
+    def fetch(
+        self, timeout: float = 60.0, newer: tuple[str, int] | None = None
+    ) -> _windlass.FetchedDelta | None:
+        """The delta from what the image holds to the newest version, in memory, once there is something newer; or to the one
+        that :meth:`wait_newer` has told of.
+
+        For an engine that takes a version over before the image does (:meth:`windlass.load.Live.stage_fetched`); the image
+        is not touched, and :meth:`show` brings it up to date afterwards. ``None`` if nothing newer came within ``timeout``,
+        or if a delta does not do: then :meth:`sync` finds out.
+        """
+        until = time.monotonic() + timeout
+        if self.version is None:
+            return None
+        if newer is None and (newer := self.wait_newer(timeout)) is None:
+            return None
+        return self._inner.fetch(*newer, max(0.1, until - time.monotonic()))
+
+    def show(self, fetched: _windlass.FetchedDelta, timeout: float = 600.0) -> dict[str, Any]:
+        """Brings the image to the version of a delta that was fetched, and tells how, as :meth:`sync` does."""
+        told: dict[str, Any] = json.loads(self._inner.show(fetched, timeout))
+        return told
+
     @property
     def version(self) -> int | None:
         """The version in the image."""

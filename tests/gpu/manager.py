@@ -56,7 +56,7 @@ DTYPES = {"*": "bfloat16"}
 
 def step(tensors: dict[str, torch.Tensor], version: int) -> None:
     for i, tensor in enumerate(tensors.values()):
-        mask = torch.rand(tensor.shape, device="cuda") < 0.01
+        mask = torch.rand(tensor.shape, device=tensor.device) < 0.01
         tensor.add_(mask.to(tensor.dtype) * (0.01 * (version + i)))
 
 

@@ -78,6 +78,29 @@ def test_an_engine_of_ones_own_follows_by_two_callbacks(pair: tuple[WeightManage
     assert follower.step(0.1) is None, "nothing newer"
 
 
+def test_what_can_be_staged_is_before_the_pause(
+    pair: tuple[WeightManager, Receiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    wm, receiver = pair
+    engine = Engine()
+
+    def stage(image: Image) -> None:
+        assert not engine.paused
+        engine.seen.append(f"stage {image.version}")
+        if image.version == 2:
+            raise RuntimeError("no room")
+
+    follower = Follower(receiver, engine.load, engine.pause, stage)
+    follower.step()
+    model = nn.Linear(8, 8)
+    wm.offload(model, 2, 0, 1)
+    wm.wait_delta_ready(2)
+    # Staging only helps: a load does without.
+    assert follower.step() is not None and same(engine.model, model)
+    assert engine.seen == [s for v in (1, 2) for s in (f"stage {v}", "pause", f"load {v}", "resume")]
+    assert "version 2 could not be staged, and is loaded nevertheless: no room" in caplog.text
+
+
 def test_an_image_of_an_earlier_run_is_loaded_into_a_new_engine(pair: tuple[WeightManager, Receiver]) -> None:
     _, receiver = pair
     receiver.sync()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Bench]]:
     monkeypatch.setattr(device_module._windlass, "Gpu", Gpu)
     monkeypatch.setattr(live_module, "device_weights", made)
     monkeypatch.setattr(DeviceWeights, "_stream", 0)
+    monkeypatch.setattr(DeviceWeights, "_aside", SimpleNamespace(cuda_stream=0))
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="device-") as home,
         WeightManager(model_id="p", region_dir=home, timeout=60.0) as wm,

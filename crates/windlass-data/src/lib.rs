@@ -10,6 +10,7 @@
 //! | [`copies`] | a process' tensors into the slot that is written |
 //! | [`cuda`] | weights on a GPU |
 //! | [`work`] | threads over blocks |
+//! | [`container`] | a delta's container by several threads |
 //! | [`seal`] | sums and delta of a committed version, in one pass |
 //! | [`early`] | a version by delta before its slot is whole |
 //! | [`history`] | deltas on disk, and those composed from them |
@@ -29,6 +30,7 @@
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+pub mod container;
 pub mod copies;
 pub mod cuda;
 pub mod early;

@@ -34,7 +34,7 @@ pub fn each<S: Send, E: From<Stopped> + Send>(
 }
 
 /// [`each`] without a [`Stop`]: every claimed index reaches `work`.
-fn claim<S: Send, E: Send>(
+pub(crate) fn claim<S: Send, E: Send>(
     threads: usize,
     count: u64,
     state: impl Fn() -> S + Sync,

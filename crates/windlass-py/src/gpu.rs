@@ -26,6 +26,7 @@ use crate::held::Held;
 use crate::load::LoadPlan;
 use crate::memory::Memory;
 use crate::publish::Copies;
+use crate::receive::FetchedDelta;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -434,9 +435,37 @@ impl DevicePlan {
                 made.plan().check_layout(region.manifest())?;
                 let (identity, digest) = held.known()?;
                 let trail = Trail::find(&region.deltas_dir(), region.manifest(), base, (&identity, digest))?;
-                let deltas = trail.deltas()?;
+                let deltas = trail.deltas(crate::held::hands())?;
                 let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
                 deltas.iter().map(stage).collect()
+            })
+        })
+    }
+
+    /// Brings a delta that a receiver has fetched to the device, to be applied part after part. Stale if it begins at another
+    /// version than the one given.
+    #[pyo3(signature = (fetched, base_incarnation, base_version, only = None, timeout = 60.0))]
+    fn stage_fetched(
+        &self,
+        py: Python<'_>,
+        fetched: &FetchedDelta,
+        base_incarnation: u64,
+        base_version: u64,
+        only: Option<Vec<String>>,
+        timeout: f64,
+    ) -> PyResult<Vec<StagedDelta>> {
+        self.home.check("plan")?;
+        enter(py, Some(timeout), |stop| {
+            fetched.with(|fetched| {
+                let base = fetched.base();
+                if (base.incarnation, base.version) != (Incarnation(base_incarnation), base_version) {
+                    let text = format!("what was fetched begins at {base}, and not at version {base_version}");
+                    return Err(Failure::new(Kind::Stale, text));
+                }
+                let parts = fetched.parts(crate::held::hands())?;
+                let mut made = lock(&self.made);
+                let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
+                parts.iter().map(stage).collect()
             })
         })
     }

@@ -140,3 +140,8 @@ pub(crate) fn open_image(py: Python<'_>, dir: PathBuf, seconds: f64, timeout: f6
     let load = self::seconds("a hold", seconds)?;
     enter(py, Some(timeout), |stop| Ok(Held::of_view(ImageView::open(&dir, load, stop)?)))
 }
+
+/// Threads for what an engine waits for while it computes on a GPU, or not at all.
+pub(crate) fn hands() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8)
+}

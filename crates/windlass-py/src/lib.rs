@@ -50,7 +50,7 @@ mod _windlass {
     #[pymodule_export]
     use crate::publish::{Copies, Publisher};
     #[pymodule_export]
-    use crate::receive::Receiver;
+    use crate::receive::{FetchedDelta, Receiver};
     #[pymodule_export]
     use crate::supervise::Supervisor;
 

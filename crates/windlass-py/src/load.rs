@@ -120,7 +120,7 @@ impl LoadPlan {
                 self.plan.check_layout(region.manifest())?;
                 let (identity, digest) = held.known()?;
                 let trail = Trail::find(&region.deltas_dir(), region.manifest(), base, (&identity, digest))?;
-                let deltas = trail.deltas()?;
+                let deltas = trail.deltas(crate::held::hands())?;
                 let image = lease.data();
                 lend_mut(&addresses, &self.bytes, image, |targets| {
                     let loaded = self.plan.sparse(&deltas, image, targets, only.as_deref(), threads, stop)?;

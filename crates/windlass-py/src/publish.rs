@@ -609,7 +609,7 @@ impl Copies {
     }
 }
 
-fn parse_incarnation(text: &str) -> Result<Incarnation, Failure> {
+pub(crate) fn parse_incarnation(text: &str) -> Result<Incarnation, Failure> {
     let number = u64::from_str_radix(text, 16);
     number.map(Incarnation).map_err(|_| Failure::invalid(format!("{text:?} is not an incarnation")))
 }

@@ -10,8 +10,8 @@ use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
-use windlass_data::image::{ImageSpec, ImageView};
-use windlass_data::receiver::{Control as _, Receiver as Inner, ReceiverConfig, StatusHandle};
+use windlass_data::image::{ImageSpec, ImageView, Known};
+use windlass_data::receiver::{Control as _, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle};
 use windlass_data::region::Memfd;
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
@@ -152,6 +152,44 @@ impl Receiver {
         })
     }
 
+    /// Fetches the delta from what the image holds to `version` of an incarnation, which is waited for; the image is not
+    /// touched. `None` if only a whole image serves: call `sync`.
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        incarnation: &str,
+        version: u64,
+        timeout: f64,
+    ) -> PyResult<Option<FetchedDelta>> {
+        let incarnation = crate::publish::parse_incarnation(incarnation)?;
+        enter(py, Some(timeout), |stop| {
+            let start = self.with(|inner| Ok(inner.fetch(None, (incarnation, version), stop)?))?;
+            match start {
+                Start::Delta(fetch) => {
+                    let fetched = fetch.run(stop)?;
+                    let (known, synced) = (fetched.known(), fetched.synced());
+                    let told = serde_json::to_string(synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
+                    Ok(Some(FetchedDelta { known, told, inner: Mutex::new(Some(fetched)) }))
+                }
+                Start::Whole { why, newest } => {
+                    tracing::info!(version, newest, why, "a whole image is needed");
+                    Ok(None)
+                }
+            }
+        })
+    }
+
+    /// Applies what was fetched to the image and makes it visible; tells how, as JSON.
+    fn show(&self, py: Python<'_>, fetched: &FetchedDelta, timeout: f64) -> PyResult<String> {
+        enter(py, Some(timeout), |stop| {
+            let one = fetched.take()?;
+            self.with(|inner| {
+                let synced = inner.show(vec![one], stop)?;
+                serde_json::to_string(&synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
+            })
+        })
+    }
+
     /// The whole version in the image, held in place for at most `seconds`.
     #[pyo3(signature = (seconds, timeout = 60.0))]
     fn hold(&self, py: Python<'_>, seconds: f64, timeout: f64) -> PyResult<Held> {
@@ -177,6 +215,63 @@ impl Receiver {
     fn close(&self) -> PyResult<()> {
         drop(self.inner()?.take());
         Ok(())
+    }
+}
+
+/// A delta in memory that no image shows yet.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct FetchedDelta {
+    known: Known,
+    told: String,
+    inner: Mutex<Option<Fetched>>,
+}
+
+impl FetchedDelta {
+    fn lock(&self) -> MutexGuard<'_, Option<Fetched>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn with<T>(&self, work: impl FnOnce(&Fetched) -> Result<T, Failure>) -> Result<T, Failure> {
+        let gone = || Failure::invalid(format!("the delta to {} is in the image already", self.known.identity));
+        work(self.lock().as_ref().ok_or_else(gone)?)
+    }
+
+    fn take(&self) -> Result<Fetched, Failure> {
+        let gone = || Failure::invalid(format!("the delta to {} was shown before", self.known.identity));
+        self.lock().take().ok_or_else(gone)
+    }
+}
+
+#[pymethods]
+impl FetchedDelta {
+    /// The model that it belongs to.
+    #[getter]
+    fn model_id(&self) -> String {
+        self.known.identity.model_id.to_string()
+    }
+
+    /// The incarnation that it belongs to.
+    #[getter]
+    fn incarnation(&self) -> String {
+        self.known.identity.incarnation.to_string()
+    }
+
+    /// The version that it leads to.
+    #[getter]
+    fn version(&self) -> u64 {
+        self.known.identity.version
+    }
+
+    /// The digest of that version.
+    #[getter]
+    fn digest(&self) -> String {
+        self.known.digest.to_string()
+    }
+
+    /// What it took to fetch it, as JSON.
+    #[getter]
+    fn told(&self) -> &str {
+        &self.told
     }
 }
 

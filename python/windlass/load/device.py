@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,12 @@ class DeviceWeights:
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
+    @cached_property
+    def _aside(self) -> Any:
+        """A stream on which nothing is ever under way: who reads need not wait for what the model computes."""
+        untyped: Any = torch.cuda.Stream
+        return untyped(self.device)
+
     @property
     def staged(self) -> tuple[LiveVersion, LiveVersion] | None:
         """From which version to which one the records lead that are here."""
@@ -96,6 +103,16 @@ class DeviceWeights:
             self._plan.sum_blocks(self._stream, timeout=timeout)
             self._summed = True
         records = self._plan.stage_held(held, base.incarnation, base.version, timeout=timeout)
+        self._staged = _Staged(base, target, records)
+        return self._staged.bytes
+
+    def stage_fetched(self, fetched: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+        """:meth:`stage` of a delta that no image shows yet."""
+        self._staged = self._spent = None
+        if not self._summed:
+            self._plan.sum_blocks(self._stream, timeout=timeout)
+            self._summed = True
+        records = self._plan.stage_fetched(fetched, base.incarnation, base.version, timeout=timeout)
         self._staged = _Staged(base, target, records)
         return self._staged.bytes
 
@@ -127,6 +144,10 @@ class DeviceWeights:
         return str(self._plan.digest(self._stream, timeout=timeout))
 
     def state_digest(self, layout: Any, timeout: float) -> str | None:
-        """The state digest of what the parameters hold; ``None`` if that is not all of the model."""
-        told: str | None = json.loads(_windlass.combine_digests(layout, [self.digest(timeout)]))["digest"]
+        """The state digest of what the parameters hold, while the model computes; ``None`` if that is not all of the
+        model."""
+        # Until sums were taken, the engine's own loader may still be writing.
+        stream = int(self._aside.cuda_stream) if self._summed else self._stream
+        proof = self._plan.digest(stream, timeout=timeout)
+        told: str | None = json.loads(_windlass.combine_digests(layout, [proof]))["digest"]
         return told

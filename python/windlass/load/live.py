@@ -83,6 +83,7 @@ class _Plan:
     extras: list[str]
     #: (dtype, shape) of each tensor that it takes.
     table: dict[str, tuple[str, tuple[int, ...]]]
+    layout: Any
     verdict: Verdict | None = None
     native: Any = None
     #: The replayed parameters, if they are on a GPU.
@@ -206,6 +207,69 @@ class Live:
             self._since_verified = 0
         device.stage(held, base, order.identity, order.timeout)
         return True
+
+    # A version that no image shows yet.
+
+    def stage_fetched(self, fetched: Any, timeout: float = 60.0) -> bool:
+        """:meth:`stage` of a delta that a receiver has fetched and not shown yet (:meth:`windlass.Receiver.fetch`).
+
+        The engine is then ahead of its image for a moment: :meth:`load_fetched` while it is paused, and
+        :meth:`~windlass.Receiver.show` once it goes on. False, and nothing lost, where that is not possible: if not all
+        modules are written directly, on a CPU, or if the weights are not the version that the delta begins from. Then show it,
+        and load from the image.
+        """
+        plan, base = self._plan, self._live
+        if plan is None or plan.device is None or plan.verdict is None or plan.verdict.session:
+            return False
+        if (
+            base is None
+            or self._dirty
+            or self._session.refuses_plan() is not None
+            or not self._in_place(plan)
+        ):
+            return False
+        try:
+            if self._since_verified + 1 >= self._verify_every:
+                found = plan.device.state_digest(plan.layout, timeout)
+                if found is not None and self._digest is not None and found != self._digest:
+                    self.forget(
+                        f"they have the digest {found}, and version {base.version} has {self._digest}"
+                    )
+                    return False
+                self._since_verified = 0
+            plan.device.stage_fetched(fetched, base, _version_of(fetched), timeout)
+        except Exception as e:
+            plan.device.forget()
+            log.info("rank %d: version %d is not staged: %s", self._rank, fetched.version, e)
+            return False
+        return True
+
+    def load_fetched(self, fetched: Any, timeout: float = 60.0) -> Report:
+        """Applies what :meth:`stage_fetched` has brought, of which each record is checked. Raises before the first write
+        only; if the report says ``dirty``, load from the image, whole."""
+        began, plan, base, target = time.monotonic(), self._plan, self._live, _version_of(fetched)
+        if plan is None or plan.device is None or base is None or plan.device.staged != (base, target):
+            raise WindlassInvalid(
+                f"the delta to version {target.version} is not staged for what the weights are",
+                "call stage_fetched() first, and load from the image where it says no",
+            )
+        if self._session.refuses_plan() is not None or not self._in_place(plan):
+            plan.device.forget()
+            raise WindlassStale("the plan does not hold any more", "load from the image")
+        self._dirty, self._error = True, None
+        self._since_verified += 1
+        try:
+            size = plan.device.sparse(None, base, target, timeout)
+        except Exception as e:
+            self._live = None
+            self._last = Last(how="sparse", ms=_since(began))
+            self._error = Failure.of(e)
+            log.error("rank %d: loading version %d failed halfway: %s", self._rank, target.version, e)
+            return self.report()
+        self._dirty = False
+        self._live, self._digest = target, fetched.digest
+        self._last = Last(how="sparse", ms=_since(began), bytes=size)
+        return self.report()
 
     # Tensors that come another way than by an image.
 
@@ -371,7 +435,7 @@ class Live:
         self._tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
-        self._plan = _Plan(key, found, extras, table)
+        self._plan = _Plan(key, found, extras, table, layout)
         return self._plan
 
     def _tell_extras(self, extras: list[str]) -> None:
@@ -601,6 +665,12 @@ def _summary(plan: _Plan) -> PlanSummary:
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+
+
+def _version_of(fetched: Any) -> LiveVersion:
+    return LiveVersion(
+        model_id=fetched.model_id, incarnation=_number(fetched.incarnation), version=fetched.version
+    )
 
 
 def _number(incarnation: Any) -> int:

@@ -1,5 +1,7 @@
 //! The file or stream that holds a delta.
 
+use std::ops::Range;
+
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{DeltaError, Encoded, Mode, Record};
@@ -354,27 +356,60 @@ impl<'a> Delta<'a> {
     /// Parses a container and checks all of its sums.
     pub fn parse(bytes: &'a [u8]) -> Result<Delta<'a>, DeltaError> {
         let (header, mut at) = DeltaHeader::parse(bytes)?;
+        let mut pieces = Vec::new();
+        loop {
+            let piece = Piece::parse(&bytes[at..], header.blocks)?;
+            let (len, is_end) = match &piece {
+                Piece::Part(_, len) => (*len, false),
+                Piece::End { len, .. } => (*len, true),
+            };
+            pieces.push((at, piece));
+            at += len;
+            if is_end {
+                return Delta::assemble(bytes, header, pieces);
+            }
+        }
+    }
+
+    /// The header of a container, and where its pieces are, for whoever has several threads to parse them
+    /// ([`Piece::parse`]) before they are [assembled](Delta::assemble). Nothing but their lengths is read. `None` if that
+    /// goes wrong: [`Delta::parse`] says how.
+    pub fn pieces(bytes: &[u8]) -> Option<(DeltaHeader, Vec<Range<usize>>)> {
+        let (header, mut at) = DeltaHeader::parse(bytes).ok()?;
+        let mut pieces = Vec::new();
+        while let Some(rest) = bytes.get(at..).filter(|r| !r.is_empty()) {
+            let len = Piece::len(rest).ok().flatten().filter(|len| *len > 0 && *len <= rest.len())?;
+            pieces.push(at..at + len);
+            at += len;
+        }
+        Some((header, pieces))
+    }
+
+    /// A container of all its pieces, in their order, each with where it begins.
+    pub fn assemble(
+        bytes: &'a [u8],
+        header: DeltaHeader,
+        pieces: Vec<(usize, Piece)>,
+    ) -> Result<Delta<'a>, DeltaError> {
+        let malformed = |why| DeltaError::Malformed { what: "end", why };
         let mut entries: Vec<Entry> = Vec::new();
-        let mut seen_parts = 0;
-        let (parts, records, changes) = loop {
-            match Piece::parse(&bytes[at..], header.blocks)? {
-                Piece::Part(mut these, len) => {
+        let (mut seen_parts, mut end) = (0, None);
+        for (at, piece) in pieces {
+            match piece {
+                _ if end.is_some() => return Err(malformed("more bytes follow it")),
+                Piece::Part(mut these, _) => {
                     these.iter_mut().for_each(|e| e.offset += at);
                     entries.append(&mut these);
                     seen_parts += 1;
-                    at += len;
                 }
-                Piece::End { parts, records, changes, len } => {
-                    at += len;
-                    break (parts, records, changes);
-                }
+                Piece::End { parts, records, changes, len } => end = Some((parts, records, changes, at + len)),
             }
-        };
-        let malformed = |why| DeltaError::Malformed { what: "end", why };
+        }
+        let (parts, records, changes, end) = end.ok_or_else(|| malformed("it is missing"))?;
         if parts != seen_parts || records != entries.len() as u64 {
             return Err(malformed("it counts other parts or records than there are"));
         }
-        if at != bytes.len() {
+        if end != bytes.len() {
             return Err(malformed("more bytes follow it"));
         }
         entries.sort_unstable_by_key(|e| e.block);

@@ -208,6 +208,8 @@ pub struct Baseline {
     holds: Option<Which>,
     /// In the order of `blocks`.
     sums: Vec<BlockSum>,
+    /// The same: whose block it is. A trainer waits for the digest, and `blocks` are far apart.
+    tensors: Vec<u32>,
     /// For each block number of the layout, its place in `blocks`.
     places: Vec<u32>,
     /// Which entry of an index each block of the layout has.
@@ -285,6 +287,7 @@ impl Baseline {
             sources,
             holds: None,
             sums: vec![BlockSum::default(); blocks.len()],
+            tensors: blocks.iter().map(|o| o.tile.block.tensor).collect(),
             by_block: vec![u32::MAX; places.len()],
             state: None,
             blocks,
@@ -329,8 +332,8 @@ impl Baseline {
             return self.state;
         }
         let mut tensors = vec![BlockSum::default(); self.manifest.tensors().len()];
-        for (o, sum) in self.blocks.iter().zip(&self.sums) {
-            let tensor = &mut tensors[o.tile.block.tensor as usize];
+        for (tensor, sum) in self.tensors.iter().zip(&self.sums) {
+            let tensor = &mut tensors[*tensor as usize];
             *tensor = tensor.plus(*sum);
         }
         let mut state = StateSum::default();

@@ -705,7 +705,7 @@ impl DevicePlan {
                     way.arrived[half].wait("copying a delta to the device", &Stop::never())?;
                 }
                 let buffer = &mut buffers[half].bytes_mut()[..source.len()];
-                copy_by(2, source, buffer);
+                copy_by(4, source, buffer);
                 // SAFETY: the buffer on the device is as long; that on the host is written again after `arrived`.
                 unsafe { self.link.upload(buffer, to + n as u64 * (CHUNK / 4)) }?;
                 self.link.mark(&way.arrived[half])?;

@@ -2,7 +2,7 @@
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | `records` | what an encoder found, in host memory, and the container made of it |
+//! | `records` | what an encoder found, in host memory |
 //! | `folder` | the region's `parts/`: names, what is there, garbage |
 //! | `rank` | a rank that publishes by delta where it can: the background work of each version |
 //! | `apply` | records into the slot that lags behind |
@@ -99,6 +99,5 @@ pub use self::error::EarlyError;
 pub(crate) use self::folder::open;
 pub use self::folder::{Folder, Part};
 pub use self::rank::{Base, DeltaSource, Rank, RankSpec, Way, table};
-pub(crate) use self::records::write_container;
 pub use self::records::{Records, RecordsFault};
 pub use self::staging::Staging;

@@ -16,7 +16,8 @@ use windlass_core::ranges::BlockRanges;
 
 use super::apply::{Lag, Work};
 use super::folder::{self, Folder, Part};
-use super::{EarlyError, Records, RecordsFault, write_container};
+use super::{EarlyError, Records, RecordsFault};
+use crate::container::{self, WriteFault};
 use crate::region::{Attempt, Committed, OwnedAttempt, Region, Writer, step};
 use crate::seal::draft::Draft;
 use crate::seal::{self, Names};
@@ -677,8 +678,8 @@ impl Run {
             step("part");
             let draft = Draft::create(&path)?;
             let counts = (entries.len(), records.changes());
-            write_container(draft.file(), &header, counts, record, self.threads, stop)
-                .map_err(super::records::WriteFault::into_io)?;
+            container::write(draft.file(), &header, counts, record, self.threads, stop)
+                .map_err(WriteFault::into_io)?;
             step("part-drafted");
             // From here on somebody may have it.
             *handed_out = Some(digest);

@@ -1,15 +1,10 @@
-//! What an encoder found, in host memory, and the container made of it.
+//! What an encoder found, in host memory.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Write};
 
-use windlass_core::delta::container::{Entry, FULL_PAYLOAD, FULL_RECORDS, put_end};
-use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Record};
+use windlass_core::delta::container::Entry;
+use windlass_core::delta::{Mode, Record};
 use windlass_core::error::Kind;
-
-use crate::stop::{Stop, Stopped};
-use crate::work::{self, Batch};
 
 /// What is wrong with records.
 #[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
@@ -137,87 +132,4 @@ impl Records {
         let i = self.entries.binary_search_by_key(&block, |e| e.block).ok()?;
         self.entries.get(i).map(|e| self.record(e))
     }
-}
-
-/// Why a container was not written.
-#[derive(Debug)]
-pub(crate) enum WriteFault {
-    Io(io::Error),
-    Stopped(Stopped),
-}
-
-impl From<Stopped> for WriteFault {
-    fn from(s: Stopped) -> WriteFault {
-        WriteFault::Stopped(s)
-    }
-}
-
-impl WriteFault {
-    pub(crate) fn into_io(self) -> io::Error {
-        match self {
-            WriteFault::Io(e) => e,
-            WriteFault::Stopped(s) => io::Error::other(s),
-        }
-    }
-}
-
-/// Parts of a container that wait for their turn.
-#[derive(Default)]
-struct Built(Vec<u8>);
-
-impl Batch for Built {
-    fn full(&self) -> bool {
-        self.0.len() >= FULL_PAYLOAD * 8
-    }
-}
-
-/// Writes the container of some records, which are given by ascending block, and answers how long it is. The same records
-/// make the same file as one [`PartBuilder`] would, whatever the number of threads.
-pub(crate) fn write_container<'a>(
-    mut file: &File,
-    header: &DeltaHeader,
-    (count, changes): (usize, u64),
-    record: impl Fn(usize) -> Record<'a> + Sync,
-    threads: usize,
-    stop: &Stop,
-) -> Result<u64, WriteFault> {
-    let mut bounds = vec![0];
-    let (mut records, mut payload) = (0, 0);
-    for i in 0..count {
-        if payload >= FULL_PAYLOAD || records >= FULL_RECORDS {
-            bounds.push(i);
-            (records, payload) = (0, 0);
-        }
-        records += 1;
-        payload += record(i).payload.len();
-    }
-    if count > 0 {
-        bounds.push(count);
-    }
-    let parts = bounds.len() - 1;
-    let front = header.to_bytes();
-    file.write_all(&front).map_err(WriteFault::Io)?;
-    let make = |built: &mut Built, part: u64| {
-        let mut builder = PartBuilder::new();
-        for i in bounds[part as usize]..bounds[part as usize + 1] {
-            let Record { block, mode, sum, payload } = record(i);
-            // Changes are counted for all at once.
-            builder.push(block, &Encoded { mode, changes: 0, sum }, payload, &mut built.0);
-        }
-        builder.close(&mut built.0);
-        Ok::<(), WriteFault>(())
-    };
-    let put = |written: &mut u64, built: &mut Built| {
-        let mut file = file;
-        file.write_all(&built.0).map_err(WriteFault::Io)?;
-        *written += built.0.len() as u64;
-        built.0.clear();
-        Ok(())
-    };
-    let (written, _) =
-        work::in_order(threads.max(1), parts as u64, stop, front.len() as u64, Built::default, make, put)?;
-    let mut end = Vec::new();
-    put_end(&mut end, parts as u32, count as u64, changes);
-    file.write_all(&end).map_err(WriteFault::Io)?;
-    Ok(written + end.len() as u64)
 }

@@ -127,12 +127,12 @@ impl Trail {
         Ok(Trail { links })
     }
 
-    /// The deltas, the oldest first, all of them checked.
-    pub fn deltas(&self) -> Result<Vec<Delta<'_>>, TrailError> {
+    /// The deltas, the oldest first, all of them checked, by so many threads.
+    pub fn deltas(&self, threads: usize) -> Result<Vec<Delta<'_>>, TrailError> {
         self.links
             .iter()
             .map(|(path, m)| {
-                Delta::parse(m.bytes(0..m.len()))
+                crate::container::parse(m.bytes(0..m.len()), threads)
                     .map_err(|source| TrailError::Broken { path: path.clone(), source })
             })
             .collect()

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use windlass_core::address::{Host, HostPort};
+use windlass_core::delta::Delta;
 use windlass_core::identity::{Identity, Version};
 use windlass_core::wire::control::{TransferDone, VersionInfo};
 use windlass_core::wire::{Mode, Ticket};
@@ -79,6 +80,7 @@ pub struct Fetched {
     buffers: Vec<Mapping>,
     /// What the publisher said when it was asked for.
     info: VersionInfo,
+    peer: String,
     synced: Synced,
 }
 
@@ -103,6 +105,22 @@ impl Fetched {
         Known { identity: self.ticket.identity.clone(), digest: self.ticket.digest }
     }
 
+    /// Its parts, checked by so many threads: records that lead from [`Fetched::base`] to [`Fetched::known`].
+    pub fn parts(&self, threads: usize) -> Result<Vec<Delta<'_>>, ReceiverError> {
+        let peer = || self.peer.clone();
+        let parts = self.buffers.iter().map(|b| crate::container::parse(b.bytes(0..b.len()), threads));
+        let parts: Result<Vec<_>, _> = parts.collect();
+        let parts = parts.map_err(|source| ReceiverError::Delta { peer: peer(), source })?;
+        for part in &parts {
+            let (from, to) = (part.header.base_identity(), part.header.target_identity());
+            if (&from, &to) != (&self.base, &self.ticket.identity) {
+                let what = format!("a delta from {from} to {to}");
+                return Err(ReceiverError::OtherTicket { peer: peer(), what });
+            }
+        }
+        Ok(parts)
+    }
+
     /// The memory that it takes.
     pub fn bytes(&self) -> u64 {
         self.buffers.iter().map(Mapping::len).sum()
@@ -115,10 +133,6 @@ impl Fetched {
 
     pub(super) fn ticket(&self) -> &Ticket {
         &self.ticket
-    }
-
-    pub(super) fn buffers(&self) -> &[Mapping] {
-        &self.buffers
     }
 
     pub(super) fn info(&self) -> &VersionInfo {
@@ -204,7 +218,7 @@ impl Puller {
         let base = base.identity.clone();
         self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
         self.report_done(&ticket, stop);
-        Ok(Fetched { ticket, base, buffers, info, synced: Synced::default() })
+        Ok(Fetched { ticket, base, buffers, info, peer: peer(), synced: Synced::default() })
     }
 
     /// Completion is also said on the control connection. The transfer is over either way.

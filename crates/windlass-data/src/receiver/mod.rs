@@ -680,12 +680,16 @@ impl Receiver {
         run.synced.open_ms += millis(start);
         let (mut placed, alone) = (None, fetched.len() == 1);
         for fetched in fetched {
-            let parts = self.parts(&fetched)?;
-            self.apply(&refresh, &fetched, &parts, run, stop)?;
-            // Before the version can be seen, so that whoever sees it finds this too.
-            if alone && run.synced.refetched == 0 {
-                placed = self.kept.place(refresh.manifest(), fetched.ticket(), &parts);
-            }
+            let parts = fetched.parts(self.config.image.threads)?;
+            // Kept before the version can be seen, so that whoever sees it finds this too; and written while the image
+            // is, of which it needs nothing. It is taken away again if it does not count.
+            let (kept, manifest, ticket) = (&self.kept, refresh.manifest(), fetched.ticket());
+            let written = std::thread::scope(|scope| {
+                let writing = alone.then(|| scope.spawn(|| kept.place(manifest, ticket, &parts)));
+                let applied = self.apply(&refresh, &fetched, &parts, run, stop);
+                applied.map(|()| writing.and_then(|w| w.join().ok().flatten()))
+            })?;
+            placed = written.filter(|_| run.synced.refetched == 0);
         }
         if run.first.is_some() {
             self.fill(&refresh, BlockRanges::new(), run, info, stop)?;
@@ -746,7 +750,7 @@ impl Receiver {
         match self.ask(RequestMode::Delta, have.as_ref(), Some(new), None, run, stop) {
             Ok(ticket) => {
                 let fetched = self.puller().stage(ticket, info.clone(), &mut run.synced, stop)?;
-                let parts = self.parts(&fetched)?;
+                let parts = fetched.parts(self.config.image.threads)?;
                 self.apply(refresh, &fetched, &parts, run, stop)
             }
             Err(ReceiverError::Refused { reason, .. }) => {
@@ -756,12 +760,6 @@ impl Receiver {
             }
             Err(e) => Err(e),
         }
-    }
-
-    fn parts<'f>(&self, fetched: &'f Fetched) -> Result<Vec<Delta<'f>>, ReceiverError> {
-        let parts = fetched.buffers().iter().map(|b| Delta::parse(b.bytes(0..b.len())));
-        let parts: Result<Vec<_>, _> = parts.collect();
-        parts.map_err(|source| ReceiverError::Delta { peer: self.control.peer(), source })
     }
 
     fn apply(
@@ -775,13 +773,6 @@ impl Receiver {
         self.status.set(|s| s.stage = Stage::Applying);
         let start = Instant::now();
         let (base, target) = (fetched.base(), fetched.ticket().identity.clone());
-        for part in parts {
-            let (from, to) = (part.header.base_identity(), part.header.target_identity());
-            if (&from, &to) != (&base, &target) {
-                let what = format!("a delta from {from} to {to}");
-                return Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
-            }
-        }
         let Applied { refetch, .. } = refresh.apply((base.version, target.version), parts, stop)?;
         run.synced.refetched += refetch.len();
         run.synced.apply_ms += millis(start);

@@ -24,7 +24,8 @@ use windlass_core::error::Kind;
 use windlass_core::identity::Version;
 
 use super::{DeltaStats, Inner, NO_SLOT, SealedSlot, State, blocks_of, count};
-use crate::early::{Part, open, write_container};
+use crate::container;
+use crate::early::{Part, open};
 use crate::file::io_kind;
 use crate::history::HistoryError;
 use crate::region::{LeaseKind, step};
@@ -103,8 +104,8 @@ struct Brought {
 }
 
 impl Brought {
-    fn parse(&self, rank: u16) -> Result<Delta<'_>, JoinError> {
-        Delta::parse(self.mapping.bytes(0..self.mapping.len()))
+    fn parse(&self, rank: u16, threads: usize) -> Result<Delta<'_>, JoinError> {
+        container::parse(self.mapping.bytes(0..self.mapping.len()), threads)
             .map_err(|source| JoinError::Torn { rank, source })
     }
 }
@@ -178,7 +179,7 @@ impl Inner {
         let rosters = self.rosters()?;
         early::cover(manifest, self.region.incarnation(), &held, &rosters)?;
         let deltas: Vec<Delta<'_>> =
-            (0..).zip(&brought).map(|(rank, b)| b.parse(rank)).collect::<Result<_, _>>()?;
+            (0..).zip(&brought).map(|(rank, b)| b.parse(rank, self.config.threads)).collect::<Result<_, _>>()?;
         let origin = Origin {
             manifest,
             model_id: self.region.model_id(),
@@ -260,7 +261,7 @@ impl Inner {
         let draft = Draft::create(&path).map_err(io("create"))?;
         let file: &File = draft.file();
         let bytes =
-            write_container(file, &header, (order.len(), changes), record, self.config.threads, &self.stop)
+            container::write(file, &header, (order.len(), changes), record, self.config.threads, &self.stop)
                 .map_err(|fault| io("write")(fault.into_io()))?;
         draft.place().map_err(io("place"))?;
         Ok(DeltaFile { path, header, bytes, changes, context_records: 0 })

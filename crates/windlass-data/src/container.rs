@@ -1,0 +1,230 @@
+//! The container of a delta, written and read by several threads.
+//!
+//! Owns: [`write`], which makes the same file as one [`PartBuilder`] would, and [`parse`], which finds what
+//! [`Delta::parse`] finds. Called by ranks, the agent and receivers, for deltas of hundreds of megabytes that an engine
+//! waits for. Must not: know what is in a record. The format is specified in [`windlass_core::delta`].
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::{FallocateFlags, fallocate};
+use windlass_core::delta::container::{FULL_PAYLOAD, FULL_RECORDS, Piece, put_end};
+use windlass_core::delta::{Delta, DeltaError, DeltaHeader, Encoded, PartBuilder, Record};
+
+use crate::shm::{Access, Mapping};
+use crate::stop::{Stop, Stopped};
+use crate::work;
+
+/// Bytes of parts that each thread builds before they are written.
+const WAVE: usize = 16 << 20;
+/// Below this a second thread costs more than it saves.
+const SMALL: usize = 4 << 20;
+
+/// Why a container was not written.
+#[derive(Debug)]
+pub(crate) enum WriteFault {
+    Io(io::Error),
+    Stopped(Stopped),
+}
+
+impl From<Stopped> for WriteFault {
+    fn from(s: Stopped) -> WriteFault {
+        WriteFault::Stopped(s)
+    }
+}
+
+impl WriteFault {
+    pub(crate) fn into_io(self) -> io::Error {
+        match self {
+            WriteFault::Io(e) => e,
+            WriteFault::Stopped(s) => io::Error::other(s),
+        }
+    }
+}
+
+/// Writes the container of some records, which are given by ascending block, and answers how long it is. The same records
+/// make the same file whatever the number of threads.
+pub(crate) fn write<'a>(
+    file: &File,
+    header: &DeltaHeader,
+    (count, changes): (usize, u64),
+    record: impl Fn(usize) -> Record<'a> + Sync,
+    threads: usize,
+    stop: &Stop,
+) -> Result<u64, WriteFault> {
+    // Of each part, the first record and the bytes of payload before it.
+    let mut parts = vec![(0, 0)];
+    let (mut records, mut payload, mut total) = (0, 0, 0);
+    for i in 0..count {
+        if payload >= FULL_PAYLOAD || records >= FULL_RECORDS {
+            parts.push((i, total));
+            (records, payload) = (0, 0);
+        }
+        let bytes = record(i).payload.len();
+        records += 1;
+        payload += bytes;
+        total += bytes;
+    }
+    if count > 0 {
+        parts.push((count, total));
+    }
+    let threads = if total < SMALL { 1 } else { threads.max(1) };
+    let front = header.to_bytes();
+    file.write_all_at(&front, 0).map_err(WriteFault::Io)?;
+    let mut at = front.len() as u64;
+    let last = parts.len() - 1;
+    let mut first = 0;
+    while first < last {
+        let room = parts[first].1 + WAVE * threads;
+        let next = parts.partition_point(|p| p.1 <= room).clamp(first + 2, last + 1) - 1;
+        let make = |built: &mut Vec<(u64, Vec<u8>)>, part: u64| {
+            let (mut builder, mut out) = (PartBuilder::new(), Vec::with_capacity(FULL_PAYLOAD * 2));
+            let part = first + part as usize;
+            for i in parts[part].0..parts[part + 1].0 {
+                let Record { block, mode, sum, payload } = record(i);
+                // Changes are counted for all at once.
+                builder.push(block, &Encoded { mode, changes: 0, sum }, payload, &mut out);
+            }
+            builder.close(&mut out);
+            built.push((part as u64, out));
+            Ok::<(), WriteFault>(())
+        };
+        let built = work::each(threads, (next - first) as u64, stop, Vec::new, make)?;
+        let mut built: Vec<_> = built.into_iter().flatten().collect();
+        built.sort_unstable_by_key(|(part, _)| *part);
+        at = put(file, at, &built, threads, stop)?;
+        first = next;
+    }
+    let mut end = Vec::new();
+    put_end(&mut end, last as u32, count as u64, changes);
+    file.write_all_at(&end, at).map_err(WriteFault::Io)?;
+    Ok(at + end.len() as u64)
+}
+
+/// Writes parts one after another, from `at` on, and answers where they end.
+fn put(
+    file: &File,
+    at: u64,
+    parts: &[(u64, Vec<u8>)],
+    threads: usize,
+    stop: &Stop,
+) -> Result<u64, WriteFault> {
+    let mut places = Vec::with_capacity(parts.len());
+    let mut end = at;
+    for (_, bytes) in parts {
+        places.push(end);
+        end += bytes.len() as u64;
+    }
+    // Writes to a file take turns, stores to its memory do not. What is stored there must have been reserved: without
+    // room, a write is an error and a store the end of the process.
+    let reserved = threads > 1 && fallocate(file, FallocateFlags::empty(), at, end - at).is_ok();
+    if !reserved {
+        for ((_, bytes), at) in parts.iter().zip(&places) {
+            stop.check()?;
+            file.write_all_at(bytes, *at).map_err(WriteFault::Io)?;
+        }
+        return Ok(end);
+    }
+    let mapping = Mapping::map(file, end, Access::Write).map_err(WriteFault::Io)?;
+    work::each(threads, parts.len() as u64, stop, || (), |(), i| {
+        let i = i as usize;
+        mapping.copy_in(places[i], &parts[i].1);
+        Ok::<(), WriteFault>(())
+    })?;
+    Ok(end)
+}
+
+/// [`Delta::parse`] by several threads.
+pub fn parse(bytes: &[u8], threads: usize) -> Result<Delta<'_>, DeltaError> {
+    let many = threads > 1 && bytes.len() >= SMALL;
+    let Some((header, pieces)) = many.then(|| Delta::pieces(bytes)).flatten() else {
+        return Delta::parse(bytes);
+    };
+    let one = |found: &mut Vec<(usize, Piece)>, i: u64| {
+        let at = &pieces[i as usize];
+        found.push((at.start, Piece::parse(&bytes[at.clone()], header.blocks)?));
+        Ok::<(), DeltaError>(())
+    };
+    let found = work::claim(threads, pieces.len() as u64, Vec::new, one)?;
+    let mut found: Vec<_> = found.into_iter().flatten().collect();
+    found.sort_unstable_by_key(|(at, _)| *at);
+    Delta::assemble(bytes, header, found)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use windlass_core::delta::Mode;
+    use windlass_core::digest::BlockSum;
+    use windlass_core::identity::{CutsHash, Incarnation, LayoutHash, ModelId, StateDigest};
+
+    use super::*;
+
+    fn header(blocks: u32) -> DeltaHeader {
+        DeltaHeader {
+            model_id: ModelId::new("m").unwrap(),
+            base: (Incarnation(1), 1),
+            target: (Incarnation(1), 2),
+            layout_hash: LayoutHash([1; 16]),
+            cuts_hash: CutsHash([2; 16]),
+            base_digest: StateDigest([3; 16]),
+            target_digest: StateDigest([4; 16]),
+            blocks,
+        }
+    }
+
+    /// A container of `lengths` payloads, as one hand writes it, and as `threads` do.
+    fn both(lengths: &[usize], threads: usize) -> (Vec<u8>, Vec<u8>) {
+        let payloads: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(i, n)| vec![i as u8; *n]).collect();
+        let record = |i: usize| Record {
+            block: i as u32 * 3,
+            mode: Mode::Sparse,
+            sum: BlockSum([i as u64, 7]),
+            payload: &payloads[i],
+        };
+        let header = header(lengths.len() as u32 * 3 + 1);
+        let (mut one, mut builder) = (header.to_bytes(), PartBuilder::new());
+        for i in 0..payloads.len() {
+            let Record { block, mode, sum, payload } = record(i);
+            builder.push(block, &Encoded { mode, changes: 0, sum }, payload, &mut one);
+        }
+        builder.finish(&mut one);
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        let stop = Stop::never();
+        let bytes = write(&file, &header, (payloads.len(), 0), record, threads, &stop).unwrap();
+        let mut many = vec![0; bytes as usize];
+        file.read_exact_at(&mut many, 0).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), bytes);
+        (one, many)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+        #[test]
+        fn a_container_by_many_threads_is_that_of_one(
+            lengths in proptest::collection::vec(1usize..200_000, 0..120),
+            threads in 1usize..6,
+        ) {
+            let (one, many) = both(&lengths, threads);
+            prop_assert!(one == many);
+            let (a, b) = (Delta::parse(&one).unwrap(), parse(&one, threads).unwrap());
+            prop_assert_eq!(a.entries(), b.entries());
+            prop_assert_eq!((a.header, a.changes, a.parts), (b.header, b.changes, b.parts));
+        }
+
+        #[test]
+        fn damage_is_found_by_many_threads_as_by_one(at: proptest::sample::Index, bit in 0u8..8, cut: bool) {
+            let (mut bytes, _) = both(&[90_000; 80], 1);
+            let at = at.index(bytes.len());
+            if cut {
+                bytes.truncate(at);
+            } else {
+                bytes[at] ^= 1 << bit;
+            }
+            prop_assert!(Delta::parse(&bytes).is_err());
+            prop_assert!(parse(&bytes, 3).is_err());
+        }
+    }
+}
