@@ -81,7 +81,7 @@ def test_of_several_ranks_the_worst_counts() -> None:
         side(gpus=("GPU-2",), free_bytes=10 * 10**9, exports_handles=False, expandable_segments=True),
     ]
     facts = facts_between(
-        ranks, side(host="b"), elastic=True, baseline_bytes=16 * 10**9, peer={"delta": True}
+        ranks, side(host="b", gpus=("GPU-9",)), elastic=True, baseline_bytes=16 * 10**9, peer={"delta": True}
     )
     cuda = facts["trainer_cuda"]
     assert (cuda["free_bytes"], cuda["exports_handles"], cuda["expandable_segments"]) == (
@@ -94,13 +94,19 @@ def test_of_several_ranks_the_worst_counts() -> None:
     assert (choice["strategy"], choice["codec"], choice["offload"]) == ("tcp", "delta_plain", "copy")
     assert "17.0 GB" in choice["why"] and "10.0 GB are free" in choice["why"]
     roomy = facts_between(
-        ranks[0], side(host="b"), elastic=True, baseline_bytes=16 * 10**9, peer={"delta": True}
+        ranks[0],
+        side(host="b", gpus=("GPU-9",)),
+        elastic=True,
+        baseline_bytes=16 * 10**9,
+        peer={"delta": True},
     )
     assert choose(roomy)["offload"] == "delta"
 
 
 def test_the_chosen_way_to_offload_becomes_a_setting_of_the_manager() -> None:
-    facts = facts_between(side(), side(host="b"), elastic=True, baseline_bytes=10**9, peer={"delta": True})
+    facts = facts_between(
+        side(), side(host="b", gpus=("GPU-9",)), elastic=True, baseline_bytes=10**9, peer={"delta": True}
+    )
     made = strategy_from_config({"strategy": "auto"}, facts)
     assert made.config["manager"] == {"offload_mode": "delta"}
     # What the configuration says of the manager stays.
@@ -249,26 +255,19 @@ def test_a_file_that_is_no_library_is_no_driver(tmp_path: Path) -> None:
     assert "libcuda.so.1" in ask(env, OPEN)
 
 
-def test_importing_touches_no_driver_and_the_host_needs_none(driver: Driver, tmp_path: Path) -> None:
-    # A library that ends whoever loads it.
+def test_importing_touches_no_driver_and_the_host_needs_none(driver: Driver) -> None:
+    # A library that ends whoever loads it. Builds of torch with CUDA do when they are imported, so it is left out.
     env = driver(source="#include <stdlib.h>\n__attribute__((constructor)) void end(void) { _Exit(9); }")
-    code = f"""
-import windlass
-from windlass import choose, _windlass
-choose({{"placement": "same_host"}})
-import torch
-from windlass import WeightManager
-with WeightManager(model_id="m", region_dir={str(tmp_path)!r}) as wm:
-    wm.offload({{"w": torch.ones(4)}}, 1, 0, 1)
-maps = open("/proc/self/maps").read()
-assert "libcuda.so" not in maps
-print("fine")
-"""
-    assert ask(env, code) == "fine\n"
-    gone = subprocess.run(
-        [sys.executable, "-c", OPEN], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert gone.returncode == 9, "the library would have been noticed"
+
+    def ends(*command: str) -> int:
+        done = subprocess.run(
+            [sys.executable, *command], env=env, capture_output=True, timeout=120, check=False
+        )
+        return done.returncode
+
+    assert ends("-c", "import windlass; windlass.choose({'placement': 'same_host'})") == 0
+    assert ends("-m", "windlass", "bench", "digest", "--elements=64Ki", "--repeats=3") == 0
+    assert ends("-c", OPEN) == 9, "the library would have been noticed"
 
 
 BENCH = [sys.executable, str(ROOT / "bench" / "gpu_vllm.py")]

@@ -1,6 +1,6 @@
 //! Memory of a GPU that several processes know. How handles travel is the package's part; see `windlass_data::cuda::ipc`.
 
-use std::os::fd::IntoRawFd as _;
+use std::os::fd::IntoRawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
@@ -134,7 +134,7 @@ impl Exported {
     /// Descriptors of the granules, which the caller closes.
     fn descriptors(&self, py: Python<'_>) -> PyResult<Vec<i32>> {
         let made = py.detach(|| self.found.descriptors(&self.gpu)).map_err(Failure::from)?;
-        Ok(made.into_iter().map(|d| d.into_raw_fd()).collect())
+        Ok(made.into_iter().map(IntoRawFd::into_raw_fd).collect())
     }
 }
 

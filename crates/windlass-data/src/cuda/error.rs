@@ -350,7 +350,7 @@ impl CudaError {
             | E::NotExported { .. }
             | E::Context { .. }
             | E::Cuts { .. } => Kind::Unsupported,
-            E::NoSuchDevice { .. } | E::NoSuchUuid { .. } => Kind::NotFound,
+            E::NoSuchDevice { .. } | E::NoSuchUuid { .. } | E::Opening { .. } => Kind::NotFound,
             E::OutOfMemory { .. } | E::Pinned { .. } => Kind::Exhausted,
             E::Kernel { code, .. } | E::Call { code, .. } if *code == OUT_OF_MEMORY => Kind::Exhausted,
             E::Kernel { .. } | E::Call { .. } => Kind::Bug,
@@ -359,7 +359,6 @@ impl CudaError {
             | E::Count { .. }
             | E::Cast { .. }
             | E::Range { .. } => Kind::Invalid,
-            E::Opening { .. } => Kind::NotFound,
             E::PeerLost { .. } => Kind::PeerLost,
             E::Baseline { .. } => Kind::Stale,
             E::Refused { .. } => Kind::Corrupt,

@@ -299,12 +299,14 @@ mod tests {
         Memory { free: 130 << 30, pins: Ok(()), handles: Ok(()), descriptors: true }
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "what a driver answers")]
     fn healthy() -> Result<Survey, CudaError> {
         let devices =
             (0..2).map(|n| Device { facts: facts(n, (9, 0)), memory: Ok(memory()) }).collect::<Vec<_>>();
         Ok(Survey { cuda: (12, 8), devices, reach: vec![vec![Some(true); 2]; 2] })
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "what a driver answers")]
     fn troubled() -> Result<Survey, CudaError> {
         let refused = Memory {
             pins: Err("operation not permitted".into()),
