@@ -281,7 +281,9 @@ def test_disaggregated(device: str, versions: int) -> str:
                 for version in range(1, versions + 2):
                     if version > 1:
                         trainer.step()
-                        assert wm.offload(trainer.tensors(), version, 0, 1).mode == "delta"
+                        mode = wm.offload(trainer.tensors(), version, 0, 1).mode
+                        # The first may still be a copy, from which the baseline is made.
+                        assert mode == "delta" or version == 2, f"version {version} went by {mode}"
                     told = to.ask("follow", version=version)
                     assert told["version"] == version
                     hows.append(told["how"])
