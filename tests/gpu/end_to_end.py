@@ -115,7 +115,14 @@ class Disaggregated(Serving):
 
     def follow(self, version: int) -> dict[str, Any]:
         """Takes versions over until it has this one."""
-        loaded = list(self.follower.run(version, patience=PATIENCE))[-1]
+        until, loaded = time.monotonic() + PATIENCE, None
+        while loaded is None or loaded.version < version:
+            if time.monotonic() > until:
+                raise TimeoutError(f"version {version} did not come; the image has {self.receiver.version}")
+            if (step := self.follower.step(5.0)) is not None:
+                loaded = step
+            else:
+                sys.stderr.write(f"nothing came for 5 s: {version} is waited for\n")
         self.engine.start()
         last = self.live.report().last
         assert last is not None
