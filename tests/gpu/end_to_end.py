@@ -44,6 +44,9 @@ from windlass.load.trace import trace
 SIZE = "tiny"
 #: Tokens that are made with each version at the least.
 TOKENS = 6
+#: How far the score of a token may be from that of the same step made again, as a part of it. A mixture of two versions may
+#: be as near as one unit of bf16, so that only 0 proves that there was none.
+NEAR = 0.0
 
 
 def built(form: str, device: str, seed: int) -> Any:
@@ -112,7 +115,14 @@ class Disaggregated(Serving):
 
     def follow(self, version: int) -> dict[str, Any]:
         """Takes versions over until it has this one."""
-        loaded = list(self.follower.run(version, patience=PATIENCE))[-1]
+        until, loaded = time.monotonic() + PATIENCE, None
+        while loaded is None or loaded.version < version:
+            if time.monotonic() > until:
+                raise TimeoutError(f"version {version} did not come; the image has {self.receiver.version}")
+            if (step := self.follower.step(5.0)) is not None:
+                loaded = step
+            else:
+                sys.stderr.write(f"nothing came for 5 s: {version} is waited for\n")
         self.engine.start()
         last = self.live.report().last
         assert last is not None
@@ -259,7 +269,7 @@ class Trainer:
         assert len({json.dumps(a) for a in answers}) > 1, "no version changed an answer: nothing was proved"
         tokens = [Token(*row) for row in to.ask("tokens")]
         assert {t.version for t in tokens} == set(self.versions)
-        steps, mixed = reference.replay(tokens, self.versions)
+        steps, mixed = reference.replay(tokens, self.versions, NEAR)
         pauses = to.ask("pauses")
         return (
             f"{steps} tokens, {mixed} answers across versions, {statistics.median(self.changed):.1%} changed a step, "
@@ -281,7 +291,9 @@ def test_disaggregated(device: str, versions: int) -> str:
                 for version in range(1, versions + 2):
                     if version > 1:
                         trainer.step()
-                        assert wm.offload(trainer.tensors(), version, 0, 1).mode == "delta"
+                        mode = wm.offload(trainer.tensors(), version, 0, 1).mode
+                        # The first may still be a copy, from which the baseline is made.
+                        assert mode == "delta" or version == 2, f"version {version} went by {mode}"
                     told = to.ask("follow", version=version)
                     assert told["version"] == version
                     hows.append(told["how"])
@@ -339,7 +351,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--versions", type=int, default=10)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--near", type=float, default=0.0, help="where kernels do not repeat themselves: 0.02"
+    )
     given = parser.parse_args()
+    global NEAR
+    NEAR = given.near
     logging.basicConfig(level=logging.WARNING, format="  log: %(message)s")
     torch.set_num_threads(1)
     if given.serve:
