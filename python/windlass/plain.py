@@ -43,7 +43,7 @@ class Record:
     #: The ``type`` in JSON.
     type_name: ClassVar[str]
     _what: ClassVar[str]
-    _judge: ClassVar[Callable[[str], str]]
+    _judge: ClassVar[Callable[[str], str | None]]
     _types: ClassVar[Mapping[str, type[Record]]]
 
     def __post_init__(self) -> None:
@@ -58,7 +58,8 @@ class Record:
             except UnicodeDecodeError as e:
                 raise WindlassInvalid(f"this {cls._what} is not JSON: {e}", name="not_json") from e
         text = value if isinstance(value, str) else text_of(value, cls._what)
-        canonical: Plain = json.loads(cls._judge(text))
+        # Nothing if the text is the canonical form.
+        canonical: Plain = json.loads(cls._judge(text) or text)
         return canonical
 
     def _fill(self, canonical: Plain) -> None:

@@ -9,15 +9,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FallocateFlags, fallocate};
-use windlass_core::delta::container::{FULL_PAYLOAD, FULL_RECORDS, Piece, put_end};
+use windlass_core::delta::container::{FULL_PAYLOAD, FULL_RECORDS, PART_HEAD, Piece, index_len, put_end};
 use windlass_core::delta::{Delta, DeltaError, DeltaHeader, Encoded, PartBuilder, Record};
 
 use crate::shm::{Access, Mapping};
 use crate::stop::{Stop, Stopped};
 use crate::work;
 
-/// Bytes of parts that each thread builds before they are written.
-const WAVE: usize = 16 << 20;
 /// Below this a second thread costs more than it saves.
 const SMALL: usize = 4 << 20;
 
@@ -53,86 +51,79 @@ pub(crate) fn write<'a>(
     threads: usize,
     stop: &Stop,
 ) -> Result<u64, WriteFault> {
-    // Of each part, the first record and the bytes of payload before it.
-    let mut parts = vec![(0, 0)];
-    let (mut records, mut payload, mut total) = (0, 0, 0);
+    let front = header.to_bytes();
+    // Of each part, its first record and where it begins in the file; and of the end.
+    let mut parts = vec![(0, front.len() as u64)];
+    let mut one = Part::default();
     for i in 0..count {
-        if payload >= FULL_PAYLOAD || records >= FULL_RECORDS {
-            parts.push((i, total));
-            (records, payload) = (0, 0);
+        if one.payload >= FULL_PAYLOAD || one.records >= FULL_RECORDS {
+            let (_, at) = parts[parts.len() - 1];
+            parts.push((i, at + one.bytes()));
+            one = Part::default();
         }
-        let bytes = record(i).payload.len();
-        records += 1;
-        payload += bytes;
-        total += bytes;
+        one.add(&record(i));
     }
     if count > 0 {
-        parts.push((count, total));
+        let (_, at) = parts[parts.len() - 1];
+        parts.push((count, at + one.bytes()));
     }
-    let threads = if total < SMALL { 1 } else { threads.max(1) };
-    let front = header.to_bytes();
-    file.write_all_at(&front, 0).map_err(WriteFault::Io)?;
-    let mut at = front.len() as u64;
-    let last = parts.len() - 1;
-    let mut first = 0;
-    while first < last {
-        let room = parts[first].1 + WAVE * threads;
-        let next = parts.partition_point(|p| p.1 <= room).clamp(first + 2, last + 1) - 1;
-        let make = |built: &mut Vec<(u64, Vec<u8>)>, part: u64| {
-            let (mut builder, mut out) = (PartBuilder::new(), Vec::with_capacity(FULL_PAYLOAD * 2));
-            let part = first + part as usize;
-            for i in parts[part].0..parts[part + 1].0 {
-                let Record { block, mode, sum, payload } = record(i);
-                // Changes are counted for all at once.
-                builder.push(block, &Encoded { mode, changes: 0, sum }, payload, &mut out);
-            }
-            builder.close(&mut out);
-            built.push((part as u64, out));
-            Ok::<(), WriteFault>(())
-        };
-        let built = work::each(threads, (next - first) as u64, stop, Vec::new, make)?;
-        let mut built: Vec<_> = built.into_iter().flatten().collect();
-        built.sort_unstable_by_key(|(part, _)| *part);
-        at = put(file, at, &built, threads, stop)?;
-        first = next;
-    }
+    let (last, (_, at)) = (parts.len() - 1, parts[parts.len() - 1]);
     let mut end = Vec::new();
     put_end(&mut end, last as u32, count as u64, changes);
-    file.write_all_at(&end, at).map_err(WriteFault::Io)?;
-    Ok(at + end.len() as u64)
-}
-
-/// Writes parts one after another, from `at` on, and answers where they end.
-fn put(
-    file: &File,
-    at: u64,
-    parts: &[(u64, Vec<u8>)],
-    threads: usize,
-    stop: &Stop,
-) -> Result<u64, WriteFault> {
-    let mut places = Vec::with_capacity(parts.len());
-    let mut end = at;
-    for (_, bytes) in parts {
-        places.push(end);
-        end += bytes.len() as u64;
-    }
+    let bytes = at + end.len() as u64;
+    let threads = if bytes < SMALL as u64 { 1 } else { threads.max(1) };
     // Writes to a file take turns, stores to its memory do not. What is stored there must have been reserved: without
     // room, a write is an error and a store the end of the process.
-    let reserved = threads > 1 && fallocate(file, FallocateFlags::empty(), at, end - at).is_ok();
-    if !reserved {
-        for ((_, bytes), at) in parts.iter().zip(&places) {
-            stop.check()?;
-            file.write_all_at(bytes, *at).map_err(WriteFault::Io)?;
+    let reserved = threads > 1 && fallocate(file, FallocateFlags::empty(), 0, bytes).is_ok();
+    let memory = reserved.then(|| Mapping::map(file, bytes, Access::Write)).transpose();
+    let memory = memory.map_err(WriteFault::Io)?;
+    let put = |at: u64, bytes: &[u8]| match &memory {
+        Some(memory) => {
+            memory.copy_in(at, bytes);
+            Ok(())
         }
-        return Ok(end);
+        None => file.write_all_at(bytes, at).map_err(WriteFault::Io),
+    };
+    put(0, &front)?;
+    let make = |(builder, out): &mut (PartBuilder, Vec<u8>), part: u64| {
+        let part = part as usize;
+        out.clear();
+        for i in parts[part].0..parts[part + 1].0 {
+            let Record { block, mode, sum, payload } = record(i);
+            // Changes are counted for all at once.
+            builder.push(block, &Encoded { mode, changes: 0, sum }, payload, out);
+        }
+        builder.close(out);
+        let (at, end) = (parts[part].1, parts[part + 1].1);
+        assert_eq!(out.len() as u64, end - at, "the length of part {part}");
+        put(at, out)
+    };
+    work::each(threads, last as u64, stop, Default::default, make)?;
+    put(at, &end)?;
+    Ok(bytes)
+}
+
+/// How long a part gets.
+#[derive(Clone, Copy, Debug, Default)]
+struct Part {
+    records: usize,
+    payload: usize,
+    index: usize,
+    next: u32,
+}
+
+impl Part {
+    fn add(&mut self, record: &Record<'_>) {
+        let len = record.payload.len();
+        self.index += index_len(record.block - self.next, len as u32);
+        self.next = record.block + 1;
+        self.records += 1;
+        self.payload += len;
     }
-    let mapping = Mapping::map(file, end, Access::Write).map_err(WriteFault::Io)?;
-    work::each(threads, parts.len() as u64, stop, || (), |(), i| {
-        let i = i as usize;
-        mapping.copy_in(places[i], &parts[i].1);
-        Ok::<(), WriteFault>(())
-    })?;
-    Ok(end)
+
+    fn bytes(&self) -> u64 {
+        (PART_HEAD + self.index + self.payload) as u64
+    }
 }
 
 /// [`Delta::parse`] by several threads.

@@ -10,7 +10,7 @@ use windlass_core::address::{Endpoint, Host};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
 use windlass_core::identity::ModelId;
-use windlass_core::request::{Parameters, WeightUpdateRequest, parse_request_json};
+use windlass_core::request::{Parameters, WeightUpdateRequest, is_canonical_packed, parse_request_json};
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
 
 use crate::errors::Failure;
@@ -145,10 +145,14 @@ pub(crate) fn check_host(text: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads and checks JSON text of a request, plain or one of the four legacy dictionaries; gives the plain form.
+/// Reads and checks JSON text of a request, plain or one of the four legacy dictionaries; gives the plain form, or nothing
+/// if the text is that.
 #[pyfunction]
-pub(crate) fn parse_request(text: &str) -> Result<String, Failure> {
-    Ok(parse_request_json(text.as_bytes())?.to_json())
+pub(crate) fn parse_request(text: &str) -> Result<Option<String>, Failure> {
+    if is_canonical_packed(text.as_bytes()) {
+        return Ok(None);
+    }
+    Ok(Some(parse_request_json(text.as_bytes())?.to_json()))
 }
 
 /// The legacy dictionaries of a request, as JSON text of a list. With `one`, a request that is several is refused.

@@ -13,7 +13,8 @@ use crate::varint::{put_varint, take_varint};
 const MAGIC: &[u8; 8] = b"WLDELTA1";
 const PART: &[u8; 4] = b"PART";
 const END: &[u8; 4] = b"END\0";
-const PART_HEAD: usize = 24;
+/// Bytes in front of a part's index.
+pub const PART_HEAD: usize = 24;
 const END_LEN: usize = 32;
 const FIXED_HEADER: usize = 8 + 4 + 4 * 16 + 4 * 8 + 4 + 2;
 const MAX_HEADER: usize = FIXED_HEADER + ModelId::MAX_LEN + 8;
@@ -211,6 +212,13 @@ impl PartBuilder {
     pub fn changes(&self) -> u64 {
         self.changes
     }
+}
+
+/// Bytes that a record takes in the index of its part: `gap` is how many blocks there are between it and the one before, or
+/// its own number if it is the first.
+pub fn index_len(gap: u32, payload: u32) -> usize {
+    let varint = |value: u32| (32 - (value | 1).leading_zeros()).div_ceil(7) as usize;
+    varint(gap) + 1 + varint(payload) + 16
 }
 
 /// Appends the end of a container. [`PartBuilder::finish`] does it for whoever builds all parts with one builder.

@@ -366,9 +366,10 @@ pub fn state_of(
     sums: &SumTable,
     blocks: &BlockRanges,
 ) -> Result<StateSum, ManifestError> {
-    let mut state = StateSum::default();
+    let (mut state, mut tensor) = (StateSum::default(), 0);
     for number in blocks.iter() {
-        state.add(manifest.cuts().block(number)?.tensor, sums.get(number));
+        tensor = manifest.cuts().tensor_of(number, tensor)?;
+        state.add(tensor, sums.get(number));
     }
     Ok(state)
 }
@@ -401,6 +402,7 @@ pub fn join(
             let found = delta.header.base_digest;
             return Err(EarlyError::Base { rank, base: base.version, found, expected });
         }
+        let mut tensor = 0;
         for entry in delta.entries() {
             let block = entry.block;
             if !roster.blocks.contains(block) {
@@ -409,7 +411,7 @@ pub fn join(
             if entry.mode == Mode::Context {
                 return Err(EarlyError::Context { rank, block });
             }
-            let tensor = manifest.cuts().block(block)?.tensor;
+            tensor = manifest.cuts().tensor_of(block, tensor)?;
             state.remove(tensor, sums.get(block));
             state.add(tensor, entry.sum);
             sums.set(block, tensor, entry.sum);

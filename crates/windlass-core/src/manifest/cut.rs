@@ -149,6 +149,19 @@ impl CutTable {
         Ok(self.grids[tensor].block(tensor as u32, u64::from(block - self.first[tensor])))
     }
 
+    /// Whose block it is. Cheaper than all of its geometry, and next to nothing where blocks come in order: `near` is what
+    /// was answered last.
+    pub fn tensor_of(&self, block: u32, near: u32) -> Result<u32, ManifestError> {
+        let there = self.first.get(near as usize).zip(self.first.get(near as usize + 1));
+        if there.is_some_and(|(first, next)| (*first..*next).contains(&block)) {
+            return Ok(near);
+        }
+        if block >= self.blocks() {
+            return Err(ManifestError::NoSuchBlock { block, count: self.blocks() });
+        }
+        Ok((self.first.partition_point(|&f| f <= block) - 1) as u32)
+    }
+
     /// The numbers of a tensor's blocks.
     pub fn of_tensor(&self, tensor: usize) -> std::ops::Range<u32> {
         self.first[tensor]..self.first[tensor + 1]

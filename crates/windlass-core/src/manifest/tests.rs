@@ -277,6 +277,9 @@ proptest! {
         for b in 0..m.cuts().blocks() {
             let block = m.cuts().block(b).unwrap();
             prop_assert!(block.units() <= BLOCK_UNITS && block.units() > 0);
+            for near in 0..4 {
+                prop_assert_eq!(m.cuts().tensor_of(b, near).unwrap(), block.tensor);
+            }
             let first = owner(block.start);
             for local in 0..block.units() {
                 let unit = block.tensor_unit(local);
@@ -287,6 +290,7 @@ proptest! {
             prop_assert!(by_runs.iter().copied().eq((0..block.units()).map(|l| block.tensor_unit(l))));
         }
         prop_assert!(seen.iter().all(|&s| s));
+        prop_assert!(m.cuts().tensor_of(m.cuts().blocks(), 0).is_err());
     }
 
     #[test]

@@ -59,12 +59,14 @@ mod fields;
 mod ipc;
 mod legacy;
 mod parameters;
+mod quick;
 
 pub use error::RequestError;
 pub use fields::FieldError;
 pub use ipc::{GpuUuid, HandleKind, IpcHandle, IpcHandles, PackedTensor, packed_layout};
 pub use legacy::{parse_request, parse_request_json};
 pub use parameters::Parameters;
+pub use quick::is_canonical_packed;
 
 pub(crate) use fields::{Fields, tag};
 

@@ -30,7 +30,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use windlass_core::delta::{Delta, Mode, Tile};
 use windlass_core::digest::BlockSum;
@@ -55,6 +55,10 @@ const PIECE: u64 = 256 << 10;
 const REACH: u64 = 16 << 20;
 /// Bytes of an image that are on their way from the host at a time.
 const CHUNK: u64 = 64 << 20;
+/// Buffers of dropped deltas that are kept, three to a delta.
+const KEPT: usize = 6;
+/// Waste that is not worth another buffer.
+const LITTLE: u64 = 1 << 20;
 /// The most pieces of a plan; more would be a plan of single elements.
 const MAX_PIECES: usize = 1 << 24;
 
@@ -318,18 +322,64 @@ struct Group {
     count: usize,
 }
 
-/// A delta on the device, for one plan.
+/// Device memory of deltas that were dropped. Giving it back waits for whatever the device computes, and the next delta
+/// needs as much.
+#[derive(Debug, Default)]
+struct Spare(Mutex<Vec<DeviceBuffer>>);
+
+impl Spare {
+    /// A buffer of at least so many bytes.
+    fn take(&self, gpu: &Gpu, bytes: u64, what: &'static str) -> Result<DeviceBuffer, CudaError> {
+        {
+            let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            // The smallest that does, if that is not far too large.
+            free.sort_by_key(DeviceBuffer::bytes);
+            let fits = |b: &DeviceBuffer| b.bytes() >= bytes && b.bytes() <= bytes.saturating_mul(4) + LITTLE;
+            if let Some(i) = free.iter().position(fits) {
+                return Ok(free.swap_remove(i));
+            }
+        }
+        let more = bytes + bytes / 4;
+        DeviceBuffer::new(gpu, more, what, SMALL).or_else(|_| {
+            // What is kept for later may be what is missing now.
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            DeviceBuffer::new(gpu, bytes, what, SMALL)
+        })
+    }
+
+    /// Keeps a buffer; the oldest beyond a few go.
+    fn put(&self, buffer: DeviceBuffer) {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(buffer);
+        if free.len() > KEPT {
+            free.remove(0);
+        }
+    }
+}
+
+/// A delta on the device, for one plan. Its memory is kept for the next one; nothing may be under way in it when it is
+/// dropped, and nothing is: [`DevicePlan::apply`] waits.
 pub struct Staged {
-    payload: DeviceBuffer,
-    patches: DeviceBuffer,
-    outcomes: DeviceBuffer,
+    memory: Option<[DeviceBuffer; 3]>,
+    spare: Arc<Spare>,
     groups: Vec<Group>,
     /// For each patch, its block.
     blocks: Vec<u32>,
     bytes: u64,
 }
 
+impl Drop for Staged {
+    fn drop(&mut self) {
+        self.memory.take().into_iter().flatten().for_each(|buffer| self.spare.put(buffer));
+    }
+}
+
 impl Staged {
+    /// Addresses of the payloads, the index, and the outcomes.
+    fn addresses(&self) -> [u64; 3] {
+        self.memory.as_ref().map_or([0; 3], |m| m.each_ref().map(DeviceBuffer::address))
+    }
+
     /// Records that reach this worker.
     pub fn records(&self) -> usize {
         self.blocks.len()
@@ -371,6 +421,7 @@ pub struct DevicePlan {
     sparse: Option<Sparse>,
     digest: Option<Digest>,
     way: Option<Way>,
+    spare: Arc<Spare>,
 }
 
 struct Sparse {
@@ -427,6 +478,7 @@ impl DevicePlan {
             sparse: None,
             digest: None,
             way: None,
+            spare: Arc::default(),
         })
     }
 
@@ -670,16 +722,17 @@ impl DevicePlan {
         let kernels: Vec<_> = groups.iter().map(|g| g.kernel).collect();
         self.gpu.kernels().prepare(&self.gpu, &kernels)?;
         let bytes = delta.bytes();
-        let payload = DeviceBuffer::new(&self.gpu, bytes.len() as u64 + 16, "a delta", SMALL)?;
+        let (count, spare) = (patches.len() as u64, Arc::clone(&self.spare));
+        let take = |bytes, what| spare.take(&self.gpu, bytes, what);
+        let payload = take(bytes.len() as u64 + 16, "a delta")?;
+        let table = take(count * size_of::<Patch>() as u64, "the index of a delta")?;
+        let outcomes = take(count * 4, "the outcomes of a delta")?;
         self.bring(bytes, payload.address(), stop)?;
-        let table = DeviceBuffer::of(&self.stream, &patches, "the index of a delta")?;
-        let outcomes =
-            DeviceBuffer::new(&self.gpu, patches.len() as u64 * 4, "the outcomes of a delta", SMALL)?;
+        self.stream.upload_table(&patches, &table)?;
         Ok(Staged {
             bytes: payload.bytes() + table.bytes() + outcomes.bytes(),
-            payload,
-            patches: table,
-            outcomes,
+            memory: Some([payload, table, outcomes]),
+            spare,
             groups,
             blocks: patches.iter().map(|p| p.place).collect(),
         })
@@ -731,7 +784,10 @@ impl DevicePlan {
         if refetch + malformed == 0 {
             return Ok(Applied { applied, skipped });
         }
-        let outcomes = self.stream.download_table::<u32>(&staged.outcomes, staged.blocks.len())?;
+        let outcomes = match &staged.memory {
+            Some([.., outcomes]) => self.stream.download_table::<u32>(outcomes, staged.blocks.len())?,
+            None => Vec::new(),
+        };
         let first = outcomes.iter().position(|o| *o >= 2).unwrap_or(0);
         Err(CudaError::Refused {
             refused: refetch + malformed,
@@ -748,15 +804,16 @@ impl DevicePlan {
     fn start(&self, staged: &Staged) -> Result<(), CudaError> {
         let Some(sparse) = &self.sparse else { return Ok(()) };
         self.stream.zero(&self.tally, self.tally.bytes())?;
+        let [payload, patches, outcomes] = staged.addresses();
         for (work, group) in staged.groups.iter().enumerate() {
             let sums = sparse.sums.as_ref().filter(|_| group.is_checked);
             let args = ApplyArgs {
                 places: sparse.place_table.address(),
                 pieces: sparse.piece_table.address(),
-                patches: staged.patches.address() + (group.first * size_of::<Patch>()) as u64,
-                payload: staged.payload.address(),
+                patches: patches + (group.first * size_of::<Patch>()) as u64,
+                payload,
                 sums: sums.map_or(0, DeviceBuffer::address),
-                outcomes: staged.outcomes.address() + group.first as u64 * 4,
+                outcomes: outcomes + group.first as u64 * 4,
                 tally: self.tally.address(),
                 count: group.count as u32,
                 work: work as u32,

@@ -26,6 +26,9 @@ use crate::stop::Stop;
 /// More than any header of a delta has.
 const FRONT: u64 = 4096;
 
+/// How far the background work steps back, in steps of `nice`: a third of the processor where others want all of it.
+const NICE: i32 = 5;
+
 /// What a rank answers for, and how it works.
 #[derive(Clone, Debug)]
 pub struct RankSpec {
@@ -551,6 +554,14 @@ fn left_behind(region: &Region, folder: &Folder, roster: &Roster) -> Option<Take
     Some(Taken { version, digest })
 }
 
+/// From here on this thread and those that it starts let others go first: engines wait for what was handed out, and nobody
+/// waits for the slot.
+fn step_back() {
+    if let Err(error) = rustix::process::nice(NICE) {
+        tracing::debug!(%error, "the background work keeps its priority");
+    }
+}
+
 /// Milliseconds since `begun`, which is now after.
 fn lap(begun: &mut Instant) -> f64 {
     let now = Instant::now();
@@ -599,6 +610,7 @@ impl Run {
         let digest = sums.digest(manifest);
         self.hand_out(&newest, digest, &records, handed_out, stop);
         let part_ms = lap(&mut begun);
+        step_back();
         let attempt = writer.begin(version, stop)?;
         // Nobody but this rank writes its blocks, so they are as it left them, also if others have begun and given up.
         let older = older.filter(|(known, _)| known.slot == attempt.slot());
@@ -633,14 +645,15 @@ impl Run {
 
     /// The sums after the records.
     fn next_sums(&self, base: &SumTable, records: &Records) -> Result<SumTable, EarlyError> {
-        let mut sums = base.clone();
+        let (mut sums, mut tensor) = (base.clone(), 0);
         for e in records.entries() {
             let block = e.block;
             if !self.roster.blocks.contains(block) {
                 let source = RecordsFault::NotOwn { block };
                 return Err(EarlyError::Records { rank: self.rank, version: self.version, source });
             }
-            sums.set(block, self.region.manifest().cuts().block(block)?.tensor, e.sum);
+            tensor = self.region.manifest().cuts().tensor_of(block, tensor)?;
+            sums.set(block, tensor, e.sum);
         }
         Ok(sums)
     }
