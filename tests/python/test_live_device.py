@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from windlass import Receiver, WeightManager
-from windlass.errors import WindlassCorrupt, WindlassError, WindlassExhausted, WindlassUnsupported
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassError,
+    WindlassExhausted,
+    WindlassInvalid,
+    WindlassStale,
+    WindlassUnsupported,
+)
 from windlass.load import Live, LoadOrder, Report
 from windlass.load import device as device_module
 from windlass.load import live as live_module
@@ -35,6 +42,8 @@ class Plan:
         self.native, self.tensors = native, tensors
         self.calls: list[str] = []
         self.fails: dict[str, WindlassError] = {}
+        #: What the next delta that no image shows leads to.
+        self.fetched: list[torch.Tensor] = []
 
     @property
     def addresses(self) -> list[int]:
@@ -57,6 +66,10 @@ class Plan:
         records = Records([t.clone() for t in self.tensors], [t.clone() for t in self.tensors])
         self.native.sparse(held, incarnation, version, [t.data_ptr() for t in records.after])
         return [records]
+
+    def stage_fetched(self, fetched: Any, incarnation: int, version: int, timeout: float) -> list[Any]:
+        self._called("stage")
+        return [Records([t.clone() for t in self.tensors], self.fetched)]
 
     def apply(self, records: Records, stream: int, timeout: float) -> tuple[int, int]:
         self._called("apply")
@@ -92,16 +105,28 @@ class Bench:
         self.live = Live(reference.ReferenceSession(self.model), verify_every=3)
         self.version = 0
 
+    def fused(self) -> list[torch.Tensor]:
+        """The parameters of the device as they are with the trainer's weights."""
+        fresh = reference.fuse(reference.plain("tiny", "cpu", 5))
+        reference.ReferenceSession(fresh).load(self.trainer.named_parameters())
+        values = dict(fresh.named_parameters())
+        names = {p.data_ptr(): name for name, p in self.model.named_parameters()}
+        return [values[names[t.data_ptr()]].detach() for t in self.plan.tensors]
+
     def publish(self) -> LoadOrder:
         """The next version, as an order."""
+        self.announce()
+        self.receiver.wait(self.version, 60)
+        with self.receiver.hold() as image:
+            return LoadOrder.of(image)
+
+    def announce(self) -> None:
+        """The next version, of which the receiver knows nothing yet."""
         self.version += 1
         for parameter in self.trainer.parameters():
             parameter.view(-1)[self.version :: 37] += 0.5
         self.wm.offload(dict(self.trainer.named_parameters()), self.version, 0, 1)
         self.wm.wait_delta_ready(timeout=60)
-        self.receiver.wait(self.version, 60)
-        with self.receiver.hold() as image:
-            return LoadOrder.of(image)
 
     @property
     def plan(self) -> Plan:
@@ -268,3 +293,56 @@ def test_parameters_on_several_devices_are_not_replayed() -> None:
         device_weights(None, [host, other])
     with pytest.raises(WindlassUnsupported, match="meta"):
         device_weights(None, [other])
+
+
+def test_a_version_is_taken_over_before_the_image_has_it(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    bench.check(bench.live.load(bench.publish()), "sparse")
+    assert bench.receiver.fetch(0.05) is None
+    for _ in range(3):
+        bench.calls()
+        before = bench.version
+        bench.announce()
+        fetched = bench.receiver.fetch(60)
+        assert fetched is not None and fetched.version == bench.version
+        bench.plan.fetched = bench.fused()
+        assert bench.live.stage_fetched(fetched)
+        assert bench.calls()[-1] == "stage"
+        bench.check(bench.live.load_fetched(fetched), "sparse")
+        assert bench.calls() == ["apply"]
+        # The image follows.
+        assert bench.receiver.version == before
+        assert bench.receiver.show(fetched)["mode"] == "delta"
+        assert bench.receiver.version == bench.version
+        with pytest.raises(WindlassInvalid, match="shown before"):
+            bench.receiver.show(fetched)
+    # And the ways of before go on from there.
+    bench.check(bench.live.load(bench.publish()), "sparse")
+
+
+def test_a_delta_that_cannot_be_taken_over_goes_by_the_image(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    bench.check(bench.live.load(bench.publish()), "sparse")
+    bench.announce()
+    fetched = bench.receiver.fetch(60)
+    assert fetched is not None
+    with pytest.raises(WindlassInvalid, match="not staged"):
+        bench.live.load_fetched(fetched)
+    bench.plan.fails["stage"] = WindlassStale("what was fetched begins elsewhere")
+    assert not bench.live.stage_fetched(fetched)
+    bench.plan.fails.clear()
+    # A record that does not fit leaves the worker dirty, and the image heals it.
+    bench.plan.fetched = bench.fused()
+    assert bench.live.stage_fetched(fetched)
+    bench.plan.fails["apply"] = WindlassCorrupt(
+        "the weights in place are not those that the delta begins from"
+    )
+    report = bench.live.load_fetched(fetched)
+    assert report.state == "dirty" and report.live is None and report.error is not None
+    bench.plan.fails.clear()
+    bench.receiver.show(fetched)
+    with bench.receiver.hold() as image:
+        order = LoadOrder.of(image)
+    bench.check(bench.live.load(order), "dense")

@@ -459,7 +459,8 @@ impl DevicePlan {
             fetched.with(|fetched| {
                 let base = fetched.base();
                 if (base.incarnation, base.version) != (Incarnation(base_incarnation), base_version) {
-                    let text = format!("what was fetched begins at {base}, and not at version {base_version}");
+                    let text =
+                        format!("what was fetched begins at {base}, and not at version {base_version}");
                     return Err(Failure::new(Kind::Stale, text));
                 }
                 let parts = fetched.parts(crate::held::hands())?;

@@ -11,7 +11,9 @@ use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
-use windlass_data::receiver::{Control as _, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle};
+use windlass_data::receiver::{
+    Control as _, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle,
+};
 use windlass_data::region::Memfd;
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
@@ -168,7 +170,8 @@ impl Receiver {
                 Start::Delta(fetch) => {
                     let fetched = fetch.run(stop)?;
                     let (known, synced) = (fetched.known(), fetched.synced());
-                    let told = serde_json::to_string(synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
+                    let told =
+                        serde_json::to_string(synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
                     Ok(Some(FetchedDelta { known, told, inner: Mutex::new(Some(fetched)) }))
                 }
                 Start::Whole { why, newest } => {
@@ -232,7 +235,8 @@ impl FetchedDelta {
     }
 
     pub(crate) fn with<T>(&self, work: impl FnOnce(&Fetched) -> Result<T, Failure>) -> Result<T, Failure> {
-        let gone = || Failure::invalid(format!("the delta to {} is in the image already", self.known.identity));
+        let gone =
+            || Failure::invalid(format!("the delta to {} is in the image already", self.known.identity));
         work(self.lock().as_ref().ok_or_else(gone)?)
     }
 

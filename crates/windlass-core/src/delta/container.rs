@@ -410,7 +410,9 @@ impl<'a> Delta<'a> {
                     entries.append(&mut these);
                     seen_parts += 1;
                 }
-                Piece::End { parts, records, changes, len } => end = Some((parts, records, changes, at + len)),
+                Piece::End { parts, records, changes, len } => {
+                    end = Some((parts, records, changes, at + len));
+                }
             }
         }
         let (parts, records, changes, end) = end.ok_or_else(|| malformed("it is missing"))?;

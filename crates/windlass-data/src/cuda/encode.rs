@@ -692,9 +692,8 @@ impl DeltaSource for Arc<Records> {
         };
         let entries = self.iter().map(entry).collect();
         let changes = self.changes;
-        early::Records::new(entries, changes, Box::new(Payload(*self))).map_err(|source| {
-            EarlyError::Records { rank: base.rank, version: base.version, source }
-        })
+        early::Records::new(entries, changes, Box::new(Payload(*self)))
+            .map_err(|source| EarlyError::Records { rank: base.rank, version: base.version, source })
     }
 }
 

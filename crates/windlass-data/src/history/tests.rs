@@ -601,7 +601,7 @@ fn a_trail_leads_from_the_base_to_the_image_or_says_why_not() {
             let trail = find((INCARNATION, run.versions[from]), to).unwrap();
             assert_eq!((trail.len(), trail.is_empty()), (to - from, to == from));
             let mut image = run.images[from].clone();
-            for delta in trail.deltas().unwrap() {
+            for delta in trail.deltas(2).unwrap() {
                 let path = run.history.path(delta.header.base.1, delta.header.target.1);
                 apply(&run.manifest, &fs::read(path).unwrap(), &mut image);
             }
@@ -635,7 +635,7 @@ fn a_trail_leads_from_the_base_to_the_image_or_says_why_not() {
     bytes[middle] ^= 1;
     fs::write(&file, bytes).unwrap();
     let broken = find((INCARNATION, 103), 4).unwrap();
-    assert!(matches!(broken.deltas(), Err(TrailError::Broken { .. })));
+    assert!(matches!(broken.deltas(2), Err(TrailError::Broken { .. })));
     fs::remove_dir_all(&dir).unwrap();
     assert!(why((INCARNATION, 100), 1).contains("kept none"));
 }

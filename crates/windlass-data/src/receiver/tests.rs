@@ -120,7 +120,7 @@ impl Worker {
         let known = view.known();
         let trail =
             Trail::find(&dir.join("deltas"), view.manifest(), self.live, (&known.identity, known.digest))?;
-        let deltas = trail.deltas()?;
+        let deltas = trail.deltas(1)?;
         let loaded =
             self.plan.sparse(&deltas, view.data(), &mut [&mut self.memory], None, 1, &stop()).unwrap();
         self.live = (known.identity.incarnation, known.identity.version);

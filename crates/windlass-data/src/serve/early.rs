@@ -178,8 +178,10 @@ impl Inner {
         }
         let rosters = self.rosters()?;
         early::cover(manifest, self.region.incarnation(), &held, &rosters)?;
-        let deltas: Vec<Delta<'_>> =
-            (0..).zip(&brought).map(|(rank, b)| b.parse(rank, self.config.threads)).collect::<Result<_, _>>()?;
+        let deltas: Vec<Delta<'_>> = (0..)
+            .zip(&brought)
+            .map(|(rank, b)| b.parse(rank, self.config.threads))
+            .collect::<Result<_, _>>()?;
         let origin = Origin {
             manifest,
             model_id: self.region.model_id(),
