@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -174,6 +174,11 @@ class DevicePlan:
         """
         Brings a delta, a container of records, to the device. The parameters are not touched.
         """
+    def stage_fetched(self, /, fetched: FetchedDelta, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
+        """
+        Brings a delta that a receiver has fetched to the device, to be applied part after part. Stale if it begins at another
+        version than the one given.
+        """
     def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
         """
         Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
@@ -221,6 +226,37 @@ class Exported:
     def size(self, /) -> int:
         """
         Bytes of its allocation.
+        """
+
+@final
+class FetchedDelta:
+    """
+    A delta in memory that no image shows yet.
+    """
+    @property
+    def digest(self, /) -> str:
+        """
+        The digest of that version.
+        """
+    @property
+    def incarnation(self, /) -> str:
+        """
+        The incarnation that it belongs to.
+        """
+    @property
+    def model_id(self, /) -> str:
+        """
+        The model that it belongs to.
+        """
+    @property
+    def told(self, /) -> str:
+        """
+        What it took to fetch it, as JSON.
+        """
+    @property
+    def version(self, /) -> int:
+        """
+        The version that it leads to.
         """
 
 @final
@@ -607,9 +643,18 @@ class Receiver:
         """
         Lets go of the image, which stays for the next receiver.
         """
+    def fetch(self, /, incarnation: str, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> FetchedDelta | None:
+        """
+        Fetches the delta from what the image holds to `version` of an incarnation, which is waited for; the image is not
+        touched. `None` if only a whole image serves: call `sync`.
+        """
     def hold(self, /, seconds: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex = 60.0) -> Held:
         """
         The whole version in the image, held in place for at most `seconds`.
+        """
+    def show(self, /, fetched: FetchedDelta, timeout: SupportsFloat | SupportsIndex) -> str:
+        """
+        Applies what was fetched to the image and makes it visible; tells how, as JSON.
         """
     def status(self, /) -> str:
         """
@@ -827,9 +872,10 @@ def packed_layout(names: SupportsGetItem[int, str], dtypes: SupportsGetItem[int,
     Lays parameters out in one buffer: (offset, bytes, numel) of each, aligned to its elements.
     """
 
-def parse_request(text: str) -> str:
+def parse_request(text: str) -> str | None:
     """
-    Reads and checks JSON text of a request, plain or one of the four legacy dictionaries; gives the plain form.
+    Reads and checks JSON text of a request, plain or one of the four legacy dictionaries; gives the plain form, or nothing
+    if the text is that.
     """
 
 def parse_sync_info(text: str) -> str:
