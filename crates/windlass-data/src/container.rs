@@ -42,13 +42,15 @@ impl WriteFault {
 }
 
 /// Writes the container of some records, which are given by ascending block, and answers how long it is. The same records
-/// make the same file whatever the number of threads.
+/// make the same file whatever the number of threads. `ready` is the file's memory, where somebody has reserved and mapped
+/// it; what of the file is too long is cut off.
 pub(crate) fn write<'a>(
     file: &File,
     header: &DeltaHeader,
     (count, changes): (usize, u64),
     record: impl Fn(usize) -> Record<'a> + Sync,
     threads: usize,
+    ready: Option<&Mapping>,
     stop: &Stop,
 ) -> Result<u64, WriteFault> {
     let front = header.to_bytes();
@@ -74,10 +76,13 @@ pub(crate) fn write<'a>(
     let threads = if bytes < SMALL as u64 { 1 } else { threads.max(1) };
     // Writes to a file take turns, stores to its memory do not. What is stored there must have been reserved: without
     // room, a write is an error and a store the end of the process.
-    let reserved = threads > 1 && fallocate(file, FallocateFlags::empty(), 0, bytes).is_ok();
-    let memory = reserved.then(|| Mapping::map(file, bytes, Access::Write)).transpose();
-    let memory = memory.map_err(WriteFault::Io)?;
-    let put = |at: u64, bytes: &[u8]| match &memory {
+    let ready = ready.filter(|memory| memory.len() >= bytes);
+    let reserved =
+        ready.is_none() && threads > 1 && fallocate(file, FallocateFlags::empty(), 0, bytes).is_ok();
+    let mapped = reserved.then(|| Mapping::map(file, bytes, Access::Write)).transpose();
+    let mapped = mapped.map_err(WriteFault::Io)?;
+    let memory = ready.or(mapped.as_ref());
+    let put = |at: u64, bytes: &[u8]| match memory {
         Some(memory) => {
             memory.copy_in(at, bytes);
             Ok(())
@@ -100,6 +105,7 @@ pub(crate) fn write<'a>(
     };
     work::each(threads, last as u64, stop, Default::default, make)?;
     put(at, &end)?;
+    file.set_len(bytes).map_err(WriteFault::Io)?;
     Ok(bytes)
 }
 
@@ -183,7 +189,12 @@ mod tests {
         builder.finish(&mut one);
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         let stop = Stop::never();
-        let bytes = write(&file, &header, (payloads.len(), 0), record, threads, &stop).unwrap();
+        let ready = (threads % 2 == 0).then(|| {
+            file.set_len(one.len() as u64 + 4096).unwrap();
+            Mapping::map(&file, one.len() as u64 + 4096, Access::Write).unwrap()
+        });
+        let bytes =
+            write(&file, &header, (payloads.len(), 0), record, threads, ready.as_ref(), &stop).unwrap();
         let mut many = vec![0; bytes as usize];
         file.read_exact_at(&mut many, 0).unwrap();
         assert_eq!(file.metadata().unwrap().len(), bytes);

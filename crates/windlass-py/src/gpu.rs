@@ -465,6 +465,7 @@ impl DevicePlan {
                 }
                 let parts = fetched.parts(crate::held::hands())?;
                 let mut made = lock(&self.made);
+                fetched.memory().iter().for_each(|memory| made.pin(memory));
                 let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
                 parts.iter().map(stage).collect()
             })

@@ -29,6 +29,7 @@
 
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,7 +39,7 @@ use windlass_core::dtype::Line;
 use windlass_core::manifest::Manifest;
 
 use super::boxes::{Box2, Limits, boxes, cut};
-use super::driver::{DeviceBuffer, Event, Gpu, HostBuffer, SMALL, Stream, StreamHandle};
+use super::driver::{DeviceBuffer, Event, Gpu, HostBuffer, Registration, SMALL, Stream, StreamHandle};
 use super::error::CudaError;
 use super::kernels::{
     ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, Piece, Place, Span, SumArgs, Tally, Unit, tally,
@@ -46,7 +47,7 @@ use super::kernels::{
 use super::nvtx::Named;
 use crate::copies::{Copy, Dim};
 use crate::load::{HeldBox, LoadPlan, Loaded, Proof};
-use crate::shm::copy_slice;
+use crate::shm::{Mapping, copy_slice};
 use crate::stop::Stop;
 
 /// Bytes that a CTA copies or sums at a time.
@@ -55,6 +56,8 @@ const PIECE: u64 = 256 << 10;
 const REACH: u64 = 16 << 20;
 /// Bytes of an image that are on their way from the host at a time.
 const CHUNK: u64 = 64 << 20;
+/// Pieces of host memory that stay registered.
+const PINNED: usize = 4;
 /// Buffers of dropped deltas that are kept, three to a delta.
 const KEPT: usize = 6;
 /// Waste that is not worth another buffer.
@@ -422,6 +425,10 @@ pub struct DevicePlan {
     digest: Option<Digest>,
     way: Option<Way>,
     spare: Arc<Spare>,
+    /// Host memory that deltas come in, where the device reads it itself.
+    pinned: Vec<(usize, Registration)>,
+    /// Whether the system has refused to pin memory.
+    is_refused: bool,
 }
 
 struct Sparse {
@@ -479,6 +486,8 @@ impl DevicePlan {
             digest: None,
             way: None,
             spare: Arc::default(),
+            pinned: Vec::new(),
+            is_refused: false,
         })
     }
 
@@ -736,6 +745,28 @@ impl DevicePlan {
             groups,
             blocks: patches.iter().map(|p| p.place).collect(),
         })
+    }
+
+    /// Lets the device read memory that deltas come in again and again, so that [`DevicePlan::stage`] need not copy them first.
+    /// Where the system does not let it, that does.
+    pub fn pin(&mut self, memory: &Arc<Mapping>) {
+        let at = memory.address();
+        if self.is_refused || self.pinned.iter().any(|(known, _)| *known == at.addr()) {
+            return;
+        }
+        if self.pinned.len() >= PINNED {
+            self.pinned.remove(0);
+        }
+        let owner: Arc<dyn Any + Send + Sync> = Arc::<Mapping>::clone(memory);
+        // Memory is mapped by pages, whatever was asked for.
+        let bytes = memory.len().next_multiple_of(rustix::param::page_size() as u64);
+        match Registration::new(&self.gpu, (at, bytes), false, owner) {
+            Ok(made) => self.pinned.push((at.addr(), made)),
+            Err(error) => {
+                self.is_refused = true;
+                tracing::info!(%error, "deltas go to the device through a buffer");
+            }
+        }
     }
 
     /// Copies bytes of the host to the device.

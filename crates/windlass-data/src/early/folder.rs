@@ -85,6 +85,11 @@ impl Folder {
         self.dir.join(part.name())
     }
 
+    /// Where a rank would put the file that it keeps ready; there is only ever its draft.
+    pub(super) fn spare(&self, rank: u16) -> PathBuf {
+        self.dir.join(format!("{rank:05}.spare"))
+    }
+
     /// Whether something is there.
     pub fn has(&self, part: Part) -> bool {
         fs::symlink_metadata(self.path(part)).is_ok_and(|m| m.is_file())

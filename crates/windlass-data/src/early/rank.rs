@@ -1,12 +1,14 @@
 //! A rank that publishes by delta where it can.
 
 use std::fmt;
-use std::io::Read;
-use std::sync::Arc;
+use std::io::{self, Read};
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{FallocateFlags, fallocate};
 use windlass_core::delta::DeltaHeader;
 use windlass_core::delta::early::Roster;
 use windlass_core::digest::{BlockSum, SumTable};
@@ -21,11 +23,14 @@ use crate::container::{self, WriteFault};
 use crate::region::{Attempt, Committed, OwnedAttempt, Region, Writer, step};
 use crate::seal::draft::Draft;
 use crate::seal::{self, Names};
+use crate::shm::{Access, Mapping};
 use crate::stop::Stop;
 
 /// More than any header of a delta has.
 const FRONT: u64 = 4096;
 
+/// Deltas of so many bytes have a file ready: smaller ones are written at once, and larger ones take up too much.
+const SPARE: Range<u64> = 4 << 20..1 << 30;
 /// How far the background work steps back, in steps of `nice`: a third of the processor where others want all of it.
 const NICE: i32 = 5;
 
@@ -160,6 +165,7 @@ pub struct Rank {
     taken: Option<Taken>,
     /// The version that was published last by a copy.
     copied: Option<Version>,
+    spare: Arc<Mutex<Option<Spare>>>,
 }
 
 impl fmt::Debug for Rank {
@@ -186,6 +192,7 @@ impl Rank {
                 why: "nothing was published by this process yet".into(),
                 taken,
                 copied: None,
+                spare: Arc::default(),
             }),
             Err(e) => Err(Box::new((writer, e))),
         }
@@ -215,6 +222,8 @@ impl Rank {
         let io = |action, path| move |source| EarlyError::Io { action, path, source };
         folder.make().map_err(io("make", region.parts_dir()))?;
         let taken = left_behind(region, &folder, &roster);
+        // A draft takes the place of one that a predecessor left, and goes when it is dropped.
+        drop(Draft::create(&folder.spare(rank)));
         let committed = region.state().active.map(|s| s.version);
         folder.remove(|part, is_draft| match part {
             Part::Delta { version, rank: of } => of == rank && (is_draft || Some(version) <= committed),
@@ -295,6 +304,7 @@ impl Rank {
             folder: self.folder.clone(),
             threads: self.threads,
             version,
+            spare: Arc::clone(&self.spare),
         };
         self.spawn(version, aim, timeout, writer, move |writer, stop, handed_out| {
             run.delta(writer, newest, memory.older, source, handed_out, stop)
@@ -577,6 +587,25 @@ struct Run {
     folder: Folder,
     threads: usize,
     version: Version,
+    spare: Arc<Mutex<Option<Spare>>>,
+}
+
+/// A file for the next delta, reserved and mapped while nobody waits: that takes as long as filling it.
+struct Spare {
+    draft: Draft,
+    memory: Mapping,
+}
+
+impl Spare {
+    fn new(folder: &Folder, rank: u16, bytes: u64) -> io::Result<Spare> {
+        let draft = Draft::create(&folder.spare(rank))?;
+        fallocate(draft.file(), FallocateFlags::empty(), 0, bytes)?;
+        let memory = Mapping::map(draft.file(), bytes, Access::Write)?;
+        // The first store to a page is what takes long.
+        let page = rustix::param::page_size();
+        (0..bytes).step_by(page).for_each(|at| memory.copy_in(at, &[0]));
+        Ok(Spare { draft, memory })
+    }
 }
 
 impl Run {
@@ -639,8 +668,23 @@ impl Run {
             commit_ms = lap(&mut begun),
             "a version was committed by records"
         );
+        if handed_out.is_some() {
+            self.make_spare(&records);
+        }
         let known = Known { version, id, slot, sums: Arc::new(sums) };
         Ok(Memory { newest: Some(known), older: Some((newest, records)) })
+    }
+
+    /// Gets ready for a delta like this one. Without, the next takes a little longer.
+    fn make_spare(&self, records: &Records) {
+        let bytes = records.bytes() + records.entries().len() as u64 * 24;
+        if !(SPARE.start..SPARE.end).contains(&bytes) {
+            return;
+        }
+        match Spare::new(&self.folder, self.rank, bytes + bytes / 4) {
+            Ok(spare) => *self.spare.lock().unwrap_or_else(PoisonError::into_inner) = Some(spare),
+            Err(error) => tracing::debug!(%error, "no file is kept ready for the next delta"),
+        }
     }
 
     /// The sums after the records.
@@ -689,9 +733,13 @@ impl Run {
         let record = |i: usize| records.record(&entries[i]);
         let mut write = || {
             step("part");
-            let draft = Draft::create(&path)?;
+            let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let (draft, memory) = match spare {
+                Some(Spare { draft, memory }) => (draft.again(&path)?, Some(memory)),
+                None => (Draft::create(&path)?, None),
+            };
             let counts = (entries.len(), records.changes());
-            container::write(draft.file(), &header, counts, record, self.threads, stop)
+            container::write(draft.file(), &header, counts, record, self.threads, memory.as_ref(), stop)
                 .map_err(WriteFault::into_io)?;
             step("part-drafted");
             // From here on somebody may have it.

@@ -4,9 +4,9 @@
 //! [`Fetch`] and [`Fetched`], a delta before and after its transfer. Called by the receiver, and by whoever stages a
 //! version before it may be shown. Must not: touch an image.
 
-use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+use std::{fmt, io};
 
 use windlass_core::address::{Host, HostPort};
 use windlass_core::delta::Delta;
@@ -77,7 +77,9 @@ impl Fetch {
 pub struct Fetched {
     ticket: Ticket,
     base: Identity,
-    buffers: Vec<Mapping>,
+    /// Where it landed, each at least as long as its payload.
+    buffers: Vec<Arc<Mapping>>,
+    shelf: Arc<Shelf>,
     /// What the publisher said when it was asked for.
     info: VersionInfo,
     peer: String,
@@ -108,7 +110,9 @@ impl Fetched {
     /// Its parts, checked by so many threads: records that lead from [`Fetched::base`] to [`Fetched::known`].
     pub fn parts(&self, threads: usize) -> Result<Vec<Delta<'_>>, ReceiverError> {
         let peer = || self.peer.clone();
-        let parts = self.buffers.iter().map(|b| crate::container::parse(b.bytes(0..b.len()), threads));
+        let Mode::Delta { payloads, .. } = &self.ticket.mode else { return Ok(Vec::new()) };
+        let parts = self.buffers.iter().zip(payloads);
+        let parts = parts.map(|(b, p)| crate::container::parse(b.bytes(0..p.bytes), threads));
         let parts: Result<Vec<_>, _> = parts.collect();
         let parts = parts.map_err(|source| ReceiverError::Delta { peer: peer(), source })?;
         for part in &parts {
@@ -123,7 +127,13 @@ impl Fetched {
 
     /// The memory that it takes.
     pub fn bytes(&self) -> u64 {
-        self.buffers.iter().map(Mapping::len).sum()
+        self.buffers.iter().map(|b| b.len()).sum()
+    }
+
+    /// The memory that it is in, which later deltas of the receiver come to as well: registering it with a device is worth
+    /// the time.
+    pub fn memory(&self) -> &[Arc<Mapping>] {
+        &self.buffers
     }
 
     /// What it took to fetch it.
@@ -140,6 +150,44 @@ impl Fetched {
     }
 }
 
+impl Drop for Fetched {
+    fn drop(&mut self) {
+        self.buffers.drain(..).for_each(|buffer| self.shelf.put(buffer));
+    }
+}
+
+/// Memory in which deltas landed, kept for the next ones: touching fresh pages takes as long as filling them.
+#[derive(Debug, Default)]
+pub(super) struct Shelf(Mutex<Vec<Arc<Mapping>>>);
+
+impl Shelf {
+    /// Buffers that are kept: one is read while the next is filled.
+    const KEPT: usize = 2;
+    /// Larger ones are rare, and given back.
+    const LARGE: u64 = 1 << 30;
+
+    fn take(&self, bytes: u64) -> io::Result<Arc<Mapping>> {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |b: &Arc<Mapping>| b.len() >= bytes && b.len() / 4 <= bytes.max(1 << 20);
+        match free.iter().position(fits) {
+            Some(i) => Ok(free.swap_remove(i)),
+            // The next one is a little longer, as often as not.
+            None => Mapping::anonymous(bytes.saturating_add(bytes / 4).max(1)).map(Arc::new),
+        }
+    }
+
+    fn put(&self, buffer: Arc<Mapping>) {
+        if buffer.len() > Shelf::LARGE {
+            return;
+        }
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(buffer);
+        if free.len() > Shelf::KEPT {
+            free.remove(0);
+        }
+    }
+}
+
 /// What a transfer needs of a receiver.
 pub(super) struct Puller {
     pub(super) control: Arc<dyn Control>,
@@ -151,6 +199,7 @@ pub(super) struct Puller {
     pub(super) image_bytes: u64,
     /// What the publisher calls this receiver.
     pub(super) instance: String,
+    pub(super) shelf: Arc<Shelf>,
 }
 
 impl Puller {
@@ -212,13 +261,15 @@ impl Puller {
             let what = format!("a delta of {bytes} bytes to an image of {image}");
             return Err(ReceiverError::OtherTicket { peer: peer(), what });
         }
-        let memory =
-            |bytes| Mapping::anonymous(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
-        let buffers: Vec<Mapping> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
+        let memory = |bytes| self.shelf.take(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
+        let buffers: Vec<_> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
         let base = base.identity.clone();
-        self.pull(&ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
-        self.report_done(&ticket, stop);
-        Ok(Fetched { ticket, base, buffers, info, peer: peer(), synced: Synced::default() })
+        let shelf = Arc::clone(&self.shelf);
+        let fetched = Fetched { ticket, base, buffers, shelf, info, peer: peer(), synced: Synced::default() };
+        let Fetched { ticket, buffers, .. } = &fetched;
+        self.pull(ticket, &PayloadLanding { buffers }, bytes, synced, stop)?;
+        self.report_done(ticket, stop);
+        Ok(fetched)
     }
 
     /// Completion is also said on the control connection. The transfer is over either way.

@@ -57,8 +57,8 @@ use windlass_core::wire::{Mode, Ticket};
 
 pub use self::control::{Control, ControlError};
 pub use self::error::ReceiverError;
-use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
+use self::fetch::{Puller, Shelf};
 use self::kept::Kept;
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::history::Limits;
@@ -152,6 +152,7 @@ pub struct Receiver {
     status: StatusHandle,
     listener: Option<Listener>,
     kept: Kept,
+    shelf: Arc<Shelf>,
 }
 
 impl fmt::Debug for Receiver {
@@ -183,6 +184,7 @@ impl Receiver {
             status: StatusHandle::default(),
             listener,
             kept,
+            shelf: Arc::default(),
         };
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),
@@ -497,6 +499,7 @@ impl Receiver {
             pull: self.config.pull,
             image_bytes: self.layout.as_ref().map_or(0, |m| m.data_bytes()),
             instance: self.instance.clone().unwrap_or_default(),
+            shelf: Arc::clone(&self.shelf),
         }
     }
 

@@ -24,14 +24,19 @@ pub struct Draft {
 impl Draft {
     /// Begins the file that will be at `target`. Whoever may read the directory may read the file.
     pub fn create(target: &Path) -> io::Result<Draft> {
-        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-        let mut hidden = OsString::from(".");
-        hidden.push(name);
-        hidden.push(".tmp");
-        let temp = target.with_file_name(hidden);
+        let temp = hidden(target)?;
         remove_if_there(&temp)?;
         let mode = parent_mode(target)? & 0o660;
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&temp)?;
+        Ok(Draft { file, temp, target: target.to_owned(), placed: false })
+    }
+
+    /// As [`Draft::create`], of the file that a draft of another target left.
+    pub fn again(self, target: &Path) -> io::Result<Draft> {
+        let temp = hidden(target)?;
+        fs::rename(&self.temp, &temp)?;
+        let file = self.file.try_clone()?;
+        // Gone from where it was, so that dropping it removes nothing.
         Ok(Draft { file, temp, target: target.to_owned(), placed: false })
     }
 
@@ -55,6 +60,15 @@ impl Drop for Draft {
             let _ = fs::remove_file(&self.temp);
         }
     }
+}
+
+/// Where the draft of a file is.
+fn hidden(target: &Path) -> io::Result<PathBuf> {
+    let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(".tmp");
+    Ok(target.with_file_name(hidden))
 }
 
 /// Whether a file of this name is a draft.

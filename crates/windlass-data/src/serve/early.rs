@@ -262,9 +262,16 @@ impl Inner {
         };
         let draft = Draft::create(&path).map_err(io("create"))?;
         let file: &File = draft.file();
-        let bytes =
-            container::write(file, &header, (order.len(), changes), record, self.config.threads, &self.stop)
-                .map_err(|fault| io("write")(fault.into_io()))?;
+        let bytes = container::write(
+            file,
+            &header,
+            (order.len(), changes),
+            record,
+            self.config.threads,
+            None,
+            &self.stop,
+        )
+        .map_err(|fault| io("write")(fault.into_io()))?;
         draft.place().map_err(io("place"))?;
         Ok(DeltaFile { path, header, bytes, changes, context_records: 0 })
     }

@@ -5,6 +5,7 @@
 //! [`Lander::take`] until all its bytes are in place, then [`Lander::verdict`], and [`Lander::keep`] once the
 //! book has the stripe as complete. Sums are made as soon as a block is whole, while it is in the cache.
 
+use std::borrow::Borrow;
 use std::ops::Range;
 
 use windlass_core::digest::{BlockSum, sum_block};
@@ -299,12 +300,12 @@ impl Lander for ImageLander<'_> {
 
 /// Lands delta payloads in buffers, one for each payload of the ticket.
 #[derive(Debug)]
-pub struct PayloadLanding<'a> {
+pub struct PayloadLanding<'a, M = Mapping> {
     /// The buffers, each at least as long as its payload.
-    pub buffers: &'a [Mapping],
+    pub buffers: &'a [M],
 }
 
-impl Landing for PayloadLanding<'_> {
+impl<M: Borrow<Mapping> + Sync> Landing for PayloadLanding<'_, M> {
     fn check(&self, ticket: &Ticket) -> Result<(), TcpError> {
         let (id, mode) = (ticket.id, ticket.mode.as_str());
         let Mode::Delta { payloads, .. } = &ticket.mode else {
@@ -320,7 +321,7 @@ impl Landing for PayloadLanding<'_> {
             });
         }
         for (i, (payload, buffer)) in payloads.iter().zip(self.buffers).enumerate() {
-            let (need, have) = (payload.bytes, buffer.len());
+            let (need, have) = (payload.bytes, buffer.borrow().len());
             if have < need {
                 return Err(TcpError::Size {
                     ticket: id,
@@ -349,8 +350,8 @@ impl Landing for PayloadLanding<'_> {
     }
 }
 
-struct PayloadLander<'s> {
-    buffers: &'s [Mapping],
+struct PayloadLander<'s, M> {
+    buffers: &'s [M],
     ticket: &'s Ticket,
     verify: bool,
     loan: Option<Loan<'s>>,
@@ -358,7 +359,7 @@ struct PayloadLander<'s> {
     hash: Xxh3,
 }
 
-impl Lander for PayloadLander<'_> {
+impl<M: Borrow<Mapping> + Sync> Lander for PayloadLander<'_, M> {
     fn begin(&mut self, stripe: Stripe) -> Result<(), TcpError> {
         let ground = |why: String| TcpError::Ground { ticket: self.ticket.id, stripe: stripe.id, why };
         (self.loan, self.at, self.hash) = (None, 0, Xxh3::new());
@@ -367,7 +368,7 @@ impl Lander for PayloadLander<'_> {
         };
         let buffer =
             self.buffers.get(payload as usize).ok_or_else(|| ground("no such payload".to_owned()))?;
-        let loan = buffer.lend(offset..offset.saturating_add(len.into()));
+        let loan = buffer.borrow().lend(offset..offset.saturating_add(len.into()));
         self.loan = Some(loan.map_err(|e| ground(e.to_string()))?);
         Ok(())
     }
