@@ -83,8 +83,9 @@ if TYPE_CHECKING:
         WeightExtractor,
     )
     from windlass.facts import facts_between, gpu_facts
+    from windlass.given import WeightSource
     from windlass.lora import LoraState, collect_lora, is_lora, save_lora
-    from windlass.manager import Offloaded, WeightManager, WeightSource
+    from windlass.manager import Offloaded, WeightManager
     from windlass.remote import RemoteWeightLoader
     from windlass.strategies.broadcast import BroadcastTransferStrategy
     from windlass.strategies.ipc import CudaIpcTransferStrategy
@@ -212,7 +213,7 @@ _LAZY = {
     "TcpTransferStrategy": "windlass.strategies.tcp",
     "WeightExtractor": "windlass.extract",
     "WeightManager": "windlass.manager",
-    "WeightSource": "windlass.manager",
+    "WeightSource": "windlass.given",
     "WeightSyncManager": "windlass.sync",
     "collect_lora": "windlass.lora",
     "facts_between": "windlass.facts",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,6 @@ from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
 from windlass.config import WeightManagerConfig
 from windlass.controller import Controller, Notified, Reminder, Served, Span
-from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -37,10 +36,20 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.exchange import Alone, Exchange, exchange_for, together
+from windlass.given import (
+    WeightSource,
+    buffers_of,
+    copy,
+    everything,
+    is_same,
+    names_of,
+    pieces,
+    stream_sources,
+)
 from windlass.http import HttpClient, trusted
+from windlass.leave import end, kept, nothing, ports_of, remove, restore
 from windlass.memory import flat
-from windlass.names import DtypeRules, Selection, SourceMap, canonical_dtype, checkpoint_layout
-from windlass.names.conversion import persistent_buffers
+from windlass.names import DtypeRules, Selection, SourceMap, checkpoint_layout
 from windlass.on_gpu import OnGpu, can_compare, find
 from windlass.plan import Naming, Plan, Source
 from windlass.request import Identity
@@ -62,28 +71,6 @@ LEAVE_S = 5.0
 ASK_S = 2.0
 #: How long another rank's region may take to be let go of by a trainer that has just died.
 TAKE_S = 10.0
-
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """Weights that are only known by exporting them, such as a Megatron bridge's.
-
-    ``metadata()`` lists (name, dtype, shape) of every tensor of the model, the same on all ranks and in the order of
-    iteration. Iteration yields (name, tensor), one at a time, or (name, None) for what this rank does not hold.
-    ``held_names()`` names what it holds; ``None`` means everything.
-    """
-
-    def metadata(self) -> Iterable[tuple[str, Any, Any]]:
-        """(name, dtype, shape) of everything."""
-        ...
-
-    def __iter__(self) -> Any:
-        """A fresh pass over (name, tensor)."""
-        ...
-
-    def held_names(self) -> Iterable[str] | None:
-        """What this rank holds; all if ``None``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -191,7 +178,7 @@ class WeightManager:
         self._notifier: ThreadPoolExecutor | None = None
         self._reminder: Reminder | None = None
         self._closed = False
-        self._end: weakref.finalize[Any, Any] = weakref.finalize(self, _nothing)
+        self._end: weakref.finalize[Any, Any] = weakref.finalize(self, nothing)
 
     # The one call.
 
@@ -433,8 +420,8 @@ class WeightManager:
         """What was given as pairs, or as a source that is asked for them."""
         if isinstance(given, torch.nn.Module):
             if self._found is None:
-                self._found = self._names or _names_of(given)
-                self._buffers = _buffers_of(given, self._found, self.config.buffers)
+                self._found = self._names or names_of(given)
+                self._buffers = buffers_of(given, self._found, self.config.buffers)
             return placement.named_of(given, self._buffers), None
         if isinstance(given, Mapping):
             return given.items(), None
@@ -452,9 +439,7 @@ class WeightManager:
         naming, stream, gpu, deltas = Naming(SourceMap(), frozenset, _own), None, None, False
         try:
             given, stream = self._given(named)
-            sources = (
-                _stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
-            )
+            sources = stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
             naming = self._naming()
             gpu = find(sources)
             mode = self.config.offload_mode
@@ -554,7 +539,7 @@ class WeightManager:
             words = {"host": socket.gethostname()}
             if first:
                 publisher = make(None)
-                _restore(Path(publisher.dir) / "token", self._token)
+                restore(Path(publisher.dir) / "token", self._token)
                 words["incarnation"] = publisher.incarnation
                 if several:
                     words["token"] = publisher.token()
@@ -645,7 +630,7 @@ class WeightManager:
     def _serve(self, publisher: Publisher, peers: list[str]) -> None:
         """Starts the agent of this host's region, and sees to its end."""
         self._start_agent(str(publisher.dir), peers)
-        self._end = weakref.finalize(self, _end, publisher, self._agent, os.getpid())
+        self._end = weakref.finalize(self, end, publisher, self._agent, os.getpid())
 
     def _start_agent(self, region: str, peers: list[str]) -> None:
         from windlass.supervise import AgentSupervisor
@@ -693,7 +678,7 @@ class WeightManager:
             begun = time.monotonic()
             if given is not None:
                 planning.follow(plan, given)
-            for _ in _pieces(plan, stream):
+            for _ in pieces(plan, stream):
                 pass
             taken = (time.monotonic() - begun) * 1e3
             return Offloaded(version, "", 0, 0.0, taken, 0.0)
@@ -762,14 +747,14 @@ class WeightManager:
         data = flat(publisher.slot())
         devices: set[torch.device] = set()
         try:
-            for target, values in _pieces(plan, stream):
+            for target, values in pieces(plan, stream):
                 into = planning.placed(plan, data, target)
                 if values.device.type != "cpu" and values.dtype != into.dtype:
                     # On the device, where it is cheap, and so that less crosses the bus.
                     values = values.to(into.dtype)
                 if values.device.type != "cpu":
                     devices.add(values.device)
-                _copy(into, values)
+                copy(into, values)
         except RuntimeError as e:
             if isinstance(e, WindlassError):
                 raise
@@ -804,8 +789,8 @@ class WeightManager:
                 data = flat(held.memory())
                 # All of it, also after a difference: other ranks may wait for what is gathered.
                 same = [
-                    _same(planning.placed(plan, data, target), values)
-                    for target, values in _everything(plan, stream)
+                    is_same(planning.placed(plan, data, target), values)
+                    for target, values in everything(plan, stream)
                 ]
             finally:
                 held.finish()
@@ -974,14 +959,14 @@ class WeightManager:
         try:
             if agent is not None:
                 # Receivers that follow know this address and this secret.
-                self._ports = _ports_of(agent.status()) or self._ports
+                self._ports = ports_of(agent.status()) or self._ports
                 if opened is not None and opened.publisher is not None:
-                    self._token = _kept(Path(opened.publisher.dir) / "token") or self._token
+                    self._token = kept(Path(opened.publisher.dir) / "token") or self._token
                 agent.stop()
         finally:
             if opened is not None and opened.publisher is not None:
                 if opened.place == 0:
-                    _remove(opened.publisher, LEAVE_S)
+                    remove(opened.publisher, LEAVE_S)
                 else:
                     opened.publisher.close()
 
@@ -992,63 +977,6 @@ class WeightManager:
             self._leave()
         except WindlassError as e:
             log.warning("%s: what was opened could not be closed: %s", self.config.model_id, e)
-
-
-def _remove(publisher: Publisher, patience: float) -> None:
-    """Leaves the region and removes it, once the other ranks and the agent have left."""
-    publisher.close()
-    until = time.monotonic() + patience
-    while not _gone(publisher):
-        if time.monotonic() >= until:
-            log.info(
-                "the region %s is still open elsewhere and stays; `windlass gc` removes it later",
-                publisher.dir,
-            )
-            return
-        time.sleep(0.02)
-
-
-def _gone(publisher: Publisher) -> bool:
-    try:
-        return publisher.discard()
-    except WindlassNotFound:
-        # Somebody else has removed it.
-        return True
-
-
-def _nothing() -> None:
-    """Ends nothing."""
-
-
-def _end(publisher: Publisher, agent: AgentSupervisor | None, pid: int) -> None:
-    """For a manager that nobody closed. Forked children end nothing of their parent's."""
-    if os.getpid() != pid:
-        return
-    if agent is not None:
-        agent.stop()
-    _remove(publisher, 1.0)
-
-
-def _ports_of(status: dict[str, object]) -> tuple[str, str] | None:
-    """The ports of an agent that listened: the next one should be found in the same place."""
-    endpoint, data = status.get("endpoint"), status.get("data_port")
-    if not isinstance(endpoint, str) or not data:
-        return None
-    return endpoint.rpartition(":")[2], str(data)
-
-
-def _kept(file: Path) -> tuple[bytes, int] | None:
-    """A file's bytes and mode, if it is there."""
-    try:
-        return file.read_bytes(), file.stat().st_mode & 0o777
-    except OSError:
-        return None
-
-
-def _restore(file: Path, kept: tuple[bytes, int] | None) -> None:
-    if kept is not None:
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept[1]), "wb") as out:
-            out.write(kept[0])
 
 
 def _number(variable: str, default: int) -> int:
@@ -1074,108 +1002,3 @@ def _left(until: float) -> float:
 
 def _own(name: str, dtype: str) -> str:
     return dtype
-
-
-def _names_of(model: torch.nn.Module) -> SourceMap:
-    """From the model's own configuration if transformers made it."""
-    if any(hasattr(m, "config") and hasattr(m, "save_pretrained") for m in model.modules()):
-        try:
-            return SourceMap.from_model(model)
-        except ImportError:
-            log.warning("transformers cannot be imported; names are taken as they are")
-    return SourceMap()
-
-
-def _buffers_of(model: torch.nn.Module, names: SourceMap, every: bool) -> frozenset[str]:
-    """The persistent buffers that belong to the image: those of the checkpoint, or all of them."""
-    written = names.written()
-    if every or written is None:
-        return frozenset(name for name, _ in persistent_buffers(model)) if every else frozenset()
-    return frozenset(
-        name
-        for name, buffer in persistent_buffers(model)
-        if any(view.name in written for view in names.views(name, tuple(buffer.shape)))
-    )
-
-
-def _stream_sources(stream: WeightSource) -> list[Source]:
-    names = stream.held_names() if hasattr(stream, "held_names") else None
-    held = None if names is None else set(names)
-    out = []
-    seen: set[str] = set()
-    for name, dtype, shape in stream.metadata():
-        if name in seen:
-            raise WindlassInvalid(f"metadata() has {name!r} twice; every tensor has one name")
-        seen.add(name)
-        kind = dtype if isinstance(dtype, torch.dtype) else torch_dtype(canonical_dtype(dtype))
-        here = held is None or name in held
-        share = placement.Share(
-            name, tuple(shape), kind, (), placement._itself, gathered=here, reason="exported"
-        )
-        out.append(Source(name, None, [share]))
-    return out
-
-
-def _pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.Target, torch.Tensor]]:
-    """What torch copies: boxes and values, at most one gathered tensor at a time."""
-    if stream is None:
-        yield from planning.each_cast(plan, plan.casts)
-        yield from planning.each_cast(plan, plan.gathered)
-        return
-    targets: dict[str, list[planning.Target]] = {}
-    for cast in plan.gathered:
-        targets.setdefault(plan.sources[cast.source].name, []).append(cast.target)
-    known = {s.name: s.shares[0] for s in plan.sources}
-    seen = set()
-    for name, tensor in stream:
-        if name not in known:
-            raise WindlassInvalid(f"{name!r} was exported and is not in the source's metadata()")
-        seen.add(name)
-        if tensor is None:
-            if known[name].gathered:
-                raise WindlassInvalid(f"{name!r} is among held_names() and came without a tensor")
-            continue
-        share = known[name]
-        if tuple(tensor.shape) != share.shape or tensor.dtype != share.dtype:
-            raise WindlassInvalid(
-                f"{name!r} came as {dtype_name(tensor.dtype)} {list(tensor.shape)}; metadata() said "
-                f"{dtype_name(share.dtype)} {list(share.shape)}"
-            )
-        whole = tensor.detach().contiguous()
-        for target in targets.get(name, []):
-            if target is not planning._NOTHING:
-                yield target, planning.taken(whole, target)
-    missing = [name for name, share in known.items() if share.gathered and name not in seen]
-    if missing:
-        raise WindlassInvalid(f"{len(missing)} tensors of metadata() did not come, first {missing[0]!r}")
-
-
-def _everything(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.Target, torch.Tensor]]:
-    """All that this rank writes, also what Rust copies."""
-    if stream is None:
-        for source in plan.sources:
-            for share, targets in zip(source.shares, source.targets, strict=True):
-                if not share.gathered:
-                    for target in targets:
-                        yield target, planning.taken(share.fetch(source.given), target)
-        yield from planning.each_cast(plan, plan.gathered)
-    else:
-        yield from _pieces(plan, stream)
-
-
-def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    try:
-        into.copy_(values, non_blocking=True)
-    except (NotImplementedError, RuntimeError):
-        if into.dtype != values.dtype:
-            raise
-        # A dtype that torch can hold and not copy.
-        into.view(torch.uint8).copy_(values.contiguous().view(torch.uint8))
-
-
-def _same(there: torch.Tensor, values: torch.Tensor) -> bool:
-    """Bit by bit: signed zeros and NaNs are bits like any others."""
-    mine = values.to("cpu", there.dtype).contiguous()
-    if mine.dim() == 0:
-        mine, there = mine.reshape(1), there.reshape(1)
-    return torch.equal(mine.view(torch.uint8), there.contiguous().view(torch.uint8))

@@ -113,7 +113,7 @@ class WindlassTrainerWeightTransferEngine(
 
 
 class _Described:
-    """vLLM's source as :class:`windlass.manager.WeightSource` describes it."""
+    """vLLM's source as :class:`windlass.WeightSource` describes it."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
