@@ -8,6 +8,7 @@ version. Called by training loops. Must not: know how an engine loads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -15,7 +16,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,9 @@ import torch
 from windlass import placement
 from windlass import plan as planning
 from windlass._windlass import Copies, Publisher
+from windlass.announce import ASK_S, AgentClient, Announcer
 from windlass.config import WeightManagerConfig
-from windlass.controller import Controller, Notified, Reminder, Served, Span
+from windlass.controller import Notified, Served
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -46,7 +48,6 @@ from windlass.given import (
     pieces,
     stream_sources,
 )
-from windlass.http import HttpClient, trusted
 from windlass.leave import end, kept, nothing, ports_of, remove, restore
 from windlass.memory import flat
 from windlass.names import DtypeRules, Selection, SourceMap, checkpoint_layout
@@ -67,8 +68,6 @@ log = logging.getLogger("windlass")
 
 #: How long the first rank waits at the end for the others to leave the region.
 LEAVE_S = 5.0
-#: How long the agent may take to say what its delta is like.
-ASK_S = 2.0
 #: How long another rank's region may take to be let go of by a trainer that has just died.
 TAKE_S = 10.0
 
@@ -171,12 +170,7 @@ class WeightManager:
         self._ports: tuple[str, str] | None = None
         self._token: tuple[bytes, int] | None = None
         self._complaint: object = None
-        #: The last version that was offloaded here and when that began and ended; and when it was seen to be sealed.
-        self._offloaded: tuple[int, float, float, int] | None = None
-        self._sealed: tuple[int, float] | None = None
-        self._controller_token = controller_token
-        self._notifier: ThreadPoolExecutor | None = None
-        self._reminder: Reminder | None = None
+        self._announcer = Announcer(config, controller_token)
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, nothing)
 
@@ -267,14 +261,7 @@ class WeightManager:
         timeout: float | None = None,
     ) -> Future[Notified | None]:
         """:meth:`notify_version` in the background. The future carries the answer or the error."""
-        speak = self._announcement(version, timeout, sync, eval)
-        if speak is None:
-            done: Future[Notified | None] = Future()
-            done.set_result(None)
-            return done
-        if self._notifier is None:
-            self._notifier = ThreadPoolExecutor(1, thread_name_prefix="windlass-notify")
-        return self._notifier.submit(speak)
+        return self._announcer.in_background(self._announcement(version, timeout, sync, eval))
 
     def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
         """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
@@ -283,7 +270,7 @@ class WeightManager:
         ``timeout`` is the config's if not given. See :meth:`windlass.Controller.gate`.
         """
         self._check_usable()
-        seconds, there = self._seconds(timeout), self._controller()
+        seconds, there = self._seconds(timeout), self._announcer.controller()
         if there is None:
             return None
         model_id = self.config.model_id
@@ -346,8 +333,7 @@ class WeightManager:
         """
         self._check_usable()
         self._found, self._buffers = None, frozenset()
-        if self._reminder is not None:
-            self._reminder.forget()
+        self._announcer.forget()
         self._leave()
 
     def close(self) -> None:
@@ -356,10 +342,7 @@ class WeightManager:
             return
         self._check_usable()
         self._closed = True
-        if self._notifier is not None:
-            self._notifier.shutdown(wait=True, cancel_futures=True)
-        if self._reminder is not None:
-            self._reminder.close()
+        self._announcer.close()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -720,7 +703,7 @@ class WeightManager:
             publisher.abort()
             raise
         ended = time.monotonic()
-        self._offloaded = (version, start, ended, size)
+        self._announcer.offloaded(version, start, ended, size)
         self._check_agent()
         return Offloaded(
             version,
@@ -829,44 +812,13 @@ class WeightManager:
             return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
         return "rank 0 has the agent and knows more"
 
-    def _controller(self) -> Controller | None:
-        """The configured controller."""
-        url, file = self.config.controller, self.config.controller_token_file
-        if url is None:
-            return None
-        token = self._controller_token
-        file = file if token is None else None
-        return Controller(url, token=token, token_file=file, tls_ca=self.config.tls_ca)
-
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
             digest = publisher.wait_sealed(version, seconds)
         except WindlassTimeout as e:
             raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
-        if self._sealed is None or self._sealed[0] != version:
-            self._sealed = (version, time.monotonic())
+        self._announcer.sealed(version)
         return digest
-
-    def _wait_served(self, endpoint: str, version: int, until: float) -> None:
-        """Waits until the agent serves ``version``, which it may do before the slot is whole."""
-        token_file = self.token_file
-        assert token_file is not None
-        token = Path(token_file).read_text().strip()
-        agent = HttpClient(endpoint, name="the agent", token=token, tls_ca=trusted(self.config.tls_ca))
-        query = f"newer_than={version - 1}&" if version > 0 else ""
-        while True:
-            wait = min(10.0, _left(until))
-            path = f"/get_version?{query}timeout_ms={int(wait * 1e3)}"
-            said = agent.get(path, stage="wait for the version", timeout=wait + ASK_S).object()
-            newest = said.get("version")
-            if isinstance(newest, int) and newest >= version:
-                if self._sealed is None or self._sealed[0] != version:
-                    self._sealed = (version, time.monotonic())
-                return
-            if _left(until) <= 0:
-                raise WindlassTimeout(f"version {version} is not served yet: {self._about_agent()}")
-            if not query:
-                time.sleep(0.01)
 
     def _announcement(
         self, version: int | None, timeout: float | None, sync: bool, eval: Any
@@ -876,78 +828,39 @@ class WeightManager:
         Once the version is sealed: before that nobody can have it.
         """
         self._check_usable()
-        there, agent = self._controller(), self._agent
-        if self._open is not None and (agent is None or there is None or self._open.plan.host != 0):
+        agent, opened, token_file = self._agent, self._open, self.token_file
+        silent = agent is None or self.config.controller is None
+        if opened is not None and (silent or opened.plan.host != 0):
             return None
         publisher = self._published("announce")
         if version is None:
             version = self.version
         if version is None:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
-        assert there is not None
-        assert agent is not None
-        seconds, named = self._seconds(timeout), version
-        deltas = self._open is not None and self._open.deltas
+        assert agent is not None and opened is not None and token_file is not None
+        seconds, named, plan = self._seconds(timeout), version, opened.plan
         identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)
 
         def speak() -> Notified:
             until = time.monotonic() + seconds
-            endpoint = agent.endpoint(seconds)
-            if deltas:
-                self._wait_served(endpoint, named, until)
+            ask = AgentClient(agent.endpoint(seconds), token_file, self.config.tls_ca)
+            if opened.deltas:
+                if not ask.wait_served(named, until):
+                    raise WindlassTimeout(f"version {named} is not served yet: {self._about_agent()}")
+                self._announcer.sealed(named)
             else:
                 # One that was overtaken meanwhile is in the agent's history.
                 with contextlib.suppress(WindlassStale):
                     self._wait_sealed(publisher, named, _left(until))
-            if self._reminder is None:
-                self._reminder = Reminder(there)
-            self._reminder.remember(identity, lambda: agent.endpoint(ASK_S))
-            return there.notify_version(
-                identity,
-                endpoint,
-                sync=sync,
-                eval=eval,
-                timeout=_left(until),
-                spans=self._spans(named),
-                **self._delta(endpoint, named),
-            )
+            where = functools.partial(agent.endpoint, ASK_S)
+            size = plan.layout.data_bytes
+            return self._announcer.tell(identity, ask, where, size, sync=sync, eval=eval, until=until)
 
         return speak
 
-    def _spans(self, version: int) -> list[Span]:
-        """What it took to publish a version, as far as this rank knows."""
-        if self._offloaded is None or self._offloaded[0] != version:
-            return []
-        _, began, ended, written = self._offloaded
-        spans = [Span("trainer", "offload", began, ended, written)]
-        if self._sealed is not None and self._sealed[0] == version:
-            spans.append(Span("agent", "seal", ended, max(ended, self._sealed[1])))
-        return spans
-
-    def _delta(self, endpoint: str, version: int) -> dict[str, float]:
-        """How much of the image the delta to a version changes and takes; nothing where the agent cannot say."""
-        opened, token_file = self._open, self.token_file
-        if opened is None or token_file is None:
-            return {}
-        try:
-            token = Path(token_file).read_text().strip()
-            agent = HttpClient(endpoint, name="the agent", token=token, tls_ca=trusted(self.config.tls_ca))
-            said = agent.get("/get_capabilities", stage="ask about the delta", timeout=ASK_S).object()
-        except (WindlassError, OSError) as e:
-            log.debug("nothing is known about the delta to version %d: %s", version, e)
-            return {}
-        if not said.get("delta_ready") or said.get("delta_version") != version:
-            return {}
-        image = max(1, opened.plan.layout.data_bytes)
-        found = {
-            "delta_sparsity": said.get("delta_sparsity"),
-            "delta_ratio": (said.get("delta_size_bytes") or 0) / image,
-        }
-        return {name: float(value) for name, value in found.items() if value is not None}
-
     def _leave(self) -> None:
         opened, self._open = self._open, None
-        self._offloaded = self._sealed = None
+        self._announcer.leave()
         self._end.detach()
         agent, self._agent = self._agent, None
         if opened is not None and opened.publisher is not None and opened.deltas:
