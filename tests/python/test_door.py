@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,9 +58,16 @@ time.sleep(600)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def folder() -> Iterator[Path]:
+    """With a short path: a socket's may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="door-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(tmp_path)],
+        [sys.executable, "-c", SERVER, str(folder)],
         stdout=subprocess.PIPE,
         text=True,
         stderr=subprocess.DEVNULL,
@@ -113,7 +121,7 @@ def test_errors_keep_their_kind_through_a_door(server: tuple[subprocess.Popen[st
 
 
 def test_a_killed_host_is_noticed_and_its_door_removed_by_the_next(
-    server: tuple[subprocess.Popen[str], str], tmp_path: Path
+    server: tuple[subprocess.Popen[str], str], folder: Path
 ) -> None:
     process, path = server
     guest = Guest(path)
@@ -126,16 +134,16 @@ def test_a_killed_host_is_noticed_and_its_door_removed_by_the_next(
     guest.close()
     with pytest.raises(WindlassPeerLost, match="the trainer that exported it is gone"):
         Guest(path)
-    other = Door(tmp_path, lambda v, w: ({}, []), lambda v: None)
+    other = Door(folder, lambda v, w: ({}, []), lambda v: None)
     assert not Path(path).exists()
     other.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
     with pytest.raises(WindlassNotFound, match="no door"):
         Guest(path)
 
 
-def test_a_process_is_told_that_it_cannot_open_its_own_memory(tmp_path: Path) -> None:
-    door = Door(tmp_path, lambda v, w: ({}, []), lambda v: None)
+def test_a_process_is_told_that_it_cannot_open_its_own_memory(folder: Path) -> None:
+    door = Door(folder, lambda v, w: ({}, []), lambda v: None)
     try:
         with pytest.raises(WindlassUnsupported, match="of this very process"):
             Guest(str(door.path))
@@ -157,11 +165,11 @@ def test_nonsense_at_a_door_ends_the_visit_and_not_the_door(
     guest.close()
 
 
-def test_a_closed_door_has_ended_its_visits_and_threads(tmp_path: Path) -> None:
+def test_a_closed_door_has_ended_its_visits_and_threads(folder: Path) -> None:
     import threading
 
     visits: list[Visit] = []
-    door = Door(tmp_path, lambda v, w: ({}, []), visits.append)
+    door = Door(folder, lambda v, w: ({}, []), visits.append)
     program = (
         "import socket,sys; s=socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]);"
         "s.send(b'{}'); print(s.recv(99), flush=True); print(s.recv(99), flush=True)"
@@ -250,3 +258,10 @@ def test_a_planned_loader_fuses_what_comes_in_parts() -> None:
     assert torch.equal(up, parts["up"].t())
     with pytest.raises(WindlassNotFound, match="no copies of 'v'"):
         asyncio.run(loader.load_weights([("v", torch.zeros(1))]))
+
+
+def test_a_folder_with_too_long_a_path_is_named(folder: Path) -> None:
+    deep = folder / ("d" * 90)
+    deep.mkdir()
+    with pytest.raises(WindlassInvalid, match="allows 107"):
+        Door(deep, lambda v, w: ({}, []), lambda v: None)

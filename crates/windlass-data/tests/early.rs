@@ -17,7 +17,7 @@ use windlass_core::manifest::{DimCut, Manifest};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::early::{EarlyError, Folder, Part, Rank, RankSpec, Staging, Way};
-use windlass_data::region::{Lease, LeaseKind, Memfd, Region, RegionSpec, Slots};
+use windlass_data::region::{Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots};
 use windlass_data::serve::{Server, ServerConfig};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -187,11 +187,15 @@ impl Trainer {
 
 fn copy(rank: &mut Rank, data: &[u8], version: Version) -> Result<(), EarlyError> {
     let region = Arc::clone(rank.region());
-    let attempt = rank.begin(version, &stop())?;
-    for block in rank.blocks().iter() {
+    let (blocks, attempt) = (rank.blocks().clone(), rank.begin(version, &stop())?);
+    for block in blocks.iter() {
         let block = region.manifest().cuts().block(block).unwrap();
         for run in region.manifest().byte_runs(&block) {
-            attempt.write(run.start, &data[run.start as usize..run.end as usize]).unwrap();
+            if let Err(e) = attempt.write(run.start, &data[run.start as usize..run.end as usize]) {
+                // Another rank has given the attempt up.
+                rank.abort(attempt);
+                return Err(e.into());
+            }
         }
     }
     rank.commit(attempt, None, &stop()).map(drop)
@@ -450,9 +454,12 @@ fn a_number_that_was_handed_out_is_not_given_to_other_bytes() {
         assert!(matches!(trainer.ranks[0].way(4, &stop()).unwrap(), Way::Copy { .. }));
         let kept = trainer.data.clone();
         trainer.data.iter_mut().for_each(|b| *b ^= 1);
-        for error in trainer.copy(4).into_iter().map(Result::unwrap_err) {
-            assert_eq!(error.kind(), Kind::Stale, "{error}");
-        }
+        let errors: Vec<_> = trainer.copy(4).into_iter().map(Result::unwrap_err).collect();
+        // Who is slower may hear of the other's refusal before it comes to its own.
+        let is_refusal = |e: &EarlyError| matches!(e, EarlyError::Taken { .. });
+        assert!(errors.iter().any(is_refusal), "{errors:?}");
+        let is_told = |e: &EarlyError| matches!(e, EarlyError::Region(RegionError::Aborted { .. }));
+        assert!(errors.iter().all(|e| is_refusal(e) || is_told(e)), "{errors:?}");
         trainer.data = kept;
         assert_eq!(trainer.region.state().active.unwrap().version, 3);
         assert!(trainer.ranks[0].way(3, &stop()).is_err(), "an older number is no better");

@@ -45,6 +45,8 @@ log = logging.getLogger("windlass")
 LIMIT = 1 << 16
 MOST_DESCRIPTORS = 250
 PREFIX = "windlass-door-"
+#: The most bytes in the path of a socket.
+LONGEST = 107
 #: For a message of the other side, which does nothing else meanwhile.
 PATIENCE = 20.0
 
@@ -115,6 +117,12 @@ class Door:
         self._answer, self._left = answer, left
         sweep(folder)
         self.path = folder / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:16]}"
+        if len(os.fsencode(self.path)) > LONGEST:
+            raise WindlassInvalid(
+                f"a socket at {str(self.path)!r} would have a path of {len(os.fsencode(self.path))} bytes, and the system "
+                f"allows {LONGEST}",
+                "take a folder with a shorter path",
+            )
         self._lock = threading.Lock()
         self._visits: list[Visit] = []
         self._wake, self._woken = socket.socketpair()
