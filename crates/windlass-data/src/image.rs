@@ -367,7 +367,8 @@ impl Image {
         seal_left(&self.seat, digest)?;
         // The region numbers commits of its own: versions of the publisher may start over.
         let number = self.region.state().attempt + 1;
-        let attempt = self.writer.begin(number, stop)?;
+        // An engine's driver holds the image while its workers come to it.
+        let attempt = self.writer.begin_gently(number, stop)?;
         self.current = None;
         Ok(Refresh {
             spec: &self.spec,

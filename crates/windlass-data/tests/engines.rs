@@ -87,6 +87,32 @@ fn an_image_cannot_be_leased_while_it_is_open() {
     assert!(matches!(lease(&region), Err(ImageError::NotWhole { .. })), "a broken refresh hides the image");
 }
 
+/// A driver holds the image while its workers come to it: if they were kept out, both would wait for the receiver, and it
+/// for them.
+#[test]
+fn workers_are_let_in_while_their_driver_holds_an_image_that_is_to_be_refreshed() {
+    let (publisher, known) = published();
+    let dir = shm();
+    receiver(&dir, publisher.server()).sync(&stop()).unwrap();
+    let mut image = Image::open(spec(dir.path()), &stop()).unwrap();
+    let region = Arc::clone(image.region());
+    let driver = ImageView::take(&region, Duration::from_secs(60), &stop()).unwrap();
+    let before = region.state().attempt;
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| image.refresh(&stop()).map(drop));
+        eventually("the receiver is at the door", || region.state().attempt > before);
+        for _ in 0..5 {
+            let soon = Stop::after(Duration::from_secs(10));
+            let worker = ImageView::open(region.dir(), Duration::from_secs(60), &soon).unwrap();
+            assert_eq!(worker.known(), &known);
+            worker.finish().unwrap();
+        }
+        assert!(!waiting.is_finished());
+        driver.finish().unwrap();
+        waiting.join().unwrap().unwrap();
+    });
+}
+
 #[test]
 fn a_refresh_with_a_missing_block_does_not_finish() {
     let (publisher, known) = published();

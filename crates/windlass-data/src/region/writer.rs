@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use windlass_core::identity::Version;
 
@@ -12,6 +13,9 @@ use crate::flip::{Phase, Said};
 use crate::shm::{Access, Mapping};
 use crate::stop::{Stop, Stopped};
 
+/// How long a gentle writer keeps new readers out, and how long it lets them in.
+const KNOCK: Duration = Duration::from_millis(20);
+const LET_IN: Duration = Duration::from_millis(20);
 /// How many bytes are copied between two looks at whether the attempt still runs.
 const PIECE: usize = 1 << 20;
 
@@ -67,7 +71,14 @@ impl Writer {
     /// Begins to write `version` with all other ranks, and returns when all have joined. Rank 0 leads: it takes back
     /// the slot first, and its versions must grow (in a region of one slot they need not).
     pub fn begin(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'_>, RegionError> {
-        self.start(version, stop)
+        self.start(version, Manner::Firm, stop)
+    }
+
+    /// [`Writer::begin`], which lets readers in for as long as there are any. From the beginning of an attempt on nobody may
+    /// lease the slot; where it is the only one, and whoever holds a lease waits for somebody else to take one too, both
+    /// would wait for the writer, and it for them. So it only knocks, and goes away again if it is not alone.
+    pub fn begin_gently(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'_>, RegionError> {
+        self.start(version, Manner::Gentle, stop)
     }
 
     /// [`Writer::begin`] for callers that cannot borrow: the attempt keeps the writer, and gives it back in the end.
@@ -76,15 +87,20 @@ impl Writer {
         version: Version,
         stop: &Stop,
     ) -> Result<OwnedAttempt, Box<(Writer, RegionError)>> {
-        match self.start(version, stop) {
+        match self.start(version, Manner::Firm, stop) {
             Ok(attempt) => Ok(OwnedAttempt { attempt, writer: self }),
             Err(e) => Err(Box::new((self, e))),
         }
     }
 
     /// The attempt's lifetime is whatever the caller makes of it.
-    fn start<'a>(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'a>, RegionError> {
-        let id = if self.rank == 0 { self.lead(version, stop)? } else { self.follow(version, stop)? };
+    fn start<'a>(
+        &mut self,
+        version: Version,
+        manner: Manner,
+        stop: &Stop,
+    ) -> Result<Attempt<'a>, RegionError> {
+        let id = if self.rank == 0 { self.lead(version, manner, stop)? } else { self.follow(version, stop)? };
         self.last = id;
         // From here on, dropping ends the attempt.
         let attempt = Attempt::new(self, id, version);
@@ -98,7 +114,7 @@ impl Writer {
         Ok(attempt)
     }
 
-    fn lead(&mut self, version: Version, stop: &Stop) -> Result<u64, RegionError> {
+    fn lead(&mut self, version: Version, manner: Manner, stop: &Stop) -> Result<u64, RegionError> {
         let region = &self.region;
         let current = region.state().active.map(|s| s.version);
         if let Some(current) = current.filter(|&c| region.slots.len() == 2 && version <= c) {
@@ -109,20 +125,28 @@ impl Writer {
         let _ = region.wait_for(stop, || {
             flip.unsealed(now(), alive).inspect(|_| step("unsealed")).is_none().then_some(())
         });
-        let id = flip.begin();
-        region.ring();
-        step("guard");
-        let mut blockers = Vec::new();
-        let clear = region.wait_for(stop, || {
-            blockers = flip.blockers(id, now(), alive);
-            blockers.is_empty().then_some(())
-        });
-        if let Err(stopped) = clear {
+        let id = loop {
+            let id = flip.begin();
+            region.ring();
+            step("guard");
+            let mut blockers = Vec::new();
+            let knock = match manner {
+                Manner::Firm => stop.clone(),
+                Manner::Gentle => stop.with_timeout(KNOCK),
+            };
+            let clear = region.wait_for(&knock, || {
+                blockers = flip.blockers(id, now(), alive);
+                blockers.is_empty().then_some(())
+            });
+            let Err(stopped) = clear else { break id };
             let missing = blockers.iter().map(Missing::blocker).collect();
             flip.abort(id);
             region.ring();
-            return Err(self.stopped(id, version, Stage::Guard, missing, stopped));
-        }
+            if stop.is_set() {
+                return Err(self.stopped(id, version, Stage::Guard, missing, stopped));
+            }
+            region.wait(region.bell(), LET_IN.min(stop.nap()));
+        };
         self.note_unsealed();
         if !flip.open(id, version) {
             return Err(self.aborted(id, version, Stage::Guard));
@@ -195,6 +219,15 @@ impl Drop for Writer {
             self.region.ring();
         }
     }
+}
+
+/// What a writer does while somebody reads the slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Manner {
+    /// Nobody new is let in until it is free.
+    Firm,
+    /// Nobody new is let in for a moment at a time.
+    Gentle,
 }
 
 /// A version that was committed.

@@ -296,7 +296,6 @@ impl Inner {
 
     /// Says that something that was handed out is not what it should be.
     pub(super) fn contradiction(&self, version: Version, why: &str) {
-        count(&self.counters.contradictions);
         tracing::error!(
             version,
             kind = Kind::Corrupt.as_str(),
@@ -307,6 +306,8 @@ impl Inner {
         if let Err(error) = self.parts.put_doubt(version, why) {
             tracing::error!(version, %error, "ranks could not be told to copy the next version");
         }
+        // Whoever sees it counted finds the rest.
+        count(&self.counters.contradictions);
     }
 
     /// Notes a slot that was sealed unseen, and has it summed if it is its turn.
