@@ -145,7 +145,6 @@ def test_a_tensor_that_cannot_be_compared_is_said_and_copied() -> str:
 
 
 def test_a_baseline_without_room_is_said_in_numbers_and_copied() -> str:
-    free, _ = torch.cuda.mem_get_info()
     tensors = {"w": torch.randn(1 << 20, device="cuda").to(torch.bfloat16)}
     big = 1 << 31
     tensors["big"] = torch.zeros(big // 2, dtype=torch.bfloat16, device="cuda")

@@ -98,6 +98,6 @@ pub(crate) mod tests;
 pub use self::error::EarlyError;
 pub(crate) use self::folder::open;
 pub use self::folder::{Folder, Part};
-pub use self::rank::{Base, DeltaSource, Rank, RankSpec, Way, table};
+pub use self::rank::{Base, DeltaSource, Rank, RankSpec, Way};
 pub use self::records::{Records, RecordsFault};
 pub use self::staging::Staging;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FallocateFlags, fallocate};
 use windlass_core::delta::DeltaHeader;
 use windlass_core::delta::early::Roster;
-use windlass_core::digest::{BlockSum, SumTable};
+use windlass_core::digest::SumTable;
 use windlass_core::identity::{StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
@@ -756,17 +756,4 @@ impl Run {
             }
         }
     }
-}
-
-/// A table with the sums of `blocks` as given, in their order, and zeros for all others: what [`Rank::commit`] takes
-/// from an encoder that has summed a rank's blocks.
-pub fn table(manifest: &Manifest, blocks: &BlockRanges, sums: &[BlockSum]) -> Option<SumTable> {
-    let mut all = vec![BlockSum::default(); manifest.cuts().blocks() as usize];
-    if sums.len() != blocks.len() as usize || blocks.end() as usize > all.len() {
-        return None;
-    }
-    for (block, sum) in blocks.iter().zip(sums) {
-        all[block as usize] = *sum;
-    }
-    Some(SumTable::new(manifest, all))
 }
