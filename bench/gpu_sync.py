@@ -61,7 +61,14 @@ class Serving:
     """The engine's process: takes one version after the other, and tells when what was done."""
 
     def __init__(
-        self, size: str, device: str, threads: int, streams: int, image: str, endpoint: str, token_file: str
+        self,
+        size: str,
+        device: str,
+        threads: int,
+        streams: int | None,
+        image: str,
+        endpoint: str,
+        token_file: str,
     ) -> None:
         self.model = reference.fuse(reference.plain(size, device, 99))
         self.engine = ReferenceEngine(self.model, length=16)
@@ -262,7 +269,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3, help="versions that do not count")
     parser.add_argument("--rate", type=float, default=0.01, help="part of the elements that a step changes")
     parser.add_argument("--threads", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--streams", type=int, default=12, help="of a transfer")
+    parser.add_argument("--streams", type=int, help="of a transfer; six unless told")
     parser.add_argument("--region-dir", help="where the trainer's slots are: 2.2 times the weights")
     parser.add_argument("--image-dir", help="where the receiver's image is: 1.1 times the weights")
     parser.add_argument("--ipc", action="store_true", help="also the colocated way")
