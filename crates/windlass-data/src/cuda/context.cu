@@ -115,7 +115,12 @@ INLINE u64 stretch(const Piece* pieces, const Place& p, u32 position, u32& hint,
             side_by_side = (u32)min((u64)left, (piece.run - ahead) / UNIT);
             return at;
         }
-        hint = hint + 1 < p.pieces ? hint + 1 : 0;
+        if (p.is_apart && n)
+            return 0;
+        else if (p.is_apart)
+            hint = last_before(pieces, p, byte);
+        else
+            hint = hint + 1 < p.pieces ? hint + 1 : 0;
     }
     return 0;
 }

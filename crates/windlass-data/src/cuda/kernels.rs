@@ -67,7 +67,8 @@ plain! {
     CopyArgs { copies: u64, from: u64, to: u64, tally: u64, count: u32, work: u32 }
     /// A block at an engine (record.cu).
     Place {
-        start: u64, pitch: u64, run: u32, count: u32, first: u32, pieces: u32, is_float: u32, mantissa: u32,
+        start: u64, pitch: u64, run: u32, count: u32, first: u32, pieces: u32, is_float: u16, is_apart: u16,
+        mantissa: u32,
     }
     /// Bytes of a tensor at an engine (record.cu).
     Piece { begin: u64, run: u64, pitch: u64, count: u64, target: u64, target_pitch: u64 }
@@ -403,6 +404,7 @@ mod tests {
             let size = match kind {
                 "u64" => 8,
                 "u32" => 4,
+                "u16" => 2,
                 other => panic!("{name} has a {other}"),
             };
             for field in names.split(',') {
@@ -441,6 +443,7 @@ mod tests {
             let size = |kind: &str| match kind.trim() {
                 "u64" => 8,
                 "u32" => 4,
+                "u16" => 2,
                 "[u64; 2]" | "[u32; 4]" => 16,
                 "[u32; 8]" => 32,
                 other => panic!("{ours} has a {other}"),

@@ -30,6 +30,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -184,6 +185,7 @@ impl Places {
             let after = start + ((block.count - 1) * block.stride + block.run) * unit;
             let first = reach.partition_point(|far| *far <= start);
             let last = pieces.partition_point(|p| p.begin < after).max(first);
+            let is_apart = last > first && pieces[first..last].is_sorted_by(|a, b| end(a) <= b.begin);
             let is_within = |p: &Piece| p.count == 1 && p.begin <= start && after <= p.begin + p.run;
             let mantissa = match tile.line {
                 Line::Float(mantissa) => Some(mantissa),
@@ -197,6 +199,7 @@ impl Places {
                 first: (self.pieces.len() + first) as u32,
                 pieces: (last - first) as u32,
                 is_float: mantissa.is_some().into(),
+                is_apart: is_apart.into(),
                 mantissa: mantissa.unwrap_or(0).into(),
             });
             self.whole.push(is_whole || pieces[first..last].iter().any(is_within));
@@ -209,7 +212,9 @@ impl Places {
 /// in each of them.
 fn scatter(reads: &Copy, target: u64, into: &mut Vec<Piece>) {
     let mut dims: Vec<Dim> = reads.dims.clone();
-    // The pitch of a piece steps over its run, or it would hold units twice.
+    // The pitch of a piece steps over its run, or it would hold units twice. Of those that do, the shortest is its own, so
+    // that pieces are short in the tensor and apart.
+    dims.sort_by_key(|d| (d.to >= reads.run, Reverse(d.to)));
     let last = dims.pop_if(|d| d.to >= reads.run);
     let outer = Copy { at: reads.at, run: reads.run, dims };
     super::each_run(&outer, |begin, from| {

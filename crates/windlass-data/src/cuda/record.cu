@@ -11,11 +11,13 @@ struct Place {
     u32 count; // runs
     u32 first; // of its pieces
     u32 pieces;
-    u32 is_float;
+    u16 is_float;
+    u16 is_apart; // whether each of its pieces ends before the next begins
     u32 mantissa; // bits of it in a float
 };
 
-// Bytes of a tensor, and where they are in memory. Pieces of a block may overlap: all copies are written.
+// Bytes of a tensor, and where they are in memory. Pieces of a block are in the order in which they begin, and may overlap
+// unless it says otherwise: all copies are written.
 struct Piece {
     u64 begin;  // byte of the tensor
     u64 run;    // bytes in a run
@@ -102,14 +104,32 @@ INLINE u64 locate(const Piece& p, u64 byte) {
     return run < p.count && rest < p.run ? p.target + run * p.target_pitch + rest : 0;
 }
 
+// Of a block's pieces, the last that begins no later than the byte, or the first.
+INLINE u32 last_before(const Piece* pieces, const Place& p, u64 byte) {
+    u32 piece = 0, past = p.pieces;
+    while (past - piece > 1) {
+        u32 middle = (piece + past) / 2;
+        if (pieces[p.first + middle].begin <= byte)
+            piece = middle;
+        else
+            past = middle;
+    }
+    return piece;
+}
+
 // The unit's first place, or 0.
 INLINE u64 find(const Piece* pieces, const Place& p, u64 byte) {
+    if (p.is_apart) return locate(pieces[p.first + last_before(pieces, p, byte)], byte);
     for (u32 i = 0; i < p.pieces; i++)
         if (u64 at = locate(pieces[p.first + i], byte)) return at;
     return 0;
 }
 
 INLINE void store(const Piece* pieces, const Place& p, u64 byte, Unit unit) {
+    if (p.is_apart) {
+        if (u64 at = find(pieces, p, byte)) *(Unit*)at = unit;
+        return;
+    }
     for (u32 i = 0; i < p.pieces; i++)
         if (u64 at = locate(pieces[p.first + i], byte)) *(Unit*)at = unit;
 }

@@ -125,9 +125,10 @@ impl Fetched {
         Ok(parts)
     }
 
-    /// The memory that it takes.
+    /// Its length. The memory that it is in may be longer.
     pub fn bytes(&self) -> u64 {
-        self.buffers.iter().map(|b| b.len()).sum()
+        let Mode::Delta { payloads, .. } = &self.ticket.mode else { return 0 };
+        payloads.iter().map(|p| p.bytes).sum()
     }
 
     /// The memory that it is in, which later deltas of the receiver come to as well: registering it with a device is worth

@@ -320,6 +320,20 @@ fn a_context_record_for_a_part_of_a_block_is_refused() {
 }
 
 #[test]
+fn the_pieces_of_a_transposed_tensor_are_its_rows_and_apart() {
+    let places = |kind| {
+        let plan = plan(kind, 1);
+        let places = Places::new(&plan, &ADDRESSES).unwrap();
+        // Blocks of c, a and b.
+        places.blocks.iter().map(|p| (p.pieces, p.is_apart)).collect::<Vec<_>>()
+    };
+    assert_eq!(places(0), [(1, 1), (1, 1), (1, 1)]);
+    assert_eq!(places(2)[1], (ROWS as u32, 1));
+    // Held twice: whoever looks for a unit must look at all.
+    assert_eq!(places(3)[1], (2, 0));
+}
+
+#[test]
 fn a_block_that_one_piece_holds_is_whole_where_its_tensor_is_not() {
     let specs = [TensorSpec::new("rows", Dtype::BF16, [4, 65_536])];
     let manifest = Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap());
