@@ -23,7 +23,7 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench gpu gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
+.PHONY: help demo test loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
 .PHONY: clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
@@ -69,30 +69,41 @@ ptx: ## compile the CUDA kernels anew, into the PTX files beside them (needs nvi
 ptx-check: # the PTX files were made of the sources as they are
 	$(PYTHON) scripts/ptx.py --check
 
-gpu: ## the tests of the GPU path; says loudly if there is no CUDA device (PY=python with torch)
-	@$(PY) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)' \
-	    || { echo "SKIPPED: no CUDA device; nothing of the GPU path was tested" >&2; exit 0; }; \
-	    $(CARGO) build --release --locked -p windlass-py; \
-	    cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION); \
-	    PYTHONPATH=python $(PY) tests/gpu/kernels.py --windlass "$(PY) -m windlass"; \
-	    PYTHONPATH=python $(PY) tests/gpu/device.py; \
-	    PYTHONPATH=python $(PY) tests/gpu/manager.py; \
-	    PYTHONPATH=python $(PY) tests/gpu/ipc.py; \
-	    PYTHONPATH=python $(PY) tests/gpu/end_to_end.py
+# Whether the Python is there, before anything is built for it.
+has_python = @command -v "$(PY)" >/dev/null || { echo "*** there is no Python $(PY): name one that has torch, as in" \
+	    "\`make $@ PY=python3\`; \`make venv\` makes .venv" >&2; exit 2; }
 
-gpu-vllm: ## a real vLLM server that follows a trainer on a GPU (PY=python with vLLM, ARGS="--size 8b"); says what is missing
+gpu: ## the tests of the GPU path (PY=python with torch and transformers); says loudly if there is no CUDA device
+	$(has_python)
+	@found=0; $(PY) tests/gpu/needs.py || found=$$?; \
+	    if [ $$found = 77 ]; then exit 0; elif [ $$found != 0 ]; then exit $$found; fi; \
+	    $(MAKE) --no-print-directory gpu-build; \
+	    for part in kernels device manager ipc end_to_end; do \
+	        echo "== $$part"; PYTHONPATH=python $(PY) tests/gpu/$$part.py; done
+
+gpu-build: ## build the extension for release and put it where python/ finds it: what figures are measured with
 	$(CARGO) build --release --locked -p windlass-py
 	cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION)
 	$(PYTHON) scripts/entry_points.py
+
+gpu-vllm: ## a real vLLM server that follows a trainer on a GPU (PY=python with vLLM, ARGS="--size 8B"); says what is missing
+	$(has_python)
+	@$(MAKE) --no-print-directory gpu-build
 	PYTHONPATH=python $(PY) bench/gpu_vllm.py $(ARGS)
 
 SANITIZER ?= compute-sanitizer
 gpu-sanitize: ## the kernels' tests under compute-sanitizer, of the CUDA toolkit (SANITIZER=path, PY=python with torch)
-	for tool in memcheck racecheck synccheck; do \
-	    echo "== $$tool"; \
-	    PYTHONPATH=python $(SANITIZER) --tool $$tool --error-exitcode 9 $(PY) tests/gpu/kernels.py \
-	        --scale 0.3 --patience 1800 --windlass "$(PY) -m windlass" || exit 1; \
-	done
+	$(has_python)
+	@command -v "$(SANITIZER)" >/dev/null || { echo "*** there is no $(SANITIZER): it comes with the CUDA toolkit, as" \
+	    "bin/compute-sanitizer; name it: make $@ SANITIZER=/path/to/compute-sanitizer" >&2; exit 2; }
+	@found=0; $(PY) tests/gpu/needs.py || found=$$?; \
+	    if [ $$found = 77 ]; then exit 0; elif [ $$found != 0 ]; then exit $$found; fi; \
+	    $(MAKE) --no-print-directory gpu-build; \
+	    for tool in memcheck racecheck synccheck; do \
+	        echo "== $$tool"; \
+	        PYTHONPATH=python $(SANITIZER) --tool $$tool --error-exitcode 9 $(PY) tests/gpu/kernels.py \
+	            --scale 0.3 --patience 1800 || exit 1; \
+	    done
 
 contract: ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/contract.py --self-test

@@ -18,6 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
 
+import needs  # noqa: E402
+
+needs.need("torch", "numpy")
+
 import codec  # noqa: E402
 import context  # noqa: E402
 import numpy as np  # noqa: E402
@@ -114,12 +118,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--host", action="store_true")
-    parser.add_argument("--elements", type=float, default=8e9)
-    parser.add_argument("--rate", type=float, default=0.0036, help="of weights of median size")
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--windlass", default=f"{sys.executable} -m windlass")
+    parser.add_argument("--host", action="store_true", help="a trial on the CPU; times mean nothing")
+    parser.add_argument("--elements", type=lambda text: needs.whole(1)(str(int(float(text)))), default=8e9)
+    parser.add_argument("--rate", type=needs.share, default=0.0036, help="of weights of median size")
+    parser.add_argument("--repeats", type=needs.whole(1), default=12)
+    parser.add_argument("--windlass", help="the command; python -m windlass unless told")
     args = parser.parse_args()
+    if not args.host:
+        needs.need_device()
+    if args.windlass is None:
+        needs.need("windlass")
+    windlass = [sys.executable, "-m", "windlass"] if args.windlass is None else args.windlass.split()
     device: Programs = Host() if args.host else Device()
     blocks = 1 if args.host else BLOCKS
     tensor = context.tensor(Draw(7), "BF16", blocks * codec.BLOCK_UNITS, args.rate)
@@ -127,7 +136,7 @@ def main() -> None:
     copies = 2 if args.host else max(1, int(args.elements) // tensor.units)
     told: dict[str, object] = {"elements": copies * tensor.units, "changed": round(float(changed), 5)}
     for mode in ("plain", "context"):
-        raw = codec.container(args.windlass.split(), [tensor], mode)
+        raw = codec.container(windlass, [tensor], mode)
         weights = Weights(device, tensor, copies, raw)
         took = timed(weights, args.repeats, not args.host)
         told[mode] = {

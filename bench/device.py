@@ -30,6 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "bench")]
 
+import needs  # noqa: E402
+
+needs.need("torch", "numpy", "windlass")
+
 import torch  # noqa: E402
 from gpu import Timer, layout, read_limit, say, step  # noqa: E402
 from programs import Device  # noqa: E402
@@ -234,10 +238,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=needs.whole(1), default=10)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    needs.need_device()
     gpu = w.Gpu.open(0)
     say(
         f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}, torch {torch.__version__}; medians of {args.repeats}"

@@ -1,6 +1,6 @@
 """The GPU path beside the limits of the device's memory, on layouts of Qwen3 models.
 
-    python bench/gpu.py [--sizes 0.6B 1.7B 8B] [--repeats 12] [--json FILE]
+    python bench/gpu.py [--size 0.6B 1.7B 8B] [--repeats 12] [--json FILE]
 
 Needs a CUDA device and torch. Weights are made up: normal, bf16, and a step like Adam's after which about one in a
 hundred differs. Everything takes turns in one run and is timed by events on one stream; medians count.
@@ -27,6 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import needs  # noqa: E402
+
+needs.need("torch", "numpy")
 
 import numpy as np  # noqa: E402
 import programs  # noqa: E402
@@ -455,12 +459,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=0.01, help="share of the weights that change")
-    parser.add_argument("--rates", choices=list(MODELS), help="also encode this model at other rates")
-    parser.add_argument("--json", type=Path)
+    size = needs.one_of(MODELS)
+    parser.add_argument("--size", "--sizes", dest="sizes", nargs="+", type=size, default=list(MODELS))
+    parser.add_argument("--repeats", type=needs.whole(1), default=12)
+    parser.add_argument("--rate", type=needs.share, default=0.01, help="share of the weights that change")
+    parser.add_argument("--rates", type=size, help="also encode the model of this size at other rates")
+    parser.add_argument("--json", type=Path, help="where to write everything that was measured")
     args = parser.parse_args()
+    needs.need_device()
     device = Device()
     properties = torch.cuda.get_device_properties(0)
     report: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Weights from a trainer's process into fused parameters of an engine's on the same GPU, by the wall clock.
 
-    PYTHONPATH=python python bench/gpu_ipc.py [--sizes 0.6B 1.7B 8B] [--repeats 10] [--json FILE]
+    PYTHONPATH=python python bench/gpu_ipc.py [--size 0.6B 1.7B 8B] [--repeats 10] [--json FILE]
 
 Needs a CUDA device, torch and the built extension. Layouts are those of `bench/gpu.py`, in bf16.
 
@@ -31,6 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "bench")]
 
 from multiprocessing.reduction import ForkingPickler  # noqa: E402
+
+import needs  # noqa: E402
+
+needs.need("torch", "windlass")
 
 import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
@@ -238,13 +242,16 @@ def measure(model: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--sizes", nargs="+", default=list(MODELS))
-    arguments.add_argument("--repeats", type=int, default=10)
-    arguments.add_argument("--json")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "--size", "--sizes", dest="sizes", nargs="+", type=needs.one_of(MODELS), default=list(MODELS)
+    )
+    arguments.add_argument("--repeats", type=needs.whole(1), default=10)
+    arguments.add_argument("--json", help="where to write everything that was measured")
     given = arguments.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device: nothing can be measured")
+    needs.need_device()
     mp.set_start_method("spawn")
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     result = {model: measure(model, given.repeats) for model in given.sizes}

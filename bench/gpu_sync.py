@@ -17,7 +17,13 @@ the version before is sealed, as it would be after seconds of training.
 | **engine pause** | no step is under way | the next may begin |
 | **step to visible** | the weights are changed | the end of the pause |
 | image | the end of the pause | the receiver's image holds the version too; ``apply`` is a part of it |
-| sealed | the call of ``offload()`` | the trainer's own slot holds the version |
+| sealed | the call of ``offload()`` | the trainer's own slot holds the version and is sealed |
+
+``trainer blocked`` holds for a trainer that takes longer than ``sealed`` for a step: another ``offload()`` that comes
+sooner waits first until the version before is in its slot. Parts are medians of their own and need not add up. ``fetched`` is
+the receiver's whole call, ``ask`` and ``wire`` what it counts of it. Trainer and engine share one GPU here and disturb each
+other, as they do not on two. The first versions take longer, because kernels are compiled and memory is registered:
+``--warm`` of them do not count, and are in the JSON.
 
 Bars for 8 B: engine pause <= 10 ms, step to visible <= 150 ms, trainer blocked <= 25 ms. ``--ipc`` adds the colocated way
 beside one device copy (``bench/gpu_ipc.py``). Memory on the host: two slots of the trainer, an image of the receiver
@@ -40,6 +46,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "bench")]
+
+import needs  # noqa: E402
+
+needs.need("torch", "transformers", "windlass")
 
 import reference  # noqa: E402
 import torch  # noqa: E402
@@ -159,7 +169,7 @@ class Weights:
 
 
 def check_room(size: int, region: Path, image: Path) -> None:
-    """An error if there is no room, before anything is written."""
+    """Ends the script if there is no room, before anything is written."""
     slots, copy = 2.2 * size, 1.1 * size
     for folder in (region, image):
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,17 +178,19 @@ def check_room(size: int, region: Path, image: Path) -> None:
     )
     free = shutil.disk_usage(image).free
     if free < copy:
-        sys.exit(
-            f"the image needs {copy / 1e9:.1f} GB in {image}, and {free / 1e9:.1f} GB are free: {advice}"
+        needs.end(
+            f"the image needs {copy / 1e9:.1f} GB in {image}, and {free / 1e9:.1f} GB are free: {advice}",
+            2,
         )
     left = shutil.disk_usage(region).free - copy * (os.stat(region).st_dev == os.stat(image).st_dev)
     # Slots for which the folder is too small are anonymous memory.
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = int(meminfo["MemAvailable"].split()[0]) * 1024
     if max(left, memory - copy) < slots:
-        sys.exit(
+        needs.end(
             f"the slots need {slots / 1e9:.1f} GB; {left / 1e9:.1f} GB are left in {region}, and {memory / 1e9:.1f} GB of "
-            f"memory are available: {advice}"
+            f"memory are available: {advice}",
+            2,
         )
 
 
@@ -211,9 +223,10 @@ def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:
                 called = time.monotonic()
                 offloaded = wm.offload(weights.tensors, version, 0, 1)
                 returned = time.monotonic()
-                row = child.hear()
+                # Before the engine is heard, whose times are its own.
                 wm.wait_delta_ready(version, timeout=PATIENCE)
                 sealed = time.monotonic()
+                row = child.hear()
                 if row["version"] != version:
                     raise RuntimeError(f"the engine took version {row['version']} instead of {version}")
                 at = row["at"]
@@ -263,13 +276,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", default="0.6B", choices=list(reference.SIZES))
+    parser.add_argument(
+        "--size", default="0.6B", type=needs.one_of(reference.SIZES), help=", ".join(reference.SIZES)
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm", type=int, default=3, help="versions that do not count")
-    parser.add_argument("--rate", type=float, default=0.01, help="part of the elements that a step changes")
-    parser.add_argument("--threads", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--streams", type=int, help="of a transfer; six unless told")
+    parser.add_argument("--steps", type=needs.whole(1), default=12, help="versions that count")
+    parser.add_argument("--warm", type=needs.whole(0), default=3, help="versions that do not, before them")
+    parser.add_argument("--rate", type=needs.share, default=0.01, help="of the elements that a step changes")
+    parser.add_argument("--threads", type=needs.whole(1), default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--streams", type=needs.whole(1), help="of a transfer; six unless told")
     parser.add_argument("--region-dir", help="where the trainer's slots are: 2.2 times the weights")
     parser.add_argument("--image-dir", help="where the receiver's image is: 1.1 times the weights")
     parser.add_argument("--ipc", action="store_true", help="also the colocated way")
@@ -280,9 +295,8 @@ def main() -> None:
     if given.serve:
         reference.answer(Serving(**json.loads(given.serve)))
         return
-    if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no CUDA device: give --device cpu for a run without figures that mean anything")
     if given.device == "cuda":
+        needs.need_device()
         say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     out = open(given.json, "a") if given.json else open(os.devnull, "w")  # noqa: SIM115
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sync-") as home, out:

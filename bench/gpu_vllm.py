@@ -1,6 +1,6 @@
 """A real vLLM server that follows a trainer on a GPU: how long it pauses, and how soon a step is visible.
 
-    PYTHONPATH=python python bench/gpu_vllm.py [--size 0.6b] [--steps 12] [--json FILE]
+    PYTHONPATH=python python bench/gpu_vllm.py [--size 0.6B] [--steps 12] [--json FILE]
     make gpu-vllm                                    # the same, with the extension built for release first
     ... --device cpu --size tiny                     # without a GPU: everything but the figures
 
@@ -39,7 +39,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "engines"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / "tests" / "engines"), str(ROOT / "tests" / "gpu"), str(ROOT / "python")]
+
+import needs  # noqa: E402
+
+needs.need("torch", "transformers", "windlass")
 
 import servers  # noqa: E402
 import tiny  # noqa: E402
@@ -47,11 +51,13 @@ import tiny  # noqa: E402
 #: hidden, inner, layers, heads, kv heads, vocabulary, size of a head, tied
 SIZES = {
     "tiny": (128, 256, 2, 4, 2, 512, 32, False),
-    "0.6b": (1024, 3072, 28, 16, 8, 151_936, 128, True),
-    "1.7b": (2048, 6144, 28, 16, 8, 151_936, 128, True),
-    "8b": (4096, 12_288, 36, 32, 8, 151_936, 128, False),
+    "0.6B": (1024, 3072, 28, 16, 8, 151_936, 128, True),
+    "1.7B": (2048, 6144, 28, 16, 8, 151_936, 128, True),
+    "8B": (4096, 12_288, 36, 32, 8, 151_936, 128, False),
 }
 
+#: What of the weights is written to the folder: two slots, deltas, an image, and at the end a checkpoint.
+ROOM = 4.4
 #: How long a server may take to start, and one version to arrive.
 START, PATIENCE = 900.0, 600.0
 
@@ -69,11 +75,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=SIZES, default="0.6b")
+    parser.add_argument("--size", type=needs.one_of(SIZES), default="0.6B", help=", ".join(SIZES))
     parser.add_argument("--device", default="cuda", help="of the server: cuda, cuda:1, cpu")
     parser.add_argument("--trainer-device", help="the server's if not given")
-    parser.add_argument("--steps", type=int, default=12, help="versions that count; two more come before")
-    parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
+    parser.add_argument(
+        "--steps", type=needs.whole(1), default=12, help="versions that count; two more come before"
+    )
+    parser.add_argument("--share", type=needs.share, default=0.01, help="of elements that change")
     parser.add_argument("--offload-mode", choices=("delta", "copy", "auto"), default="delta")
     parser.add_argument("--pause", choices=("keep", "wait", "abort"), default="keep")
     parser.add_argument("--memory", type=float, help="vLLM's gpu_memory_utilization")
@@ -81,25 +89,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--home", help="a folder for models, regions and images; /dev/shm if not given")
     parser.add_argument("--json", help="where to write everything that was measured")
     given = parser.parse_args()
-    if given.steps < 1 or not 0 < given.share < 1:
-        parser.error("--steps must be at least 1, and --share between 0 and 1")
     given.trainer_device = given.trainer_device or given.device
     return given
 
 
 def check(given: argparse.Namespace) -> dict[str, Any]:
     """What there is; :class:`Missing` names what is not."""
-    try:
-        import torch
-        import transformers
-    except ImportError as e:
-        raise Missing(
-            f"{e.name} is not installed here ({sys.executable}): pip install torch transformers"
-        ) from e
-    try:
-        import windlass
-    except ImportError as e:
-        raise Missing(f"the package cannot be imported ({e}): make develop") from e
+    import torch
+    import transformers
+
+    import windlass
+
     devices = [given.device, given.trainer_device]
     if any(d.startswith("cuda") for d in devices):
         facts = windlass.gpu_facts()
@@ -124,6 +124,7 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
         raise Missing(
             f"no vLLM in {given.vllm_python} ({last}): pip install vllm there, or name another --vllm-python"
         )
+    check_room(given)
     return {
         "vllm": found.stdout.strip().splitlines()[-1],
         "torch": torch.__version__,
@@ -131,6 +132,27 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(given.trainer_device) if "cuda" in given.trainer_device else None,
         "host": platform.platform(),
     }
+
+
+def elements(size: str) -> int:
+    """Parameters of a model."""
+    hidden, inner, layers, heads, kv, vocabulary, head, tied = SIZES[size]
+    layer = hidden * head * (2 * heads + 2 * kv) + 3 * hidden * inner + 2 * hidden + 2 * head
+    return vocabulary * hidden * (1 if tied else 2) + layers * layer + hidden
+
+
+def check_room(given: argparse.Namespace) -> None:
+    """:class:`Missing` if there is no room, before anything is written."""
+    folder = Path(given.home or "/dev/shm")
+    if not folder.is_dir():
+        raise Missing(f"there is no folder {folder}: make it, or name another --home")
+    size = elements(given.size) * dtype_of(given).itemsize
+    free = shutil.disk_usage(folder).free
+    if free < ROOM * size:
+        raise Missing(
+            f"slots, image and checkpoint of {size / 1e9:.1f} GB of weights need {ROOM * size / 1e9:.1f} GB in {folder}, and "
+            f"{free / 1e9:.1f} GB are free: name another --home (a tmpfs is quickest), or take a smaller --size"
+        )
 
 
 def make(given: argparse.Namespace, folder: Path) -> Any:

@@ -36,6 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "tests" / "engines"
 sys.path[:0] = [str(ROOT / "python"), *(str(ENGINES / p) for p in ("", "vllm", "vllm/inside", "plugin"))]
 
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import needs  # noqa: E402
+
+needs.need("torch", "vllm", "pytest", "windlass")
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -138,7 +144,7 @@ def measure(case: str, home: Path, repeats: int, threads: int) -> dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=needs.whole(1), default=15)
     parser.add_argument("--json", help="also write the result to this file")
     options = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
@@ -167,7 +173,7 @@ def main() -> int:
     text = json.dumps(result, indent=1)
     if options.json:
         Path(options.json).write_text(text + "\n")
-    print(text)
+    sys.stdout.write(text + "\n")
     return 0
 
 

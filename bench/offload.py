@@ -24,13 +24,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
 
-import windlass
-from windlass import WeightManager
+import needs  # noqa: E402
+
+needs.need("torch", "windlass")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import windlass  # noqa: E402
+from windlass import WeightManager  # noqa: E402
 
 #: Of the issue: what Python must reach of Rust, and milliseconds for the calls of 10,000 tensors.
 BAR_RATIO, BAR_OVERHEAD_MS = 0.8, 20.0
@@ -40,8 +47,8 @@ SMALL_TENSORS, SMALL_SHAPE = 10_000, (32, 32)
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model-bytes", default="1Gi", help="as windlass bench takes it")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--turns", type=needs.whole(1), default=5)
+    parser.add_argument("--repeats", type=needs.whole(1), default=15)
     parser.add_argument("--json", help="also write the result to this file")
     options = parser.parse_args()
     threads = len(os.sched_getaffinity(0))

@@ -19,12 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import codec
-import numpy as np
-import torch
+import needs
 
-from windlass import _windlass as w
-from windlass.errors import (
+needs.need("torch", "numpy", "windlass")
+
+import codec  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from windlass import _windlass as w  # noqa: E402
+from windlass.errors import (  # noqa: E402
     WindlassCorrupt,
     WindlassError,
     WindlassExhausted,
@@ -567,9 +571,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))
     parser.add_argument("names", nargs="*", help="parts of the names of tests")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        say("SKIPPED: no CUDA device; nothing of the GPU path was tested")
-        return 0
+    needs.need_device("the device layer")
     torch.manual_seed(args.seed)
     gpu = w.Gpu.open(0)
     say(f"seed {args.seed}, {gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}")

@@ -30,16 +30,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import reference
-import torch
-from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token, say
+import needs
 
-from windlass import Receiver, WeightManager, _windlass, parse_request, strategy_from_config
-from windlass.chunk import WeightChunk
-from windlass.follow import Follower
-from windlass.load import Live, LoadOrder
-from windlass.load.planned import PlannedLoader
-from windlass.load.trace import trace
+needs.need("torch", "transformers", "windlass")
+
+import reference  # noqa: E402
+import torch  # noqa: E402
+from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token, say  # noqa: E402
+
+from windlass import Receiver, WeightManager, _windlass, parse_request, strategy_from_config  # noqa: E402
+from windlass.chunk import WeightChunk  # noqa: E402
+from windlass.follow import Follower  # noqa: E402
+from windlass.load import Live, LoadOrder  # noqa: E402
+from windlass.load.planned import PlannedLoader  # noqa: E402
+from windlass.load.trace import trace  # noqa: E402
 
 SIZE = "tiny"
 #: Tokens that are made with each version at the least.
@@ -349,7 +353,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="parts of the names of tests")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--versions", type=int, default=10)
+    parser.add_argument("--versions", type=needs.whole(1), default=10)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument(
         "--near", type=float, default=0.0, help="where kernels do not repeat themselves: 0.02"
@@ -362,9 +366,8 @@ def main() -> int:
     if given.serve:
         serve(json.loads(given.serve))
         return 0
-    if given.device == "cuda" and not torch.cuda.is_available():
-        say("SKIPPED: no CUDA device; nothing was tested from end to end (--device cpu tests a part)")
-        return 0
+    if given.device == "cuda":
+        needs.need_device("versions from end to end (--device cpu tests a part)")
     tests: dict[str, Callable[[str, int], str]] = {
         n[5:]: t for n, t in globals().items() if n.startswith("test_")
     }

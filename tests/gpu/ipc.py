@@ -24,14 +24,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import needs
 
-from windlass import WeightLoader, parse_request, strategy_from_config
-from windlass.chunk import WeightChunk
-from windlass.errors import WindlassError, WindlassUnsupported
-from windlass.load.planned import PlannedLoader
-from windlass.load.trace import Copy
-from windlass.strategy import each_tensor
+needs.need("torch", "windlass")
+
+import torch  # noqa: E402
+
+from windlass import WeightLoader, parse_request, strategy_from_config  # noqa: E402
+from windlass.chunk import WeightChunk  # noqa: E402
+from windlass.errors import WindlassError, WindlassUnsupported  # noqa: E402
+from windlass.load.planned import PlannedLoader  # noqa: E402
+from windlass.load.trace import Copy  # noqa: E402
+from windlass.strategy import each_tensor  # noqa: E402
 
 KINDS = ("cuda_ipc", "packed_cuda_ipc")
 PATIENCE = 240
@@ -494,9 +498,7 @@ def main() -> None:
     if given.serve:
         serve()
         return
-    if not torch.cuda.is_available():
-        say("SKIPPED: no CUDA device; nothing of CUDA IPC was tested")
-        return
+    needs.need_device("CUDA IPC")
     logging.basicConfig(level=logging.INFO, format="  log: %(message)s")
     tests = {n[5:]: t for n, t in globals().items() if n.startswith("test_")}
     chosen = [n for n in tests if not given.names or any(part in n for part in given.names)]

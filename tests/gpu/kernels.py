@@ -1,8 +1,8 @@
 """The CUDA kernels beside the CPU codec: records byte for byte, sums, application, copies.
 
-    python tests/gpu/kernels.py [--host] [--windlass PATH] [--scale 1.0] [NAME...]
+    PYTHONPATH=python python tests/gpu/kernels.py [--host] [--windlass COMMAND] [--scale 1.0] [NAME...]
 
-Needs torch, numpy and a built `windlass`. With `--host` the kernels run on the CPU (`host.h`), on less data. Every test
+Needs torch, numpy, a CUDA device and the command `windlass`, which is this Python's unless told. With `--host` the kernels run on the CPU (`host.h`), on less data. Every test
 draws new data; `--seed` repeats a run.
 """
 
@@ -15,16 +15,20 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import codec
-import context
-import numpy as np
-import torch
-from codec import Block, Bytes, Tensor
-from drawing import WORDS, Draw
-from engine import Engine
-from programs import COPY, SPAN, TALLY, Device, Host, Programs
+import needs
 
-from rank import Rank, baseline
+needs.need("torch", "numpy")
+
+import codec  # noqa: E402
+import context  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from codec import Block, Bytes, Tensor  # noqa: E402
+from drawing import WORDS, Draw  # noqa: E402
+from engine import Engine  # noqa: E402
+from programs import COPY, SPAN, TALLY, Device, Host, Programs  # noqa: E402
+
+from rank import Rank, baseline  # noqa: E402
 
 
 def say(line: str) -> None:
@@ -692,13 +696,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", action="store_true", help="run the kernels on the CPU")
     parser.add_argument(
-        "--windlass", default="target/release/windlass", help="the command, with its first words"
+        "--windlass", help="the command, with its first words; python -m windlass unless told"
     )
     parser.add_argument("--patience", type=float, default=900, help="seconds that a test may take")
     parser.add_argument("--scale", type=float, help="how much data; 1 on a GPU")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))
     parser.add_argument("names", nargs="*", help="parts of the names of tests")
     args = parser.parse_args()
+    if not args.host:
+        needs.need_device("the kernels")
+    if args.windlass is None:
+        needs.need("windlass")
+    windlass = [sys.executable, "-m", "windlass"] if args.windlass is None else args.windlass.split()
     programs: Programs = Host() if args.host else Device()
     scale = args.scale or (0.03 if args.host else 1.0)
     failed = 0
@@ -711,7 +720,7 @@ def main() -> int:
         faulthandler.dump_traceback_later(args.patience, exit=True)
         began = time.monotonic()
         try:
-            note = test(Setting(programs, args.windlass.split(), Draw(args.seed), scale))
+            note = test(Setting(programs, windlass, Draw(args.seed), scale))
             say(f"ok    {time.monotonic() - began:6.1f} s  {name}: {note}")
         except AssertionError as e:
             failed += 1

@@ -20,9 +20,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import needs
 
-from windlass import Receiver, WeightManager, WindlassUnsupported
+needs.need("torch", "windlass")
+
+import torch  # noqa: E402
+
+from windlass import Receiver, WeightManager, WindlassUnsupported  # noqa: E402
 
 PATIENCE = 120.0
 LATEST = 6
@@ -249,6 +253,7 @@ def main() -> None:
     if given.rank is not None:
         one_rank(given.rank, given.ranks, given.home)
         return
+    needs.need_device("a trainer on a GPU")
     tests: dict[str, Any] = {name: f for name, f in globals().items() if name.startswith("test_")}
     failed = []
     for name, test in tests.items():
