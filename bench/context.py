@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--windlass", help="the command; python -m windlass unless told")
     args = parser.parse_args()
     if not args.host:
-        needs.need_device()
+        needs.need_device(instead="--host needs none; its times mean nothing")
     if args.windlass is None:
         needs.need("windlass")
     windlass = [sys.executable, "-m", "windlass"] if args.windlass is None else args.windlass.split()

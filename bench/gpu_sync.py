@@ -296,7 +296,7 @@ def main() -> None:
         reference.answer(Serving(**json.loads(given.serve)))
         return
     if given.device == "cuda":
-        needs.need_device()
+        needs.need_device(instead="--device cpu --size tiny needs none; its times mean nothing")
         say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     out = open(given.json, "a") if given.json else open(os.devnull, "w")  # noqa: SIM115
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sync-") as home, out:

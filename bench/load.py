@@ -34,13 +34,14 @@ os.environ.update(
 )
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "tests" / "engines"
-sys.path[:0] = [str(ROOT / "python"), *(str(ENGINES / p) for p in ("", "vllm", "vllm/inside", "plugin"))]
-
-sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "python")]
 
 import needs  # noqa: E402
 
+# Before the folders of tests are looked into, of which one is called as the engine is.
 needs.need("torch", "vllm", "pytest", "windlass")
+
+sys.path[:0] = [str(ENGINES / p) for p in ("", "vllm", "vllm/inside", "plugin")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

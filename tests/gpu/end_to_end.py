@@ -367,7 +367,7 @@ def main() -> int:
         serve(json.loads(given.serve))
         return 0
     if given.device == "cuda":
-        needs.need_device("versions from end to end (--device cpu tests a part)")
+        needs.need_device("the way from a trainer to an engine", "--device cpu tests a part of it")
     tests: dict[str, Callable[[str, int], str]] = {
         n[5:]: t for n, t in globals().items() if n.startswith("test_")
     }

@@ -44,8 +44,9 @@ def need(*modules: str) -> None:
             end(f"{name} cannot be imported by {sys.executable} ({e}): {advice}", 2)
 
 
-def need_device(tested: str | None = None) -> None:
-    """Ends the script if there is no CUDA device. ``tested`` is what a test would have tested; benchmarks have none."""
+def need_device(tested: str | None = None, instead: str = "") -> None:
+    """Ends the script if there is no CUDA device. ``tested`` is what a test would have tested; benchmarks have none.
+    ``instead`` is what works without one."""
     need("torch")
     import torch
 
@@ -53,9 +54,10 @@ def need_device(tested: str | None = None) -> None:
         return
     if torch.version.cuda is None and Path("/dev/nvidiactl").exists():
         end(f"torch {torch.__version__} has no CUDA, and there is a GPU: install a build that has it", 2)
+    instead = f" ({instead})" if instead else ""
     if tested is None:
-        end("no CUDA device: nothing was measured", 2)
-    end(f"SKIPPED: no CUDA device; nothing of {tested} was tested", 0)
+        end(f"no CUDA device: nothing was measured{instead}", 2)
+    end(f"SKIPPED: no CUDA device; nothing of {tested} was tested{instead}", 0)
 
 
 def whole(least: int) -> Callable[[str], int]:
