@@ -162,7 +162,7 @@ def test_the_snippet_of_the_guide_for_engines_of_ones_own_runs(
 ) -> None:
     wm, receiver = pair
     text = (Path(__file__).parent.parent.parent / "docs" / "own-engine.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    snippet = re.findall(r"```python\n(.*?)```", text, re.S)[0]
     engine = Scheduler()
     assert wm.token_file is not None
     scope = {
