@@ -58,11 +58,15 @@ class Config:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for key in data:
             if key not in known:
-                raise WindlassInvalid(f"{cls.__name__} has no field {key!r}; {_nearest(str(key), known)}")
+                raise WindlassInvalid(f"{cls.__name__} has no field {key!r}; {cls._hint(str(key), known)}")
         try:
             return cls(**{key: cls._made(key, value) for key, value in data.items()})
         except TypeError as e:
             raise WindlassInvalid(f"{cls.__name__} cannot be made of {sorted(data)}: {e}") from e
+
+    @classmethod
+    def _hint(cls, key: str, known: Sequence[str]) -> str:
+        return _nearest(key, known)
 
     @classmethod
     def _made(cls, key: str, value: Any) -> Any:
@@ -87,11 +91,14 @@ class Config:
             raise self._bad(name, f"an integer from {least} to {most}" + (" or None" if optional else ""))
 
     def _seconds(self, *names: str) -> None:
+        self._above_zero("seconds", *names)
+
+    def _above_zero(self, what: str, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or value <= 0:
-                raise self._bad(name, "seconds, more than 0")
+                raise self._bad(name, f"{what}, more than 0")
 
     def _text(self, *names: str, optional: bool = False) -> None:
         for name in names:

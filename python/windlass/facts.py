@@ -19,6 +19,9 @@ from windlass.plain import Plain
 
 __all__ = ["facts_between", "gpu_facts"]
 
+#: The arena of packed IPC where nobody says how large buckets are (``weight_transfer_threshold_cuda_ipc_GB``).
+ARENA = 2 * 1024**3
+
 
 def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
     """What the driver and the GPUs of this process are: all that it sees, or those of these numbers.
@@ -27,14 +30,21 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
     - ``gpus``: UUIDs;
     - ``cuda``: what :func:`windlass.choose` wants to know of a side (``unusable`` says why there is nothing to use);
     - ``reach``: for each device the UUIDs of those whose memory it can access;
+    - ``peer``: what this process decodes, as of an engine's side;
     - ``survey``: everything as ``windlass doctor --json`` has it under ``gpu``.
 
     Opens each device for a moment, which takes some hundred MiB of it unless torch has opened it before.
 
     >>> facts = gpu_facts()
     >>> sorted(facts)
-    ['cuda', 'gpus', 'host', 'reach', 'survey']
+    ['cuda', 'gpus', 'host', 'peer', 'reach', 'survey']
     """
+    if devices is not None and not (
+        isinstance(devices, Sequence)
+        and not isinstance(devices, str)
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in devices)
+    ):
+        raise WindlassInvalid(f"devices is {devices!r}: expected the numbers of GPUs, as in [0, 1], or None")
     survey: Plain = json.loads(_windlass.gpu_survey())
     found: list[Plain] = survey["devices"]
     if devices is not None:
@@ -67,6 +77,7 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
             "pid_namespace": _link("/proc/self/ns/pid"),
         },
         "reach": reach,
+        "peer": {"delta": True},
         "survey": survey,
     }
 
@@ -77,27 +88,33 @@ def facts_between(
     **known: Any,
 ) -> Plain:
     """The facts for :func:`windlass.choose` from what :func:`gpu_facts` answered on both sides, by one process or by
-    several. Of several the worst counts. ``known`` are further facts (``elastic``, ``peer``, ``model_bytes``,
-    ``baseline_bytes``, ...), and come before what follows from the answers.
+    several. Of several the worst counts. ``known`` are further facts (``elastic``, ``model_bytes``, ``baseline_bytes``, ...),
+    and come before what follows from the answers. ``arena_bytes`` are two buckets of the usual size unless they are among
+    them; a tensor that is larger than a bucket makes it as large.
 
     >>> from windlass import choose
-    >>> one = {"host": "a", "gpus": ["GPU-1"], "cuda": {"free_bytes": 10**9}, "reach": {}}
+    >>> one = {"host": "a", "gpus": ["GPU-1"], "cuda": {"free_bytes": 10**10}, "reach": {}}
     >>> choose(facts_between(one, one))["strategy"]
     'packed_cuda_ipc'
     """
     ours, theirs = _worst(trainers), _worst(engines)
-    near = ours["host"] is not None and ours["host"] == theirs["host"]
-    shared = near and bool(theirs["gpus"]) and set(theirs["gpus"]) <= set(ours["gpus"])
+    hosts = ours["hosts"] | theirs["hosts"]
+    near = len(hosts) == 1 and None not in hosts
+    # On every host of the engines there are trainers on the same GPUs.
+    shared = bool(theirs["places"]) and theirs["places"] <= ours["places"]
     seen = [set(theirs["reach"][gpu]) for gpu in theirs["gpus"] if gpu in theirs["reach"]]
     reached = [set(ours["gpus"]) <= each for each in seen]
     return {
         "placement": "same_gpu" if shared else "same_host" if near else "remote",
+        "several_hosts": len(hosts) > 1,
         "trainer_gpus": ours["gpus"],
         "engine_gpus": theirs["gpus"],
         "trainer_cuda": ours["cuda"],
         "engine_cuda": theirs["cuda"],
         # An engine that does not see the trainers' GPUs cannot say.
         "peer_access": all(reached) if near and reached and _visible(theirs, ours) else None,
+        "peer": theirs["peer"],
+        "arena_bytes": ARENA,
         **known,
     }
 
@@ -116,7 +133,6 @@ def _worst(answers: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Plain:
     def known(key: str) -> list[Any]:
         return [cuda[key] for cuda in cudas if cuda.get(key) is not None]
 
-    hosts = {answer["host"] for answer in all_of}
     cuda = {
         "unusable": next(iter(known("unusable")), None),
         **{key: min(known(key), default=None) for key in ("driver", "capability", "free_bytes")},
@@ -132,7 +148,10 @@ def _worst(answers: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Plain:
     }
     gpus = dict.fromkeys(gpu for answer in all_of for gpu in answer["gpus"])
     return {
-        "host": hosts.pop() if len(hosts) == 1 else None,
+        "hosts": {answer["host"] for answer in all_of},
+        # A UUID means something on its host only.
+        "places": {(answer["host"], gpu) for answer in all_of for gpu in answer["gpus"] if answer["host"]},
+        "peer": {"delta": all((answer.get("peer") or {}).get("delta", False) for answer in all_of)},
         "gpus": list(gpus),
         "cuda": cuda,
         "reach": {gpu: to for answer in all_of for gpu, to in answer["reach"].items()},

@@ -426,7 +426,7 @@ class WeightManager:
             naming = self._naming()
             gpu = find(sources)
             mode = self.config.offload_mode
-            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu))
+            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu, naming.dtype))
         except Exception as e:
             # The others are told before it is raised here.
             sources = e

@@ -9,13 +9,14 @@ handle of torch's stream go down in one call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from windlass import plan as planning
 from windlass._windlass import Gpu
+from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassError, WindlassExhausted, WindlassUnsupported
 
 if TYPE_CHECKING:
@@ -32,19 +33,19 @@ ROOM = 16
 SHARED = 0.1
 
 
-def _locals(sources: Sequence[Source]) -> Iterator[torch.Tensor]:
-    """The memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
+def _locals(sources: Sequence[Source]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and the memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
     for source in sources:
         for share in source.shares:
             if not share.gathered and source.given is not None:
                 local = share.fetch(source.given)
                 if local.numel() and not local.is_meta:
-                    yield local
+                    yield source.name, local
 
 
 def find(sources: Sequence[Source]) -> Gpu | None:
     """The GPU of this rank's tensors, if there is one that can be driven; what is on another goes by torch."""
-    ordinal = next((local.get_device() for local in _locals(sources) if local.is_cuda), None)
+    ordinal = next((local.get_device() for _, local in _locals(sources) if local.is_cuda), None)
     if ordinal is None:
         return None
     try:
@@ -54,16 +55,17 @@ def find(sources: Sequence[Source]) -> Gpu | None:
         return None
 
 
-def can_compare(sources: Sequence[Source], gpu: Gpu | None) -> bool:
+def can_compare(sources: Sequence[Source], gpu: Gpu | None, dtype: Callable[[str, str], str]) -> bool:
     """Whether versions are handed out by delta where nobody said how: if all weights are on one GPU that has room for a
-    baseline and is not an engine's too."""
+    baseline and is not an engine's too. ``dtype`` says which dtype a tensor of a name and dtype is published in."""
     if gpu is None or any(share.gathered for source in sources for share in source.shares):
         return False
     need = 0
-    for local in _locals(sources):
+    for name, local in _locals(sources):
         if local.get_device() != gpu.ordinal:
             return False
-        need += local.nbytes
+        # What is kept is what is published: fp32 masters of a bf16 image take half of what they are.
+        need += local.numel() * torch_dtype(dtype(name, dtype_name(local.dtype))).itemsize
     need += need // ROOM
     free, total = gpu.memory()
     others = total - free - torch.cuda.memory_reserved(gpu.ordinal)

@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import nn
 
-from windlass.load.trace import Target
+from windlass.load import ModelSession
 
 #: How long anything of a test may take, in seconds.
 PATIENCE = 240.0
@@ -123,51 +123,14 @@ def fuse(model: Any) -> Any:
     return model
 
 
-class ReferenceSession:
-    """The engine's own way to load (:class:`windlass.load.live.Session`), for both forms. Nothing is post-processed."""
-
-    parallelism, shares, partial, hides_writes = "tp1", 1, None, False
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def refuses_plan(self) -> str | None:
-        return None
-
-    def vocabulary(self, module: nn.Module) -> int | None:
-        return None
+class ReferenceSession(ModelSession):
+    """The engine's own way to load, for both forms. Nothing is post-processed."""
 
     def refuses(self, name: str, module: nn.Module) -> str | None:
         known = (
             isinstance(module, (nn.Linear, nn.Embedding, Fused)) or type(module).__name__ == "Qwen3RMSNorm"
         )
         return None if known else f"{type(module).__name__} is not on the list"
-
-    def independent(self, name: str, module: nn.Module, attribute: str) -> bool:
-        return type(module).__name__ == "Qwen3RotaryEmbedding" and attribute.endswith("inv_freq")
-
-    def serving(self, attribute: str) -> bool:
-        return False
-
-    def looks_into(self, value: object) -> bool:
-        return False
-
-    @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[list[Target]]:
-        modules = list(self.model.named_modules())
-        kept = [(module, dict(module._parameters)) for _, module in modules]
-        try:
-            targets = []
-            for prefix, module in modules:
-                for name, tensor in list(module._parameters.items()):
-                    if tensor is not None:
-                        stand_in = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
-                        module._parameters[name] = stand_in
-                        targets.append(Target(prefix, name, stand_in))
-            yield targets
-        finally:
-            for module, parameters in kept:
-                module._parameters.update(parameters)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As the loaders of vLLM's models do it: names of parts lead to the fused parameter and the rows of the part."""
@@ -187,23 +150,6 @@ class ReferenceSession:
                 modules[module]._parameters[attribute].copy_(tensor)  # type: ignore[union-attr]
                 loaded.add(name)
         return loaded
-
-    def begin(self) -> None:
-        pass
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with torch.no_grad():
-            self.load_weights(weights)
-
-    def finish(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    def abandon(self) -> None:
-        pass
-
-    def incomplete(self) -> list[str]:
-        return []
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The device's own part is tested on one (``tests/gpu/device.py``, ``tests/gpu/end
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassUnsupported,
 )
-from windlass.load import Live, LoadOrder, Report
+from windlass.load import Live, LoadOrder, ModelSession, Report, take
 from windlass.load import device as device_module
 from windlass.load import live as live_module
 from windlass.load.device import DeviceWeights, device_weights
@@ -346,3 +347,116 @@ def test_a_delta_that_cannot_be_taken_over_goes_by_the_image(make: Callable[[], 
     with bench.receiver.hold() as image:
         order = LoadOrder.of(image)
     bench.check(bench.live.load(order), "dense")
+
+
+# An engine's own loop.
+
+
+class Loop:
+    """An engine that takes versions with :func:`windlass.load.take`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.paused = 0
+        #: Whether the last pause was left well: an engine that was not stays paused.
+        self.is_going = True
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self.paused += 1
+        self.is_going = False
+        yield
+        self.is_going = True
+
+    def take(self, how: str, timeout: float = 60.0) -> None:
+        report = take(self.bench.live, self.bench.receiver, self.pause, timeout)
+        assert report is not None and report.live is not None
+        assert report.live.version == self.bench.version == self.bench.receiver.version
+        self.bench.check(report, how)
+
+    def announce(self) -> None:
+        self.bench.announce()
+        self.bench.plan.fetched = self.bench.fused()
+
+
+def test_an_engine_takes_every_version_by_the_best_way(make: Callable[[], Bench]) -> None:
+    bench = make()
+    loop = Loop(bench)
+    loop.take("session")
+    assert take(bench.live, bench.receiver, loop.pause, 0.05) is None and loop.paused == 1
+    # Before the image.
+    for _ in range(2):
+        loop.announce()
+        bench.calls()
+        loop.take("sparse")
+        assert "apply" in bench.calls()
+    assert take(bench.live, bench.receiver, loop.pause, 0.05) is None
+    # A delta that cannot be staged comes by the image.
+    loop.announce()
+    bench.plan.fails["stage"] = WindlassExhausted("a delta needs 1 GiB")
+    loop.take("dense")
+    bench.plan.fails.clear()
+    # An engine that began anew is behind its image, and need not wait for anything newer.
+    bench.live.forget("a test")
+    bench.calls()
+    loop.take("dense")
+    assert loop.is_going and loop.paused == 5
+
+
+def test_a_load_that_fails_halfway_is_repeated_in_the_same_pause(make: Callable[[], Bench]) -> None:
+    bench = make()
+    loop = Loop(bench)
+    loop.take("session")
+    loop.announce()
+    bench.plan.fails["apply"] = WindlassCorrupt("3 of 4 records did not fit")
+    loop.take("dense")
+    assert loop.is_going and loop.paused == 2
+    bench.plan.fails.clear()
+    loop.announce()
+    loop.take("sparse")
+
+
+def test_an_engine_that_cannot_be_loaded_is_not_let_go_on(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    loop = Loop(bench)
+    loop.take("session")
+    loop.announce()
+    bench.plan.fails["apply"] = bench.plan.fails["dense"] = WindlassCorrupt("records did not fit")
+
+    def fail(weights: object) -> None:
+        raise RuntimeError("no loader")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.live._session, "load", fail)
+        with pytest.raises(WindlassCorrupt, match="a mixture"):
+            take(bench.live, bench.receiver, loop.pause)
+    assert not loop.is_going and loop.paused == 2
+    # Once it can be, the next call mends it.
+    bench.plan.fails.clear()
+    loop.take("dense")
+    assert loop.is_going
+
+
+def test_a_plain_model_follows_without_a_session_of_its_own(tmp_path: Path) -> None:
+    trainer, model = reference.plain("tiny", "cpu", 1), reference.plain("tiny", "cpu", 99)
+    weights = {name: p.detach() for name, p in trainer.named_parameters()}
+    with WeightManager(model_id="plain", region_dir=str(tmp_path), timeout=60) as wm:
+        wm.offload(weights, 1, 0, 1)
+        wm.wait_delta_ready(1, 60)
+        live = Live(ModelSession(model))
+        with Receiver(
+            tmp_path / "image", endpoint=wm.endpoint, token_file=wm.token_file, keep_deltas=4
+        ) as receiver:
+            for version, how in ((1, "session"), (2, "sparse"), (3, "sparse")):
+                if version > 1:
+                    weights["model.norm.weight"].add_(1)
+                    wm.offload(weights, version, 0, 1)
+                    wm.wait_delta_ready(version, 60)
+                report = take(live, receiver, contextlib.nullcontext)
+                assert report is not None and report.last is not None and report.plan is not None
+                assert (report.live and report.live.version, report.last.how) == (version, how), report
+                assert report.plan.session == 0, report.plan
+                for name, p in model.named_parameters():
+                    assert torch.equal(p, weights[name]), name

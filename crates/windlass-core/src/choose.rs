@@ -43,7 +43,7 @@
 //! | either kind of IPC | engines on the trainers' very GPUs, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
 //! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
 //! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
-//! | offload by delta | `baseline_bytes` and a sixteenth free, or `gpu_baseline_fits` | offload by copy |
+//! | offload by delta | `baseline_bytes` and a sixteenth in half of what is free (in all of it where it is demanded), or `gpu_baseline_fits` | offload by copy |
 //!
 //! # Strict
 //!
@@ -215,6 +215,8 @@ pub struct Peer {
 pub struct Facts {
     /// Where the engines run.
     pub placement: Placement,
+    /// Trainers or engines are on more than one host, so that no engine finds all shares on its own.
+    pub several_hosts: bool,
     /// The backend that the run uses for its collectives.
     pub backend: Backend,
     /// UUIDs of the trainers' GPUs; empty if they have none.
@@ -265,6 +267,7 @@ impl Default for Facts {
     fn default() -> Facts {
         Facts {
             placement: Placement::Remote,
+            several_hosts: false,
             backend: Backend::Nccl,
             trainer_gpus: Vec::new(),
             engine_gpus: Vec::new(),
@@ -352,7 +355,14 @@ impl TryFrom<Map<String, Value>> for Overrides {
                 "codec" => o.codec = read(&key, value)?,
                 "encoder" => o.encoder = read(&key, value)?,
                 "offload_mode" if value == "auto" => o.offload_mode = None,
-                "offload_mode" => o.offload_mode = read(&key, value)?,
+                "offload_mode" => {
+                    o.offload_mode = read(&key, value).map_err(|e| match e {
+                        ChooseError::BadValue { key, cause } => {
+                            ChooseError::BadValue { key, cause: format!("{cause}, or `auto`") }
+                        }
+                        other => other,
+                    })?;
+                }
                 "strict" => o.strict = read(&key, value)?.unwrap_or(false),
                 _ => return Err(ChooseError::unknown_key(&key)),
             }

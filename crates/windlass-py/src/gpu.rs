@@ -46,8 +46,11 @@ impl Gpu {
     /// The device of this number, as torch counts them. Unsupported, with the reason, where there is no driver, too old
     /// a one, or no device.
     #[staticmethod]
-    fn open(py: Python<'_>, ordinal: u32) -> PyResult<Gpu> {
-        enter(py, None, |_| Ok(Gpu(cuda::Gpu::open(ordinal)?)))
+    fn open(py: Python<'_>, ordinal: i64) -> PyResult<Gpu> {
+        enter(py, None, |_| {
+            let wrong = |_| Failure::invalid(format!("{ordinal} is no number of a GPU: they begin at 0"));
+            Ok(Gpu(cuda::Gpu::open(u32::try_from(ordinal).map_err(wrong)?)?))
+        })
     }
 
     /// The device of this UUID, with or without "GPU-".

@@ -1,17 +1,21 @@
 """Loading versions from an image into the live weights of an engine's worker.
 
 :class:`LoadOrder` and :class:`Report` are what a driver and a worker say to each other; :class:`Live` is the worker's
-side. ``Live`` needs torch and is imported when it is asked for.
+side, :func:`take` the loop's part of an engine of one's own, and :class:`ModelSession` a torch model as its worker. What
+needs torch is imported when it is asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from windlass.load.order import Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report, label, version_of
+from windlass.load.take import take
 
 if TYPE_CHECKING:
     from windlass.load.live import Live, Session
+    from windlass.load.model import ModelSession
 
 __all__ = [
     "Failure",
@@ -19,17 +23,20 @@ __all__ = [
     "Live",
     "LiveVersion",
     "LoadOrder",
+    "ModelSession",
     "PlanSummary",
     "Report",
     "Session",
     "label",
+    "take",
     "version_of",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("Live", "Session"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from windlass.load import live
+_LATER = {"Live": "live", "Session": "live", "ModelSession": "model"}
 
-    return getattr(live, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"windlass.load.{_LATER[name]}"), name)

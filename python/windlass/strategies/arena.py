@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import mmap
 import os
 import stat
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from windlass.request import PackedTensor
 
 __all__ = ["Arena", "HostArena", "HostOpener", "Opener", "arena_for", "host_device", "opener_for"]
+
+log = logging.getLogger("windlass")
 
 MAGIC = b"WNDLARN1"
 HEAD = 4096
@@ -162,7 +165,10 @@ def _gpu(device: str) -> int | None:
     """The number of this process's GPU, unless the host's memory is meant."""
     import torch
 
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device == "cpu":
+        return None
+    if device == "auto" and not torch.cuda.is_available():
+        log.info("torch sees no CUDA device: weights go through shared memory of the host")
         return None
     if not torch.cuda.is_available():
         raise WindlassUnsupported(

@@ -64,9 +64,8 @@ class IpcSettings(Config):
     codec: str | None = None
 
     def __post_init__(self) -> None:
-        # Checked as seconds are: a number above 0.
-        for name in ("weight_transfer_threshold_cuda_ipc_GB", "timeout"):
-            self._seconds(name)
+        self._seconds("timeout")
+        self._above_zero("a size in GB", "weight_transfer_threshold_cuda_ipc_GB")
         self._text("link", "codec", optional=True)
         if self.device not in ("auto", "cuda", "cpu"):
             raise WindlassInvalid(f"device is {self.device!r}: expected 'auto', 'cuda' or 'cpu'")

@@ -25,8 +25,8 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -92,6 +92,12 @@ class TcpSettings(Config):
         if not isinstance(self.manager, Mapping):
             raise self._bad("manager", "a dictionary of the fields of WeightManagerConfig")
         self.config()
+
+    @classmethod
+    def _hint(cls, key: str, known: Sequence[str]) -> str:
+        if key in {known.name for known in fields(WeightManagerConfig)}:
+            return f"it belongs under 'manager', as in {{'manager': {{{key!r}: ...}}}}"
+        return super()._hint(key, known)
 
     def config(self) -> WeightManagerConfig:
         """How the trainer publishes."""

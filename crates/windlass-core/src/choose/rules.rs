@@ -199,13 +199,21 @@ impl Case<'_> {
                     Some(false) => ", which they cannot reach (no peer access)",
                     None => "",
                 };
-                return unsuited(format!(
-                    "the engines do not share the trainers' GPUs{reach}; colocate them to use IPC"
-                ));
+                let shared = f.engine_gpus.iter().filter(|u| f.trainer_gpus.contains(u)).count();
+                let who = match shared {
+                    0 => "the engines do not share the trainers' GPUs".to_owned(),
+                    n => format!("only {n} of the engines' {} GPUs are the trainers'", f.engine_gpus.len()),
+                };
+                return unsuited(format!("{who}{reach}; colocate them to use IPC"));
             }
             Placement::SameGpu => {}
         }
         // The run is colocated, so whatever stands in the way now is a loss.
+        for (side, cuda) in [("trainers", &f.trainer_cuda), ("engines", &f.engine_cuda)] {
+            if let Some(why) = cuda.objection() {
+                return blocked(format!("CUDA cannot be used at the {side}: {why}"));
+            }
+        }
         if f.trainer_gpus.is_empty() || f.engine_gpus.is_empty() {
             let side = if f.trainer_gpus.is_empty() { "trainers" } else { "engines" };
             return blocked(format!("no GPU was found at the {side}; check that CUDA is visible there"));
@@ -220,11 +228,6 @@ impl Case<'_> {
             return blocked(
                 "an engine is reached by HTTP only and cannot open IPC handles; install the worker extension",
             );
-        }
-        for (side, cuda) in [("trainers", &f.trainer_cuda), ("engines", &f.engine_cuda)] {
-            if let Some(why) = cuda.objection() {
-                return blocked(format!("CUDA cannot be used at the {side}: {why}"));
-            }
         }
         if let Some(namespace) = f.trainer_cuda.namespace_apart(&f.engine_cuda) {
             return blocked(format!(
@@ -319,7 +322,8 @@ impl Case<'_> {
 
     fn pick_link(&self, s: Strategy) -> Result<Link, ChooseError> {
         let f = self.facts;
-        let local = f.placement != Placement::Remote;
+        // Engines need the shares of all trainers.
+        let local = f.placement != Placement::Remote && !f.several_hosts;
         let near = if local { Link::Shm } else { Link::Tcp };
         let fitting = match s {
             Strategy::Lora if f.lora_sync_path.is_some() => Link::File,
@@ -485,11 +489,14 @@ impl Case<'_> {
     /// Why the GPU does not find what changed.
     fn gpu_objection(&self, codec: Codec) -> Option<Objection> {
         let f = self.facts;
+        // Why there is nothing to use says more than that there is nothing.
+        if let Some(why) = f.trainer_cuda.objection() {
+            return blocked(format!(
+                "CUDA cannot be used at the trainers: {why}; encoder = host does without"
+            ));
+        }
         if f.trainer_gpus.is_empty() {
             return unsuited("no GPU was found at the trainers");
-        }
-        if let Some(why) = f.trainer_cuda.objection() {
-            return blocked(format!("CUDA cannot be used at the trainers: {why}"));
         }
         if codec == Codec::DeltaContext {
             return unsuited(PLAIN_ONLY);
@@ -506,6 +513,13 @@ impl Case<'_> {
             Some((needs, free)) if needs > free => blocked(format!(
                 "the trainers' GPUs have no room for a baseline: it needs {} (the weights of a rank and a sixteenth \
                  for records), and {} are free; shard over more GPUs, or free some memory",
+                size(needs),
+                size(free)
+            )),
+            // What training takes later is not known.
+            Some((needs, free)) if needs > free / 2 && !self.wants_gpu() => unsuited(format!(
+                "a baseline needs {} (the weights of a rank and a sixteenth for records), which is more than half of \
+                 the {} that are free on the trainers' GPUs; offload_mode = delta takes it",
                 size(needs),
                 size(free)
             )),

@@ -400,6 +400,49 @@ fn disaggregated_trainers_offload_by_delta_where_the_baseline_fits() {
 }
 
 #[test]
+fn a_baseline_takes_at_most_half_of_what_is_free_unless_it_is_demanded() {
+    let most = Facts { baseline_bytes: Some(20_000_000_000), ..roomy() };
+    let choice = pick(&most);
+    assert_eq!(choice.offload, Some(Offload::Copy));
+    let gpu = why_not(&choice, Subject::Encoder(Encoder::Gpu));
+    assert!(!gpu.blocked && gpu.why_not.contains("more than half of the 40.0 GB"), "{}", gpu.why_not);
+    assert_eq!(with(&most, json!({"strict": true})).unwrap().offload, Some(Offload::Copy));
+    assert_eq!(with(&most, json!({"offload_mode": "delta"})).unwrap().offload, Some(Offload::Delta));
+}
+
+#[test]
+fn a_driver_that_is_missing_at_the_trainers_is_a_fallback() {
+    let why = "no CUDA driver was found (libcuda.so.1)";
+    let trainer_cuda = Cuda { unusable: Some(why.into()), ..Cuda::default() };
+    let without = Facts { trainer_gpus: vec![], trainer_cuda, ..elastic() };
+    let choice = pick(&without);
+    let gpu = why_not(&choice, Subject::Encoder(Encoder::Gpu));
+    assert!(gpu.blocked && gpu.why_not.contains(why), "{}", gpu.why_not);
+    let error = with(&without, json!({"strict": true})).unwrap_err().to_string();
+    assert!(error.contains(why) && error.contains("encoder = host"), "{error}");
+    // Whoever has none says so.
+    assert!(with(&without, json!({"strict": true, "encoder": "host"})).is_ok());
+    let ipc = Facts { trainer_gpus: vec![], trainer_cuda: without.trainer_cuda, ..colocated() };
+    let demanded = with(&ipc, json!({"use_cuda_ipc": true}));
+    assert!(impossible(demanded, Subject::Strategy(Strategy::PackedCudaIpc)).contains(why));
+}
+
+#[test]
+fn engines_on_the_trainers_gpus_of_several_hosts_share_memory_on_each() {
+    let several = Facts { several_hosts: true, ..colocated() };
+    assert_eq!(pick(&several).strategy, Strategy::PackedCudaIpc);
+    // An image comes from all hosts.
+    let tcp = json!({"strategy": "tcp"});
+    assert_eq!(with(&several, tcp.clone()).unwrap().link, Link::Tcp);
+    assert_eq!(with(&colocated(), tcp).unwrap().link, Link::Shm);
+    // Some of the engines elsewhere.
+    let partly = Facts { placement: Placement::SameHost, engine_gpus: gpus(&["0", "9"]), ..colocated() };
+    let choice = pick(&partly);
+    let packed = why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc));
+    assert!(packed.why_not.contains("only 1 of the engines' 2 GPUs"), "{}", packed.why_not);
+}
+
+#[test]
 fn how_to_offload_can_be_demanded() {
     let offload = |facts: &Facts, mode: &str| with(facts, json!({ "offload_mode": mode })).map(|c| c.offload);
     assert_eq!(offload(&roomy(), "copy"), Ok(Some(Offload::Copy)));
@@ -425,7 +468,8 @@ fn how_to_offload_can_be_demanded() {
     }
     let lora = with(&adapter(), json!({"offload_mode": "copy"}));
     assert!(impossible(lora, Subject::Offload(Offload::Copy)).contains("adapter"));
-    assert!(serde_json::from_value::<Overrides>(json!({"offload_mode": "fast"})).is_err());
+    let error = serde_json::from_value::<Overrides>(json!({"offload_mode": "fast"})).unwrap_err().to_string();
+    assert!(error.contains("fast") && error.contains("auto"), "{error}");
 }
 
 #[test]
@@ -709,15 +753,16 @@ fn any_facts() -> impl Generator<Value = Facts> {
         proptest::option::of(0.0..=1.0f64),
         proptest::option::of(1u16..3),
     );
-    let flags = any::<[bool; 8]>();
+    let flags = any::<[bool; 9]>();
     let cuda = (any_cuda(), any_cuda(), proptest::option::of(any::<bool>()), some_bytes(), some_bytes());
     let lora_path = proptest::option::of(Just("/mnt/adapters".to_owned()));
     (who, numbers, flags, url, lora_path, cuda).prop_map(
         |(who, numbers, flags, store_url, lora_sync_path, cuda)| {
-            let [elastic, cross_region, nixl_library, rdma_device, lora, delta, context, gpu_baseline_fits] =
+            let [elastic, cross_region, nixl_library, rdma_device, lora, delta, context, fits, several_hosts] =
                 flags;
             Facts {
                 placement: who.0,
+                several_hosts,
                 backend: who.1,
                 trainer_gpus: who.2,
                 engine_gpus: who.3,
@@ -734,7 +779,7 @@ fn any_facts() -> impl Generator<Value = Facts> {
                 change_rate: numbers.2,
                 peer: Peer { delta, context, codec_version: numbers.3 },
                 codec_version: 1,
-                gpu_baseline_fits,
+                gpu_baseline_fits: fits,
                 trainer_cuda: cuda.0,
                 engine_cuda: cuda.1,
                 peer_access: cuda.2,
@@ -813,7 +858,7 @@ fn assert_possible(f: &Facts, o: &Overrides, c: &Choice) {
             assert!(matches!(c.strategy, S::CudaIpc | S::PackedCudaIpc));
         }
         Link::Shm => {
-            assert_ne!(f.placement, Placement::Remote);
+            assert!(f.placement != Placement::Remote && !f.several_hosts);
             assert!(matches!(c.strategy, S::Tcp | S::Lora));
         }
         Link::Tcp => assert!(matches!(c.strategy, S::Tcp | S::Lora)),

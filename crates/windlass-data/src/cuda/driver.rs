@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::error::Error as _;
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::fmt;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUresult};
+use libloading::Library;
 
 use super::error::{CudaError, CudaVersion};
 use super::kernels::Kernels;
@@ -157,7 +159,11 @@ pub(super) fn check_kernel(
 fn driver() -> Result<CudaVersion, CudaError> {
     // SAFETY: loading the driver runs its initialisers, which is what it is for.
     if !unsafe { sys::is_culib_present() } {
-        return Err(CudaError::NoDriver);
+        // SAFETY: the same. What could not be loaded before is loaded again, for what the loader says.
+        let said = unsafe { Library::new("libcuda.so.1") };
+        return Err(CudaError::NoDriver {
+            said: said.err().and_then(|e| Some(e.source()?.to_string())).unwrap_or_default(),
+        });
     }
     for name in FUNCTIONS {
         // SAFETY: the library is there; the symbol is only looked for.
@@ -922,7 +928,7 @@ mod tests {
                 assert!(
                     matches!(
                         e,
-                        CudaError::NoDriver | CudaError::OldDriver { .. } | CudaError::NoDevice { .. }
+                        CudaError::NoDriver { .. } | CudaError::OldDriver { .. } | CudaError::NoDevice { .. }
                     ),
                     "{e}"
                 );

@@ -17,10 +17,14 @@ pub type CudaVersion = (u32, u32);
 pub enum CudaError {
     /// There is no driver.
     #[error(
-        "no CUDA driver was found (libcuda.so.1): install the NVIDIA driver, or give the container access to the GPU \
-         (docker run --gpus all)"
+        "no CUDA driver was found ({}): install the NVIDIA driver, or give the container access to the GPU (docker run \
+         --gpus all)",
+        if said.is_empty() { "libcuda.so.1" } else { said }
     )]
-    NoDriver,
+    NoDriver {
+        /// What the loader said.
+        said: String,
+    },
     /// The driver lacks a function.
     #[error(
         "the CUDA driver (libcuda.so.1) has no {name}: it is older than CUDA {}.{}, or a stub for linking; install a \
@@ -340,7 +344,7 @@ impl CudaError {
     pub fn kind(&self) -> Kind {
         use CudaError as E;
         match self {
-            E::NoDriver
+            E::NoDriver { .. }
             | E::NoFunction { .. }
             | E::OldDriver { .. }
             | E::NoDevice { .. }
@@ -421,7 +425,7 @@ mod tests {
     #[test]
     fn what_is_missing_on_the_machine_is_named_with_its_remedy() {
         says(
-            &CudaError::NoDriver,
+            &CudaError::NoDriver { said: String::new() },
             Kind::Unsupported,
             &["libcuda.so.1", "install the NVIDIA driver", "--gpus all"],
         );

@@ -82,7 +82,7 @@ impl Gpus {
             }
             Err(e) => e,
         };
-        let missing = matches!(e, CudaError::NoDriver);
+        let missing = matches!(e, CudaError::NoDriver { .. });
         match (&self.module, &self.library) {
             (module, _) if matches!(e, CudaError::Stopped { .. }) => {
                 let value = module.as_deref().unwrap_or("a library");
@@ -91,11 +91,14 @@ impl Gpus {
                     format!("{e}; nvidia-smi may hang too: look for Xid in dmesg, and reset the GPU or the machine"),
                 )
             }
-            (None, None) if missing => Check::ok(name, "none"),
+            (None, None) if missing => Check::ok(name, "none: weights go through host memory"),
             (Some(version), _) if missing => Check::ok(name, version.clone()).advise(
                 true,
                 "the kernel has it, but libcuda.so.1 is missing here; start the container with the NVIDIA runtime (--gpus all)",
             ),
+            (None, Some(library)) if missing || matches!(e, CudaError::NoFunction { .. }) => {
+                Check::ok(name, format!("{}, not usable", library.display())).advise(true, e.to_string())
+            }
             (None, Some(library)) => Check::ok(name, library.display().to_string()).advise(
                 true,
                 format!(
@@ -151,7 +154,7 @@ impl Gpus {
                 "library": self.library,
                 "cuda": survey.map(|s| s.cuda),
                 "needs": NEEDS_DRIVER,
-                "present": !matches!(self.survey, Err(CudaError::NoDriver)),
+                "present": !matches!(self.survey, Err(CudaError::NoDriver { .. })),
                 "error": self.survey.as_ref().err().map(ToString::to_string),
             },
             "needs_capability": NEEDS_CAPABILITY,
@@ -348,8 +351,8 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_gpu_has_one_line_about_it_and_is_not_blamed() {
-        let gpus = look(&[], || Err(CudaError::NoDriver));
-        assert_eq!(gpus.checks(), [Check::ok("cuda driver", "none")]);
+        let gpus = look(&[], || Err(CudaError::NoDriver { said: String::new() }));
+        assert_eq!(gpus.checks(), [Check::ok("cuda driver", "none: weights go through host memory")]);
         let object = gpus.json();
         assert_eq!((&object["driver"]["present"], &object["devices"]), (&json!(false), &json!([])));
         assert!(object["driver"]["error"].as_str().unwrap().contains("libcuda.so.1"), "{object}");
@@ -390,13 +393,21 @@ mod tests {
 
     #[test]
     fn half_a_cuda_driver_gets_advice() {
-        let missing = || Err(CudaError::NoDriver);
+        let missing = || Err(CudaError::NoDriver { said: String::new() });
         let driver = |files: &[(&str, &str)], gpus| look(files, gpus).driver();
         assert!(advice(&driver(&[MODULE], missing)).contains("libcuda.so.1 is missing"));
         let no_device = || Err(CudaError::NoDevice { why: "no CUDA-capable device is detected".into() });
         let library_only = driver(&[LIBRARY], no_device);
         assert!(advice(&library_only).contains("modprobe nvidia"), "{library_only:?}");
         assert!(advice(&library_only).contains("no CUDA-capable device"), "{library_only:?}");
+        // It is not the kernel's fault.
+        let broken = || Err(CudaError::NoDriver { said: "libcuda.so.1: file too short".into() });
+        let stub = || Err(CudaError::NoFunction { name: "cuInit", needs: NEEDS_DRIVER });
+        for (gpus, why) in [(broken as fn() -> _, "file too short"), (stub, "a stub for linking")] {
+            let check = driver(&[LIBRARY], gpus);
+            assert!(check.value.ends_with("not usable"), "{check:?}");
+            assert!(advice(&check).contains(why) && !advice(&check).contains("modprobe"), "{check:?}");
+        }
         assert_eq!(module_version("nonsense"), "of an unknown version");
     }
 

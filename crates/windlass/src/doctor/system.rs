@@ -45,7 +45,11 @@ impl System {
 
     /// The machine whose `/proc` and `/sys` are below `root`, with an empty environment and no CUDA driver.
     pub fn at(root: &Path) -> System {
-        System { root: root.to_owned(), env: |_| None, gpus: || Err(CudaError::NoDriver) }
+        System {
+            root: root.to_owned(),
+            env: |_| None,
+            gpus: || Err(CudaError::NoDriver { said: String::new() }),
+        }
     }
 
     /// What the CUDA driver says.
