@@ -50,6 +50,10 @@
 //! its deadline, is fenced at once; one that lags is fenced when the others have moved on. All of them, and
 //! those who join, come back in the same way: stage, load, [`Action::GoLive`]. Nobody waits for them.
 //!
+//! **Failures.** A receiver that failed is left alone for `retry_ms`, and after each further failure in a row twice as
+//! long, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging what failed makes up
+//! for a failed stage, a load for everything; and whatever is announced that is newer is tried as after a first failure.
+//!
 //! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
 //! the set serves is the lowest of its models' versions.
 //!
@@ -698,7 +702,9 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
 //      load_that_runs_past_its_deadline_fences_the_receiver,
 //      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
-//      receiver_that_got_a_newer_version_waits_for_the_others_there
+//      receiver_that_got_a_newer_version_waits_for_the_others_there,
+//      receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap, success_lets_the_rests_begin_anew,
+//      staging_does_not_make_up_for_loads_that_fail
 // B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
 //      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
 //      time_that_steps_back_is_not_believed

@@ -493,6 +493,10 @@ impl State {
                 }
                 Action::Evict { receiver, why } => self.evicted(now, &receiver, why),
                 Action::Lagging { receiver, identity, why } => self.lagging(now, &receiver, &identity, &why),
+                Action::Resting { receiver, set, failures, rest_ms } => {
+                    let rest = rest_ms as f64 / 1e3;
+                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");
+                }
                 Action::Superseded { model, old, new } => {
                     tracing::warn!(model_id = %model, %old, %new, "a newer incarnation took over");
                     self.counters.superseded += 1;
