@@ -117,7 +117,8 @@ enum ParsedCommand {
     },
     /// Remove regions and images that dead processes left
     ///
-    /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an
+    /// They are found at any depth below DIR, but not through links or in other file systems. A directory of one goes with
+    /// all that is in it, unless a process of Windlass has it open; --dry-run only says so. Programs that merely mapped an
     /// image keep what they have mapped, and no longer find it by its path.
     Gc(ParsedGc),
     /// Train made-up models with several processes, and keep receivers in sync with them

@@ -576,8 +576,11 @@ fn gc_removes_what_the_dead_left_and_nothing_that_is_held() {
         all.sort();
         all
     };
+    let dry = run!("gc", "--json", "--dry-run", &dir).ok().json();
+    assert_eq!((removed(&dry), &dry["dry_run"]), (vec![dir.join("dead")], &json!(true)));
+    assert!(run!("gc", "--dry-run", &dir).ok().stdout.contains("1 would be removed"));
     let told = run!("gc", "--json", &dir).ok().json();
-    assert_eq!(removed(&told), [dir.join("dead")]);
+    assert_eq!((removed(&told), &told["freed_bytes"]), (vec![dir.join("dead")], &dry["freed_bytes"]));
     assert_eq!(told["removed"][0]["model_id"], "dead");
     assert!(told["freed_bytes"].as_u64().unwrap() > 4 << 20, "{told}");
     assert_eq!(command::names(&dir), ["alive", "foreign", "orphan", "policy"]);
@@ -590,4 +593,25 @@ fn gc_removes_what_the_dead_left_and_nothing_that_is_held() {
     let told = run!("gc", &dir).ok().stdout;
     assert!(told.contains("3 removed") && told.contains("orphan"), "{told}");
     assert_eq!(command::names(&dir), ["foreign"]);
+}
+
+#[test]
+fn gc_finds_what_is_deep_below_and_refuses_to_search_the_whole_system() {
+    let home = home();
+    let deep = home.path().join("runs/7/regions");
+    fs::create_dir_all(&deep).unwrap();
+    let mut dead = Trainer::named(&deep.join("dead"), "dead");
+    dead.process.kill();
+    let _alive = Trainer::named(&deep.join("alive"), "alive");
+    let told = run!("gc", "--json", "--dry-run", home.path()).ok().json();
+    assert_eq!(told["removed"][0]["dir"], json!(deep.join("dead")));
+    assert_eq!((told["removed"].as_array().unwrap().len(), command::names(&deep).len()), (1, 2));
+    run!("gc", home.path()).ok();
+    assert_eq!(command::names(&deep), ["alive"]);
+    for wide in ["/", "/usr", "/dev/../etc", "/proc"] {
+        let refused = run!("gc", "--json", "--dry-run", wide);
+        let error = &refused.json()["error"];
+        assert_eq!((refused.code, error["kind"].as_str()), (2, Some("invalid")), "{wide}");
+        assert!(error["message"].as_str().unwrap().contains("holds much more than"), "{error}");
+    }
 }

@@ -443,14 +443,17 @@ impl ParsedVerify {
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Where regions and images are kept
+    /// Where regions and images are kept, at any depth
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
+    /// Print what would go and how many bytes, and leave it
+    #[arg(long)]
+    dry_run: bool,
 }
 
 impl ParsedGc {
     pub(super) fn check(self) -> Gc {
-        Gc { dir: self.dir }
+        Gc { dir: self.dir, dry_run: self.dry_run }
     }
 }
 
