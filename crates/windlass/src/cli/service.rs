@@ -188,7 +188,8 @@ pub(super) struct ParsedReceive {
     /// The region of a publisher on this host, read where it is instead of copied
     #[arg(long, value_name = "DIR")]
     in_place: Vec<PathBuf>,
-    /// The controller that says which versions to bring here from which agents, and when to load them
+    /// The controller that says which versions to bring here from which agents, and when to load them;
+    /// WINDLASS_CONTROLLER if neither this nor an agent or a region is given
     #[arg(long, value_name = "URL", requires = "model", conflicts_with_all = ["from", "region", "in_place"])]
     controller: Option<String>,
     /// The file with the controller's token; the agents' token if not given

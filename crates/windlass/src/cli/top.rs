@@ -14,7 +14,7 @@ use crate::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {
-    /// The controller, such as http://10.0.0.1:7100
+    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
     #[arg(long, value_name = "URL")]
     controller: String,
     #[command(flatten)]
