@@ -138,6 +138,48 @@ fn top_prints_the_document_of_the_controller_once_or_as_json() {
 }
 
 #[test]
+fn commands_find_the_controller_and_its_token_in_the_environment() {
+    let home = tempfile::tempdir().unwrap();
+    let (controller, token) = controller(home.path());
+    let told = |command: &mut std::process::Command| {
+        let output = command.env("WINDLASS_CONTROLLER", &controller.endpoint).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (code, top) = told(command::windlass().args(["top", "--once", "--token-file"]).arg(&token));
+    assert!(code == Some(0) && top.contains("policy"), "{top}");
+    let (code, top) =
+        told(command::windlass().args(["top", "--json"]).env("WINDLASS_TOKEN", &controller.token));
+    assert!(code == Some(0) && top.contains("\"policy\""), "{top}");
+    // Its own variable, and what is said on the command line, win.
+    let elsewhere = ["top", "--json", "--controller", "http://127.0.0.1:1", "--token-file"];
+    let (code, top) = told(command::windlass().args(elsewhere).arg(&token));
+    assert!(code == Some(7) && top.contains("127.0.0.1:1"), "{code:?} {top}");
+    let (code, shown) = told(command::windlass().args(["config", "receive", "--json"]));
+    assert_eq!(code, Some(0));
+    let shown: Value = serde_json::from_str(&shown).unwrap();
+    assert_eq!(shown["commands"]["receive"]["controller"]["from"], "WINDLASS_CONTROLLER", "{shown}");
+    assert_eq!(told(command::windlass().args(["top", "--json"]).env("WINDLASS_CONFIG", "none")).0, Some(2));
+}
+
+#[test]
+fn the_address_of_the_page_can_be_pasted_and_the_token_is_not_printed() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("it's a token");
+    let token_arg = format!("--token-file={}", file.display());
+    let mut windlass = command::windlass();
+    windlass.args(["controller", &token_arg, "--with-parent"]);
+    let process = Process::spawn(windlass);
+    let lines: Vec<String> = (0..3).map(|_| process.any_line().as_str().unwrap().to_owned()).collect();
+    let token = std::fs::read_to_string(&file).unwrap();
+    assert!(lines.iter().all(|l| !l.contains(&token)), "{lines:?}");
+    let page = lines[1].strip_prefix("live page: ").unwrap();
+    assert!(page.starts_with("http://127.0.0.1:") && page.ends_with('/'), "{page}");
+    let command = lines[2].strip_prefix("its address with the token: ").unwrap();
+    let printed = std::process::Command::new("sh").args(["-c", command]).output().unwrap();
+    assert_eq!(String::from_utf8(printed.stdout).unwrap().trim(), format!("{page}#token={token}"));
+}
+
+#[test]
 fn top_goes_on_until_it_is_told_to_end_and_waits_for_a_controller_that_is_away() {
     let home = tempfile::tempdir().unwrap();
     let (mut controller, token) = controller(home.path());

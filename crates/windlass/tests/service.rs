@@ -464,6 +464,9 @@ fn a_wrong_token_is_said_at_once() {
     assert_eq!(error["kind"], "denied");
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("token") && message.contains(&agent.endpoint), "{message}");
+    // Which one was sent, and where the right one is.
+    assert!(message.contains(&format!("that of the file {}", token.display())), "{message}");
+    assert!(message.contains("`token` in the directory of its region"), "{message}");
     assert_eq!(ran.stdout.lines().count(), 1, "no waiting: {}", ran.stdout);
     assert!(!images.exists(), "nothing was made");
     let none = command::windlass()
@@ -474,6 +477,43 @@ fn a_wrong_token_is_said_at_once() {
     assert_eq!(none.status.code(), Some(2));
     let told = String::from_utf8(none.stdout).unwrap();
     assert!(told.contains("--token-file") && told.contains("WINDLASS_TOKEN"), "{told}");
+    let by_variable = command::windlass()
+        .args(["receive", "--json", "--from", &agent.endpoint])
+        .env("WINDLASS_TOKEN", "wrong")
+        .output()
+        .unwrap();
+    let told = String::from_utf8(by_variable.stdout).unwrap();
+    assert!(told.contains("that of WINDLASS_TOKEN;"), "{told}");
+    // A folder that is not there, at either side.
+    let nowhere = home.path().join("absent/token");
+    let images = home.path().join("images");
+    let ran =
+        run!("receive", "--json", "--from", &agent.endpoint, "--token-file", &nowhere, "--dir", &images);
+    let served = run!("controller", "--json", "--token-file", &nowhere);
+    for ran in [ran, served] {
+        let error = ran.json()["error"].clone();
+        assert_eq!((ran.code, &error["kind"]), (3, &json!("not_found")), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("does not exist"), "{error}");
+        let advice = error["advice"].as_str().unwrap();
+        assert!(advice.contains("mkdir -p") && advice.contains("absent`"), "{advice}");
+    }
+}
+
+#[test]
+fn of_two_receivers_with_one_image_the_later_says_who_has_it_and_what_to_do() {
+    let home = home();
+    let (trainer, _agent) = publisher(home.path());
+    let images = home.path().join("images");
+    let first = receiver(&images, &trainer.region, &[]);
+    first.event("synced");
+    let second = run!("receive", "--json", "--region", &trainer.region, "--dir", &images);
+    let error = second.json()["error"].clone();
+    assert_eq!((second.code, &error["kind"]), (10, &json!("denied")), "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(&format!("pid {}", first.pid())), "{message}");
+    assert!(message.contains(&images.join("demo").display().to_string()), "{message}");
+    let advice = error["advice"].as_str().unwrap();
+    assert!(advice.contains(&format!("kill {}", first.pid())) && advice.contains("--dir"), "{advice}");
 }
 
 #[test]

@@ -282,7 +282,7 @@ impl Barrier {
 
     /// What a set serves; `None` before its first load and after an incarnation change.
     pub fn service_version(&self, set: &SetName) -> Result<Option<&Served>, BarrierError> {
-        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = self.set_names.get(set).ok_or_else(|| self.unknown_set(set))?;
         Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
     }
 
@@ -295,7 +295,7 @@ impl Barrier {
     pub fn set_of(&self, model: &ModelId) -> Result<&SetName, BarrierError> {
         let set = self.place(model)?.set;
         let name = self.config.sets.get(set).map(|s| &s.name);
-        name.ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+        name.ok_or_else(|| self.unknown_model(model))
     }
 
     /// How many announced versions of a model are not served yet, and whether its trainer has been told to wait.
@@ -309,7 +309,7 @@ impl Barrier {
 
     /// Why a set does not serve a newer version.
     pub fn blocked(&self, set: &SetName) -> Result<Blocked, BarrierError> {
-        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = self.set_names.get(set).ok_or_else(|| self.unknown_set(set))?;
         Ok(set_blocked(&self.sets, &self.groups, *index))
     }
 
@@ -379,7 +379,16 @@ impl Barrier {
     // ---- trainers ---------------------------------------------------------------------------------
 
     fn place(&self, model: &ModelId) -> Result<Place, BarrierError> {
-        self.models.get(model).copied().ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+        self.models.get(model).copied().ok_or_else(|| self.unknown_model(model))
+    }
+
+    fn unknown_model(&self, model: &ModelId) -> BarrierError {
+        let known = self.config.sets.iter().flat_map(|s| s.models.iter().cloned()).collect();
+        BarrierError::UnknownModel { model: model.clone(), known }
+    }
+
+    fn unknown_set(&self, set: &SetName) -> BarrierError {
+        BarrierError::UnknownSet { set: set.clone(), known: self.sets().cloned().collect() }
     }
 
     fn notify(
@@ -549,7 +558,7 @@ impl Barrier {
         timeout: Millis,
         out: &mut Vec<Action>,
     ) -> Result<(), BarrierError> {
-        let index = *self.set_names.get(&set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = *self.set_names.get(&set).ok_or_else(|| self.unknown_set(&set))?;
         self.waits.check(id, self.config.limits.max_waits)?;
         if let Some((model, got)) = &lineage {
             let place = self.place(model)?;

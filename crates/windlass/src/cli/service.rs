@@ -125,13 +125,7 @@ impl TokenArgs {
         if self.token_file.is_some() {
             return Ok(None);
         }
-        match std::env::var(token::VARIABLE) {
-            Ok(secret) => {
-                let token = Token::new(secret);
-                token.map(Some).map_err(|e| Error::Usage(format!("{}: {e}", token::VARIABLE)))
-            }
-            Err(_) => Ok(None),
-        }
+        token::in_environment()
     }
 }
 

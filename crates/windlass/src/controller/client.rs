@@ -22,6 +22,7 @@ use super::wire::{
 use crate::client::{Client, Request};
 use crate::control::refusal;
 use crate::error::Error;
+use crate::token;
 
 /// How long a request may take, on top of what it asks to wait.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -213,7 +214,10 @@ impl ControllerClient {
         let lost = |(kind, why)| ControllerError::Lost { peer: peer(), what, why, kind };
         let (status, bytes) = self.client.send(request, stop).map_err(lost)?;
         if !(200..300).contains(&status) {
-            let (kind, message) = refusal(status, &bytes);
+            let (kind, mut message) = refusal(status, &bytes);
+            if status == 401 {
+                message = token::refused(&message, &self.token, token::OF_CONTROLLERS);
+            }
             return Err(ControllerError::Refused { peer: peer(), what, status, kind, message });
         }
         serde_json::from_slice(&bytes).map_err(|e| ControllerError::Answer {

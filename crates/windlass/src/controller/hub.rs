@@ -236,7 +236,7 @@ impl State {
             return self.barrier.step(now, event);
         };
         match self.barrier.step(now, event.clone()) {
-            Err(BarrierError::UnknownModel(_)) => {}
+            Err(BarrierError::UnknownModel { .. }) => {}
             other => return other,
         }
         for model in new {

@@ -463,8 +463,10 @@ fn malformed_words_are_refused_by_name() {
     ));
     let twice = vec![id("actor", 1, 1), id("actor", 1, 2)];
     assert!(matches!(refused(&mut t, join(&["actor"], twice)), BarrierError::BadJoin { .. }));
-    assert_eq!(refused(&mut t, join(&["ghost"], vec![])), BarrierError::UnknownModel(model("ghost")));
-    assert!(matches!(refused(&mut t, notify(id("ghost", 1, 1), "x")), BarrierError::UnknownModel(_)));
+    let ghost = refused(&mut t, join(&["ghost"], vec![]));
+    assert_eq!(ghost, BarrierError::UnknownModel { model: model("ghost"), known: PAIR.map(model).to_vec() });
+    assert!(ghost.to_string().ends_with("there are actor, verifier"), "{ghost}");
+    assert!(matches!(refused(&mut t, notify(id("ghost", 1, 1), "x")), BarrierError::UnknownModel { .. }));
     assert!(matches!(refused(&mut t, notify(id("actor", 1, 1), "")), BarrierError::Endpoint { .. }));
     assert!(matches!(
         refused(&mut t, notify(id("actor", 1, 1), &"x".repeat(1025))),
@@ -472,7 +474,7 @@ fn malformed_words_are_refused_by_name() {
     ));
     let elsewhere =
         Event::GateWait { id: WaitId(1), set: set("ghost"), at_least: 1, lineage: None, timeout: 1 };
-    assert!(matches!(refused(&mut t, elsewhere), BarrierError::UnknownSet(_)));
+    assert!(matches!(refused(&mut t, elsewhere), BarrierError::UnknownSet { .. }));
     for bad in ["", ".x", "a b", "a/b", &"x".repeat(129)] {
         assert!(ReceiverId::new(bad).is_err() && SetName::new(bad).is_err(), "{bad}");
     }
