@@ -16,7 +16,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.errors import WindlassCorrupt, WindlassError, WindlassNotFound, WindlassPeerLost, WindlassTimeout
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassError,
+    WindlassNotFound,
+    WindlassPeerLost,
+    WindlassTimeout,
+)
 from windlass.receiver import Image, Receiver
 
 __all__ = ["Follower", "Loaded"]

@@ -115,8 +115,8 @@ use std::ops::Range;
 pub use config::{Config, Limits, Mode, Required, SetConfig};
 pub use error::BarrierError;
 pub use snapshot::{
-    GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot, SlotSnapshot,
-    Snapshot,
+    Awaited, GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot,
+    SlotSnapshot, Snapshot, WaitSnapshot,
 };
 pub use types::{
     Action, Blocked, Event, EvictReason, FenceReason, GateFailure, LagReason, Millis, NotifyOutcome, Order,
@@ -339,6 +339,9 @@ impl Barrier {
             sets: sets.collect(),
             receivers: receivers.collect(),
             waits: self.waits.len(),
+            waiting: self
+                .waits
+                .snapshot(Snapshot::MAX_WAITING, |set| Some(self.config.sets.get(set)?.name.clone())),
         }
     }
 
@@ -577,7 +580,7 @@ impl Barrier {
     fn wait(&mut self, new: NewWait, out: &mut Vec<Action>) {
         let (set, timeout) = (new.set, new.timeout);
         let until = ctx!(self, out).deadline(timeout.min(self.config.limits.max_wait_ms));
-        self.waits.add(new, until);
+        self.waits.add(new, self.now, until);
         self.answer_waits(set, out);
         if timeout == 0 {
             self.expire_waits(out);
