@@ -162,6 +162,85 @@ fn commands_find_the_controller_and_its_token_in_the_environment() {
 }
 
 #[test]
+fn a_shell_waits_at_the_gate_until_the_version_is_served() {
+    let home = tempfile::tempdir().unwrap();
+    let (controller, token) = controller(home.path());
+    let body = json!({ "peer": { "receiver": "gpu-0", "session": 1 }, "models": ["actor", "verifier"] });
+    assert_eq!(controller.post("/register_receiver", &body).status, 200);
+    let gate = |args: &[&str]| {
+        let mut windlass = command::windlass();
+        windlass.args(["gate", "--json", "--controller", &controller.endpoint]).args(args);
+        windlass.arg("--token-file").arg(&token);
+        windlass
+    };
+    // Shut: the exit codes are those of the kinds of errors.
+    let ran = |mut windlass: std::process::Command| {
+        let output = windlass.output().unwrap();
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code().unwrap(), told["error"].clone())
+    };
+    let (code, error) = ran(gate(&["7", "--timeout=0.1"]));
+    assert_eq!((code, &error["kind"]), (6, &json!("timeout")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("serves nothing yet, not 7"), "{error}");
+    let (code, error) = ran(gate(&["7", "--set=other"]));
+    assert_eq!((code, &error["kind"]), (3, &json!("not_found")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("there are policy"), "{error}");
+    let (code, error) = ran(gate(&["seven"]));
+    assert_eq!((code, &error["kind"]), (2, &json!("invalid")), "{error}");
+
+    // It opens when the receiver has loaded the version.
+    let mut waiting = Process::spawn(gate(&["7", "--model=actor", "--timeout=60"]));
+    let until = std::time::Instant::now() + PATIENCE;
+    let who = loop {
+        let status = controller.get("/status").json();
+        if let Some(wait) = status["waiting"].get(0) {
+            assert_eq!(
+                (&wait["what"], &wait["set"], &wait["at_least"]),
+                (&json!("gate"), &json!("policy"), &json!(7))
+            );
+            break wait["who"].as_str().unwrap().to_owned();
+        }
+        assert!(std::time::Instant::now() < until, "nobody waits: {status}");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert!(who.ends_with(&format!(":{}", waiting.pid())), "{who}");
+    notify(&controller, "actor", 7);
+    notify(&controller, "verifier", 7);
+    let peer = json!({ "receiver": "gpu-0", "session": 1 });
+    let mut after = 0;
+    for (phase, count) in [("staged", 2), ("loaded", 1)] {
+        let mut done = 0;
+        while done < count {
+            let poll = json!({ "peer": peer, "after": after, "timeout_ms": 5000 });
+            for order in controller.post("/poll_orders", &poll).json()["orders"].as_array().unwrap() {
+                after = order["seq"].as_u64().unwrap();
+                done += obey(&controller, &peer, &order["task"], phase);
+            }
+        }
+    }
+    let told = waiting.line();
+    assert_eq!((&told["set"], &told["version"]), (&json!("policy"), &json!(7)), "{told}");
+    assert_eq!(waiting.ends_within(PATIENCE), 0);
+}
+
+/// Answers an order as a receiver that can do everything; how many orders of this phase that was.
+fn obey(controller: &Agent, peer: &Value, task: &Value, phase: &str) -> usize {
+    let say = |identity: &Value| {
+        let body = json!({
+            "peer": peer, "order": task["order"], "identity": identity, "outcome": phase,
+        });
+        let answer = controller.post("/report", &body);
+        assert_eq!(answer.status, 200, "{body}: {}", String::from_utf8_lossy(&answer.body));
+    };
+    match (task["do"].as_str(), phase) {
+        (Some("stage"), "staged") => say(&task["identity"]),
+        (Some("load"), "loaded") => task["identities"].as_array().unwrap().iter().for_each(say),
+        _ => return 0,
+    }
+    1
+}
+
+#[test]
 fn the_address_of_the_page_can_be_pasted_and_the_token_is_not_printed() {
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("it's a token");
