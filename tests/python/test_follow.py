@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from windlass import (
     Receiver,
     WeightManager,
     WindlassCorrupt,
+    WindlassDenied,
     WindlassPeerLost,
     follow,
 )
@@ -215,6 +217,22 @@ def test_something_newer_is_tried_without_resting_to_the_end(monkeypatch: pytest
     cut = next((n for n, rest in enumerate(rests) if rest < 0.075 * 2**n - 1e-6), len(rests))
     assert cut + 1 < len(rests), f"nothing was tried early: {rests}"
     assert rests[cut + 1] <= 0.1 + 1e-6, f"what is newer had not failed yet: {rests}"
+
+
+def test_a_wrong_token_is_named_by_its_file_and_so_is_an_image_by_who_has_it(
+    pair: tuple[WeightManager, Receiver], tmp_path: Path
+) -> None:
+    wm, receiver = pair
+    receiver.sync()
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not-the-token-0123456789")
+    with pytest.raises(WindlassDenied, match=f"that of the file {wrong}") as refused:
+        Receiver(tmp_path / "other", endpoint=wm.endpoint, token_file=wrong)
+    assert "`token` in the directory of its region" in str(refused.value)
+    assert wm.token_file is not None
+    with pytest.raises(WindlassDenied, match="another receiver") as taken:
+        Receiver(tmp_path / "image", endpoint=wm.endpoint, token_file=wm.token_file)
+    assert "the file" not in str(taken.value) and str(os.getpid()) in str(taken.value)
 
 
 class Scheduler(Engine):
