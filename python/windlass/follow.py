@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -179,7 +178,8 @@ class Follower:
         longest, before = (
             min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(n, 30)) for n in (failures, failures - 1)
         )
-        rest = longest * random.uniform(0.75, 1.0)
+        # Not by the module of random numbers: importing it costs time, and trainers like to have a file of that name.
+        rest = longest * (0.75 + 0.25 * (time.monotonic_ns() // 1000 % 1024) / 1024)
         if not failures or longest > before:
             log.info("%s; trying again in %.1f s", error, rest)
         ends = time.monotonic() + rest
