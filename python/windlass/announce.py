@@ -82,14 +82,18 @@ class Announcer:
         self._sealed: tuple[int, float] | None = None
         self._background: ThreadPoolExecutor | None = None
         self._reminder: Reminder | None = None
+        #: What the controller was told of last.
+        self._told: Identity | None = None
 
-    def controller(self) -> Controller | None:
+    def controller(self, timeout: float = 30.0) -> Controller | None:
         """The configured one."""
         url, file = self._config.controller, self._config.controller_token_file
         if url is None:
             return None
         file = file if self._token is None else None
-        return Controller(url, token=self._token, token_file=file, tls_ca=self._config.tls_ca)
+        return Controller(
+            url, token=self._token, token_file=file, tls_ca=self._config.tls_ca, timeout=timeout
+        )
 
     def offloaded(self, version: int, began: float, ended: float, size: int) -> None:
         """Notes what it took to offload a version."""
@@ -118,6 +122,7 @@ class Announcer:
         if self._reminder is None:
             self._reminder = Reminder(there)
         self._reminder.remember(identity, where)
+        self._told = identity
         return there.notify_version(
             identity,
             agent.endpoint,
@@ -148,11 +153,21 @@ class Announcer:
             self._reminder.forget()
 
     def close(self) -> None:
-        """Ends what goes on in the background."""
+        """Ends what goes on in the background, and takes leave of the controller."""
         if self._background is not None:
             self._background.shutdown(wait=True, cancel_futures=True)
         if self._reminder is not None:
             self._reminder.close()
+        told, self._told = self._told, None
+        if told is None:
+            return
+        try:
+            there = self.controller(timeout=ASK_S)
+            if there is not None:
+                there.trainer_left(told)
+        except WindlassError as e:
+            # It sees by itself, later, that nothing is heard from here.
+            log.debug("the controller does not know that the trainer of %r has ended: %s", told.model_id, e)
 
     def _spans(self, version: int) -> list[Span]:
         """What it took to publish a version, as far as this rank knows."""

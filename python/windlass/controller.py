@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -233,6 +234,16 @@ class Controller:
 
         return self._patiently(ask, timeout) if sync else ask(timeout)
 
+    def trainer_left(self, identity: Identity) -> None:
+        """Says that the trainer of this life of a model has ended, as it should: its silence is no fault.
+
+        What it published goes on being served. The next notify takes it back. :meth:`windlass.WeightManager.close` says it.
+        """
+        body = {"model_id": identity.model_id, "incarnation": _number(identity.incarnation)}
+        self._post(
+            "/trainer_left", body, f"take leave as the trainer of {identity.model_id!r}", self._http.timeout
+        )
+
     # Data loaders.
 
     def service_version(self, set: str | None = None, *, model_id: str | None = None) -> Served | None:
@@ -264,6 +275,7 @@ class Controller:
         named = {"set": set, "model_id": model_id}
         query: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         query["at_least"] = version
+        query["who"] = f"{socket.gethostname()}:{os.getpid()}"
         if incarnation is not None:
             query["incarnation"] = _number(incarnation)
 

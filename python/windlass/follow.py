@@ -15,12 +15,24 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.errors import WindlassCorrupt, WindlassNotFound, WindlassPeerLost, WindlassTimeout
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassError,
+    WindlassNotFound,
+    WindlassPeerLost,
+    WindlassTimeout,
+)
 from windlass.receiver import Image, Receiver
 
 __all__ = ["Follower", "Loaded"]
 
 log = logging.getLogger("windlass")
+
+#: The first and the longest rest of :meth:`Follower.run` after a failure; each one in a row is twice as long as the one
+#: before, less up to a quarter of it.
+FIRST_REST_S, LONGEST_REST_S = 0.1, 60.0
+#: How often it looks for something newer meanwhile.
+GLANCE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -141,16 +153,46 @@ class Follower:
     def run(self, until: int | None = None, patience: float = 5.0) -> Iterator[Loaded]:
         """Every version as it is loaded, for ever or until version ``until`` is there.
 
-        A publisher that is away is waited for. Other errors end it; calling it again goes on.
+        A publisher that is away is waited for, and a version that could not be fetched is tried again: after 0.1 s, then
+        after twice as long each time, up to a minute. A success begins anew, and what is newer is tried at once. Other
+        errors end it; calling it again goes on.
         """
+        failures = 0
         while True:
             try:
                 loaded = self.step(patience)
             except (WindlassPeerLost, WindlassTimeout) as e:
-                log.info("%s; trying again", e)
-                time.sleep(min(1.0, patience))
+                failures = failures + 1 if self._rest(failures, e) else 0
                 continue
+            failures = 0
             if loaded is not None:
                 yield loaded
                 if until is not None and loaded.version >= until:
                     return
+
+    def _rest(self, failures: int, error: Exception) -> bool:
+        """Waits before the next attempt, after so many that failed before this one.
+
+        Whether it waited to the end; otherwise there is something newer to try.
+        """
+        longest, before = (
+            min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(n, 30)) for n in (failures, failures - 1)
+        )
+        # Not by the module of random numbers: importing it costs time, and trainers like to have a file of that name.
+        rest = longest * (0.75 + 0.25 * (time.monotonic_ns() // 1000 % 1024) / 1024)
+        if not failures or longest > before:
+            log.info("%s; trying again in %.1f s", error, rest)
+        ends = time.monotonic() + rest
+        failed = self._newest()
+        while (left := ends - time.monotonic()) > 0:
+            time.sleep(min(left, GLANCE_S))
+            newest = self._newest() if ends > time.monotonic() else None
+            if newest is not None and failed is not None and newest != failed:
+                return False
+        return True
+
+    def _newest(self) -> tuple[str, int] | None:
+        """What the publisher has that the image has not, if it answers."""
+        with contextlib.suppress(WindlassError):
+            return self._receiver.wait_newer(0.05)
+        return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
 from windlass.config import TransferStatus
-from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassTimeout
+from windlass.errors import WindlassDenied, WindlassInvalid, WindlassNotFound, WindlassTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -83,21 +83,29 @@ class Receiver:
                 raise WindlassNotFound(
                     f"the token file {str(token_file)!r} cannot be read: {e.strerror}"
                 ) from e
-        self._inner = _windlass.Receiver(
-            Path(image_dir),
-            endpoint=endpoint,
-            token=token,
-            tls_ca=None if tls_ca is None else Path(tls_ca),
-            region=None if region is None else Path(region),
-            name=name,
-            mode=mode,
-            streams=streams,
-            threads=threads,
-            transfer_timeout=transfer_timeout,
-            group=group_readable,
-            keep_deltas=keep_deltas,
-            timeout=timeout,
-        )
+        try:
+            self._inner = _windlass.Receiver(
+                Path(image_dir),
+                endpoint=endpoint,
+                token=token,
+                tls_ca=None if tls_ca is None else Path(tls_ca),
+                region=None if region is None else Path(region),
+                name=name,
+                mode=mode,
+                streams=streams,
+                threads=threads,
+                transfer_timeout=transfer_timeout,
+                group=group_readable,
+                keep_deltas=keep_deltas,
+                timeout=timeout,
+            )
+        except WindlassDenied as e:
+            # Not only tokens are denied: a certificate may not be trusted, or another receiver may have the image.
+            if token_file is None or "the token is missing or wrong" not in str(e):
+                raise
+            raise WindlassDenied(
+                f"{e}; the token that was sent is that of the file {token_file}", e.advice, e.name
+            ) from e
 
     def sync(self, timeout: float = 600.0) -> dict[str, Any]:
         """Brings the image to the newest version, and tells how: mode, bytes, milliseconds of each part."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import windlass
+from children import environment
 from controlled import PATIENCE, World, until, world
 from windlass import (
     Controller,
@@ -80,6 +83,48 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
         lanes = {span["lane"] for span in sync["spans"]}
         assert {"trainer", "agent", "wire"} <= lanes, sync
         assert sync["models"][0]["delta_ratio"] is not None
+
+
+def test_a_trainer_that_is_closed_takes_leave_and_one_that_is_killed_falls_silent(home: Path) -> None:
+    with world(home, "--heartbeat=2") as there:
+        controller = Controller(there.url, token_file=there.token_file)
+
+        def state(model_id: str) -> str:
+            return next(t["state"] for t in controller.status()["trainers"] if t["model_id"] == model_id)
+
+        with manager(there) as wm:
+            wm.offload(weights(1), 1, 0, 1)
+            wm.notify_version(timeout=PATIENCE)
+            assert state("policy") == "here"
+        assert state("policy") == "left"
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, there.url, str(there.token_file), str(home)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert child.stdout is not None and child.stdout.readline() == "announced\n"
+        child.kill()
+        child.wait(PATIENCE)
+        until("silence", lambda: state("killed") == "silent")
+        assert state("policy") == "left"
+        assert controller.status()["errors"] == []
+
+
+#: A trainer that announces a version and waits to be killed.
+KILLED = """
+import sys, time
+from pathlib import Path
+from test_controller import manager, weights
+from types import SimpleNamespace
+
+url, token_file, home = sys.argv[1:]
+wm = manager(SimpleNamespace(url=url, token_file=token_file, home=Path(home)), "killed")
+wm.offload(weights(1), 1, 0, 1)
+wm.notify_version(timeout=60)
+print("announced", flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_trainer_that_does_not_wait_is_followed_to_its_last_version(home: Path) -> None:

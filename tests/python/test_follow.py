@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from windlass import Follower, Image, Receiver, WeightManager, WindlassCorrupt
+from windlass import (
+    Follower,
+    Image,
+    Receiver,
+    WeightManager,
+    WindlassCorrupt,
+    WindlassDenied,
+    WindlassPeerLost,
+    follow,
+)
 
 
 class Engine:
@@ -142,6 +154,85 @@ def test_following_ends_at_the_version_asked_for(pair: tuple[WeightManager, Rece
     engine = Engine()
     versions: list[Any] = [v.version for v in Follower(receiver, engine.load, engine.pause).run(until=1)]
     assert versions == [1]
+
+
+class Away:
+    """A receiver whose publisher cannot be reached until some attempts have failed, and a clock that only rests move."""
+
+    def __init__(self, failures: int, newest: list[tuple[str, int] | None]) -> None:
+        self.failures = failures
+        self.newest = newest
+        self.now = 0.0
+        self.attempts: list[float] = []
+        self.version: int | None = None
+
+    def sync(self, timeout: float) -> dict[str, Any]:
+        self.attempts.append(self.now)
+        if len(self.attempts) <= self.failures:
+            raise WindlassPeerLost("the agent is away")
+        self.version = 1
+        return {"mode": "full"}
+
+    def wait_newer(self, timeout: float) -> tuple[str, int] | None:
+        if len(self.newest) > 1:
+            return self.newest.pop(0)
+        return self.newest[0]
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Any]:
+        yield SimpleNamespace(incarnation="1", version=1, digest=None, tensors={})
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def rests(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.attempts)]
+
+
+def followed(away: Away, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    monkeypatch.setattr(follow.time, "sleep", away.sleep)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: away.now)
+    follower = Follower(cast("Receiver", away), lambda image: None)
+    assert [v.version for v in follower.run(until=1)] == [1]
+    return away.rests()
+
+
+def test_a_publisher_that_stays_away_is_tried_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "windlass")
+    rests = followed(Away(15, [None]), monkeypatch)
+    assert len(rests) == 15
+    for n, rest in enumerate(rests):
+        longest = min(60.0, 0.1 * 2**n)
+        assert 0.75 * longest <= rest <= longest + 1e-6, f"rest {n} of {rests}"
+    # The length of the rest is said when it changes, and not with every attempt: 0.1, 0.2, … 51.2, 60.
+    assert len([r for r in caplog.records if "trying again in" in r.message]) == 11
+
+
+def test_something_newer_is_tried_without_resting_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Version 7 cannot be fetched, again and again; after sixty looks there is a version 8.
+    looks: list[tuple[str, int] | None] = [("a", 7)] * 60
+    rests = followed(Away(12, [*looks, ("a", 8)]), monkeypatch)
+    cut = next((n for n, rest in enumerate(rests) if rest < 0.075 * 2**n - 1e-6), len(rests))
+    assert cut + 1 < len(rests), f"nothing was tried early: {rests}"
+    assert rests[cut + 1] <= 0.1 + 1e-6, f"what is newer had not failed yet: {rests}"
+
+
+def test_a_wrong_token_is_named_by_its_file_and_so_is_an_image_by_who_has_it(
+    pair: tuple[WeightManager, Receiver], tmp_path: Path
+) -> None:
+    wm, receiver = pair
+    receiver.sync()
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not-the-token-0123456789")
+    with pytest.raises(WindlassDenied, match=f"that of the file {wrong}") as refused:
+        Receiver(tmp_path / "other", endpoint=wm.endpoint, token_file=wrong)
+    assert "`token` in the directory of its region" in str(refused.value)
+    assert wm.token_file is not None
+    with pytest.raises(WindlassDenied, match="another receiver") as taken:
+        Receiver(tmp_path / "image", endpoint=wm.endpoint, token_file=wm.token_file)
+    assert "the file" not in str(taken.value) and str(os.getpid()) in str(taken.value)
 
 
 class Scheduler(Engine):

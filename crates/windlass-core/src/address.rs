@@ -282,8 +282,19 @@ impl fmt::Display for StoreUrl {
 
 /// The secret that an agent asks for. Not printed by `Debug`; there is no `Display`. Equality is for tests
 /// and configuration: whoever authenticates a peer compares in constant time, on the wire's own terms.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Token(String);
+#[derive(Clone)]
+pub struct Token {
+    secret: String,
+    origin: Option<String>,
+}
+
+impl PartialEq for Token {
+    fn eq(&self, other: &Token) -> bool {
+        self.secret == other.secret
+    }
+}
+
+impl Eq for Token {}
 
 impl Token {
     /// The longest token.
@@ -293,12 +304,23 @@ impl Token {
     pub fn new(secret: impl Into<String>) -> Result<Token, AddressError> {
         let secret = secret.into();
         let ok = (1..=Self::MAX_LEN).contains(&secret.len()) && secret.bytes().all(|b| b.is_ascii_graphic());
-        if ok { Ok(Token(secret)) } else { Err(AddressError::Token) }
+        if ok { Ok(Token { secret, origin: None }) } else { Err(AddressError::Token) }
+    }
+
+    /// Notes where it was found, such as the path of its file, for those who are told that it is the wrong one.
+    #[must_use]
+    pub fn found_in(self, origin: impl Into<String>) -> Token {
+        Token { origin: Some(origin.into()), ..self }
+    }
+
+    /// Where it was found, if that was noted.
+    pub fn origin(&self) -> Option<&str> {
+        self.origin.as_deref()
     }
 
     /// The secret itself, for the one place that sends it.
     pub fn expose(&self) -> &str {
-        &self.0
+        &self.secret
     }
 }
 

@@ -69,7 +69,7 @@ const GROUP_BYTES: u64 = GROUP_WORDS as u64 * 4;
 /// A word whose bytes are all one: what the `+ 1` of four bytes adds.
 const ONES: u64 = 0x0101_0101;
 
-const fn splitmix(x: u64) -> u64 {
+pub(crate) const fn splitmix(x: u64) -> u64 {
     let x = x.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

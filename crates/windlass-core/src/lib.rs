@@ -19,12 +19,14 @@
 //! | [`digest`] | block sums, tensor sums and the state digest |
 //! | [`delta`] | the codec: what changed between two versions |
 //! | [`wire`] | the transfer protocol, without sockets |
+//! | [`backoff`] | how long what failed is left alone |
 //! | [`barrier`] | who may load which version when |
 //! | [`choose`] | which strategy, link and codec fit the facts, and why |
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod address;
+pub mod backoff;
 pub mod barrier;
 pub mod choose;
 pub mod chunk;

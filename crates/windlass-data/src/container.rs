@@ -189,7 +189,7 @@ mod tests {
         builder.finish(&mut one);
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         let stop = Stop::never();
-        let ready = (threads % 2 == 0).then(|| {
+        let ready = threads.is_multiple_of(2).then(|| {
             file.set_len(one.len() as u64 + 4096).unwrap();
             Mapping::map(&file, one.len() as u64 + 4096, Access::Write).unwrap()
         });

@@ -5,6 +5,7 @@
 //! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
 
 mod controller;
+mod gate;
 mod service;
 mod top;
 
@@ -17,6 +18,7 @@ use std::time::Duration;
 use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
 use self::controller::ParsedController;
+use self::gate::ParsedGate;
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use self::top::ParsedTop;
 use crate::bench::{self, BenchConfig, PlaneConfig};
@@ -24,6 +26,7 @@ use crate::delta::apply::Apply;
 use crate::delta::make::Make;
 use crate::delta::show::show;
 use crate::error::Error;
+use crate::gate::WaitAtGate;
 use crate::outfile::refuse_inputs;
 use crate::session::{Session, report};
 use crate::synth::SynthConfig;
@@ -102,6 +105,11 @@ enum ParsedCommand {
     ///
     /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
     Receive(Box<ParsedReceive>),
+    /// Wait until a set of models serves a version, as `windlass.gate` does
+    ///
+    /// Returns with exit code 0 when every required receiver has loaded it. While the controller is away the wait goes on.
+    /// The error of a gate that does not open in time says what is missing.
+    Gate(ParsedGate),
     /// Show what a controller sees, as its live page does: models, receivers, what each is doing, errors
     ///
     /// On a terminal it is drawn in place until Ctrl-C; --once prints it once, --json as the document of GET /status.
@@ -117,7 +125,8 @@ enum ParsedCommand {
     },
     /// Remove regions and images that dead processes left
     ///
-    /// A directory goes with all that is in it, unless a process of Windlass has it open. Programs that merely mapped an
+    /// They are found at any depth below DIR, but not through links or in other file systems. A directory of one goes with
+    /// all that is in it, unless a process of Windlass has it open; --dry-run only says so. Programs that merely mapped an
     /// image keep what they have mapped, and no longer find it by its path.
     Gc(ParsedGc),
     /// Train made-up models with several processes, and keep receivers in sync with them
@@ -421,6 +430,8 @@ pub enum Command {
     Top(crate::top::Top),
     /// `config`.
     Config(config::Show),
+    /// `gate`.
+    Gate(WaitAtGate),
     /// `gc`.
     Gc(gc::Gc),
     /// `demo`.
@@ -448,6 +459,7 @@ impl Command {
 impl ParsedCommand {
     fn check(self, config_file: Option<PathBuf>) -> Result<Command, Error> {
         Ok(match self {
+            ParsedCommand::Gate(gate) => Command::Gate(gate.check()?),
             ParsedCommand::Top(top) => Command::Top(top.check()?),
             ParsedCommand::Config { words } => Command::Config(config::Show { words, file: config_file }),
             ParsedCommand::Delta(ParsedDelta::Make {
@@ -640,6 +652,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
         Command::Receive(receive) => receive.run(session)?,
         Command::Top(top) => top.run(session)?,
         Command::Config(show) => show.run(&Parsed::command(), &config::Surroundings::here(), session)?,
+        Command::Gate(gate) => gate.run(session)?,
         Command::Gc(gc) => gc.run(session)?,
         Command::Demo(demo) => return demo.run(session),
         Command::DemoRank(rank) => rank.run(session)?,

@@ -173,7 +173,10 @@ impl HttpControl {
         if (200..300).contains(&status) {
             return Ok(bytes);
         }
-        let (kind, message) = refusal(status, &bytes);
+        let (kind, mut message) = refusal(status, &bytes);
+        if status == 401 {
+            message = token::refused(&message, &token, token::OF_AGENTS);
+        }
         Err(ControlError::Refused { peer: peer(), what, kind, message })
     }
 

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use windlass_core::StateDigest;
 use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
+use windlass_data::image::ImageError;
 use windlass_data::local::LocalError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
@@ -103,6 +104,20 @@ pub enum Error {
         found: &'static str,
         /// What was to be put there.
         wanted: &'static str,
+    },
+    /// A token file whose folder is not there.
+    #[error("the token file {} cannot be read or made: its folder {} does not exist", path.display(), folder.display())]
+    NoFolder {
+        /// The file.
+        path: PathBuf,
+        /// Its folder.
+        folder: PathBuf,
+    },
+    /// A directory that is not only ours, to be searched for what can be removed.
+    #[error("{} holds much more than regions and images, and is not searched for what can be removed", dir.display())]
+    TooWide {
+        /// The directory.
+        dir: PathBuf,
     },
     /// Another process writes the same output.
     #[error("another windlass is writing {}", path.display())]
@@ -259,6 +274,7 @@ impl Error {
     pub fn kind(&self) -> Kind {
         match self {
             Error::Usage(_)
+            | Error::TooWide { .. }
             | Error::Overwrite { .. }
             | Error::InTheWay { .. }
             | Error::LayoutDiffers { .. } => Kind::Invalid,
@@ -269,6 +285,7 @@ impl Error {
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
+            Error::NoFolder { .. } => Kind::NotFound,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             Error::Listen { .. } => Kind::Exhausted,
@@ -297,6 +314,15 @@ impl Error {
             | Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { .. } => "choose another output".into(),
+            Error::NoFolder { folder, .. } => {
+                format!("make it with `mkdir -p -m 700 {}`, or name another file with --token-file", folder.display())
+            }
+            Error::Receiver(ReceiverError::Image(ImageError::Taken { pid, .. })) => format!(
+                "stop the other one (`kill {pid}`), or give this one another --dir; engines of this host can share one image"
+            ),
+            Error::TooWide { .. } => {
+                "name the directory in which regions are made, such as /dev/shm or the region_dir of a trainer".into()
+            }
             Error::File(FileError::NoShards { .. }) => {
                 "give a safetensors file, or a directory that holds some".into()
             }

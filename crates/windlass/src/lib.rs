@@ -28,6 +28,7 @@
 //! | [`receive`] | `windlass receive` |
 //! | [`engines`] | engines that load what was received |
 //! | [`top`] | `windlass top` |
+//! | [`gate`] | `windlass gate` |
 //! | [`gc`] | `windlass gc` |
 
 pub mod agent;
@@ -43,6 +44,7 @@ pub mod diff;
 pub mod doctor;
 pub mod engines;
 pub mod error;
+pub mod gate;
 pub mod gc;
 pub mod http;
 pub mod image;

@@ -1,8 +1,8 @@
 //! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
 //!
 //! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
-//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a pause that
-//! grows, and said once. A publisher that cannot be followed (a wrong token, no space for its image) is given up at
+//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
+//! grows, and that is said. A publisher that cannot be followed (a wrong token, no space for its image) is given up at
 //! once, and said; the others are followed on.
 //!
 //! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
@@ -20,6 +20,7 @@
 //! | `model` | one model's image and engines, and the threads that work for them |
 //! | `together` | the models of one load order, which are loaded together |
 //! | `desk` | a controller's orders about one model, and what to do next |
+//! | `retry` | rests after failures that pass |
 //!
 //! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
 //! versions and did not is interrupted.
@@ -27,6 +28,7 @@
 mod desk;
 mod member;
 mod model;
+mod retry;
 mod together;
 
 use std::path::{Path, PathBuf};
@@ -39,12 +41,12 @@ use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
-use windlass_data::image::{ImageError, ImageSpec, Known};
-use windlass_data::local::{self, LocalError};
+use windlass_data::image::{ImageSpec, Known};
+use windlass_data::local;
 use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
 };
-use windlass_data::region::{LeaseKind, Memfd, RegionError};
+use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 use windlass_data::tls::Trust;
@@ -56,6 +58,7 @@ use crate::image;
 use crate::session::{Session, bytes};
 
 pub use self::member::Controlled;
+use self::retry::{Attempts, patiently};
 
 /// Who is followed.
 #[derive(Clone, Debug)]
@@ -111,8 +114,6 @@ pub struct Receive {
     pub controller: Option<Controlled>,
 }
 
-/// How long to wait for a publisher that is away: at first, and at most.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
 const SILENCE: Duration = Duration::from_secs(1);
 
@@ -192,6 +193,7 @@ impl Receive {
         });
         std::fs::create_dir_all(&self.dir).map_err(Error::io("create", &self.dir))?;
         let config = self.config(model_id.clone());
+        let asked = Arc::clone(&control);
         let mut receiver = Receiver::open(config, control, Some(listener), stop)?;
         if let Some(image) = receiver.current() {
             session.event(&json!({ "event": "found", "image": image }), || {
@@ -202,15 +204,21 @@ impl Receive {
         if let (Some(engines), Some(image)) = (&engines, receiver.current()) {
             engines.want(image);
         }
-        let mut got = 0;
+        let (mut got, mut attempts) = (0, Attempts::default());
         while !self.enough(got, receiver.current()) {
-            let synced = patiently(session, stop, || {
-                // Nothing yet is no failure: there is just nothing to do but wait on.
-                match receiver.wait_newer(stop)?.version {
-                    Some(_) => receiver.sync(stop),
-                    None => Ok(Synced::default()),
+            let news = patiently(session, stop, || receiver.wait_newer(stop))?;
+            stop.check().map_err(|_| Error::Cancelled)?;
+            // Nothing yet is no failure: there is just nothing to do but wait on.
+            let Some(version) = news.version else { continue };
+            attempts.at((news.incarnation, version));
+            let synced = match receiver.sync(stop) {
+                Ok(synced) => synced,
+                Err(e) => {
+                    attempts.failed(e, &*asked, session, stop)?;
+                    continue;
                 }
-            })?;
+            };
+            attempts.succeeded();
             stop.check().map_err(|_| Error::Cancelled)?;
             if let Some(image) = &synced.image {
                 got += 1;
@@ -298,75 +306,6 @@ impl Receive {
     fn enough(&self, got: u64, image: Option<&Known>) -> bool {
         self.versions.is_some_and(|n| got >= n)
             || self.until.is_some_and(|v| image.is_some_and(|k| k.identity.version >= v))
-    }
-}
-
-/// A failure that may be over when the publisher is back.
-trait Passing: std::error::Error + Into<Error> {
-    /// Whether it is.
-    fn passes(&self) -> bool;
-}
-
-impl Passing for ReceiverError {
-    fn passes(&self) -> bool {
-        if let ReceiverError::Image(ImageError::Region(RegionError::Live { .. })) = self {
-            // An engine is reading the image that another layout takes the place of.
-            return true;
-        }
-        match self.kind() {
-            Kind::PeerLost | Kind::Timeout | Kind::Stale | Kind::Corrupt => true,
-            // What this host has not got, waiting for the publisher does not bring.
-            Kind::NotFound | Kind::Exhausted => {
-                !matches!(self, ReceiverError::Image(_) | ReceiverError::Memory { .. })
-            }
-            Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => false,
-        }
-    }
-}
-
-impl Passing for LocalError {
-    fn passes(&self) -> bool {
-        match self {
-            // Nobody listens there, or not any more.
-            LocalError::Io { source, .. } => source.kind() != std::io::ErrorKind::PermissionDenied,
-            LocalError::Region(e) => {
-                matches!(e.kind(), Kind::NotFound | Kind::Stale | Kind::PeerLost | Kind::Timeout)
-            }
-            LocalError::TooLong { .. } | LocalError::Refused { .. } | LocalError::Answer { .. } => false,
-        }
-    }
-}
-
-/// Repeats what fails because the publisher is away, until it is back.
-fn patiently<T, E: Passing>(
-    session: &Session,
-    stop: &Stop,
-    mut attempt: impl FnMut() -> Result<T, E>,
-) -> Result<T, Error> {
-    let mut pause = PAUSE.0;
-    loop {
-        let error = match attempt() {
-            Ok(value) => return Ok(value),
-            Err(error) => error,
-        };
-        stop.check().map_err(|_| Error::Cancelled)?;
-        let text = crate::error::chain(&error);
-        let passes = error.passes();
-        let error: Error = error.into();
-        if !passes {
-            return Err(error);
-        }
-        if pause == PAUSE.0 {
-            session.event(&json!({ "event": "waiting", "kind": error.kind(), "error": text }), || {
-                format!("{text}; trying again")
-            });
-        }
-        let until = Instant::now() + pause;
-        while Instant::now() < until {
-            stop.check().map_err(|_| Error::Cancelled)?;
-            std::thread::sleep(Duration::from_millis(20).min(pause));
-        }
-        pause = (pause * 2).min(PAUSE.1);
     }
 }
 

@@ -19,7 +19,13 @@ pub const VARIABLE: &str = "WINDLASS_TOKEN";
 
 /// Reads the token in `path`. The file must not be readable by others.
 pub fn read(path: &Path) -> Result<Token, Error> {
-    let mut file = fs::File::open(path).map_err(Error::io("read the token in", path))?;
+    let mut file = fs::File::open(path).map_err(|source| {
+        let folder = path.parent().filter(|f| !f.as_os_str().is_empty() && !f.exists());
+        match folder.filter(|_| source.kind() == io::ErrorKind::NotFound) {
+            Some(folder) => Error::NoFolder { path: path.to_owned(), folder: folder.to_owned() },
+            None => Error::Io { action: "read the token in", path: path.to_owned(), source },
+        }
+    })?;
     let about = file.metadata().map_err(Error::io("read the token in", path))?;
     if about.mode() & 0o007 != 0 {
         return Err(Error::Usage(format!(
@@ -31,8 +37,30 @@ pub fn read(path: &Path) -> Result<Token, Error> {
     let mut text = String::new();
     let limit = Token::MAX_LEN as u64 + 2;
     (&mut file).take(limit).read_to_string(&mut text).map_err(Error::io("read the token in", path))?;
-    Token::new(text.trim_end()).map_err(|e| Error::Usage(format!("the token file {}: {e}", path.display())))
+    let token = Token::new(text.trim_end());
+    let token = token.map_err(|e| Error::Usage(format!("the token file {}: {e}", path.display())))?;
+    Ok(token.found_in(format!("the file {}", path.display())))
 }
+
+/// The token in [`VARIABLE`], if it is set.
+pub fn in_environment() -> Result<Option<Token>, Error> {
+    let Ok(secret) = std::env::var(VARIABLE) else { return Ok(None) };
+    let token = Token::new(secret).map_err(|e| Error::Usage(format!("{VARIABLE}: {e}")))?;
+    Ok(Some(token.found_in(VARIABLE)))
+}
+
+/// What a service said that does not take a token, with where that was found and where the right one is.
+pub fn refused(message: &str, token: &Token, right: &str) -> String {
+    let used = token.origin().map_or_else(String::new, |o| format!("; the one that was sent is that of {o}"));
+    format!("{message}{used}; {right}")
+}
+
+/// Where agents keep their tokens.
+pub const OF_AGENTS: &str = "the agent's is in the file that it named when it started: `token` in the directory of its \
+    region, unless it was given --token-file or WINDLASS_TOKEN";
+/// Where controllers keep theirs.
+pub const OF_CONTROLLERS: &str = "the controller's is in the file that it named when it started: its --token-file, or \
+    windlass-controller.token in the directory in which it was started, unless it was given WINDLASS_TOKEN";
 
 /// The token in `path`, which is made if it is not there. Two processes that do this at once get the same one.
 pub fn read_or_make(path: &Path) -> Result<Token, Error> {
@@ -99,5 +127,23 @@ mod tests {
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
         let error = read(&path).unwrap_err().to_string();
         assert!(error.contains("chmod 600"), "{error}");
+    }
+
+    #[test]
+    fn a_token_file_in_a_folder_that_is_not_there_is_refused_with_how_to_make_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/windlass/token");
+        for error in [read(&path).unwrap_err(), read_or_make(&path).unwrap_err()] {
+            assert!(matches!(&error, Error::NoFolder { .. }), "{error:?}");
+            assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+            assert!(
+                error.advice().contains("mkdir -p") && error.advice().contains("run/windlass"),
+                "{error}"
+            );
+        }
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        assert!(matches!(read(&path), Err(Error::Io { .. })));
+        let made = read_or_make(&path).unwrap();
+        assert_eq!(made.origin(), Some(&*format!("the file {}", path.display())));
     }
 }

@@ -19,11 +19,12 @@ use process::{PATIENCE, Process, answer};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use windlass::controller::openapi::DESCRIPTION;
-use windlass::controller::status::{Status, SyncState};
+use windlass::controller::status::{Status, SyncState, TrainerState};
 use windlass::controller::wire::{
     Doing, EngineDoing, EvalDone, Gate, Lane, NotifyVersion, Outcome, Poll, Report, TakeEval, Task,
+    TrainerLeft,
 };
-use windlass_core::barrier::{Order, Phase};
+use windlass_core::barrier::{Awaited, Order, Phase};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation};
 
@@ -400,6 +401,70 @@ fn a_silent_receiver_is_out_and_one_that_leaves_is_gone() {
 }
 
 #[test]
+fn a_trainer_that_takes_leave_has_left_and_one_that_was_killed_falls_silent() {
+    let controller = Controller::start(&[PAIR, "--heartbeat=0.3"]);
+    let state = |n: usize| controller.status().trainers[n].state;
+    notify_pair(&controller, 5, 1);
+    assert_eq!((state(0), state(1)), (TrainerState::Here, TrainerState::Here));
+    let left = |incarnation| TrainerLeft { model_id: model("actor"), incarnation: Incarnation(incarnation) };
+    controller.client.trainer_left(&left(5), &stop()).unwrap();
+    assert_eq!(state(0), TrainerState::Left);
+    // The other one is killed: it says nothing.
+    until("silence", || (state(1) == TrainerState::Silent).then_some(()));
+    assert_eq!(state(0), TrainerState::Left, "who has left is not missed");
+    assert_eq!(controller.status().errors, [], "neither is an error");
+    // It comes back, also in a newer life, for which an older one cannot speak.
+    controller.notify(id("actor", 5, 2));
+    assert_eq!(state(0), TrainerState::Here);
+    controller.notify(id("actor", 6, 1));
+    let echo = controller.client.trainer_left(&left(5), &stop()).unwrap_err();
+    assert_eq!((echo.status(), echo.kind()), (Some(409), Kind::Stale), "{echo}");
+    assert_eq!(state(0), TrainerState::Here);
+    let nobody = TrainerLeft { model_id: model("ghost"), incarnation: Incarnation(1) };
+    let nobody = controller.client.trainer_left(&nobody, &stop()).unwrap_err();
+    assert_eq!(nobody.kind(), Kind::NotFound);
+    assert!(nobody.to_string().contains("there are actor, verifier"), "{nobody}");
+}
+
+#[test]
+fn the_status_says_who_waits_for_what_since_when_and_until_when() {
+    let controller = Controller::start(&[PAIR]);
+    let mut light = controller.light("a", 1, &MODELS);
+    serve_pair(&controller, &mut [&mut light], 1);
+    let client = &controller.client;
+    assert_eq!(controller.status().waiting, []);
+    thread::scope(|scope| {
+        let gate = Gate {
+            at_least: Some(2),
+            timeout_ms: Some(20_000),
+            who: Some("loader 7:99".into()),
+            ..Gate::default()
+        };
+        let gate = scope.spawn(move || client.gate(&gate, &stop()));
+        until("the gate", || (controller.status().waits == 1).then_some(()));
+        let sync = NotifyVersion { sync: true, timeout_ms: Some(10_000), ..notify(id("actor", 1, 2)) };
+        let sync = scope.spawn(move || client.notify(&sync, &stop()));
+        let status = until("both", || Some(controller.status()).filter(|s| s.waits == 2));
+        let [first, second] = &status.waiting[..] else { panic!("{:?}", status.waiting) };
+        assert_eq!((first.who.as_str(), first.what, first.at_least), ("loader-7:99", Awaited::Gate, 2));
+        assert_eq!((second.who.as_str(), second.what), ("the trainer of actor", Awaited::Load));
+        assert_eq!((first.set.as_str(), second.set.as_str(), second.at_least), ("main", "main", 2));
+        assert!(first.since <= second.since && second.since <= status.now, "{status:?}");
+        // What it took to get there is not waited for.
+        assert!((15_000..=20_000).contains(&(first.until - first.since)), "{first:?}");
+        assert_eq!(second.until - second.since, 10_000);
+        let raw = controller.http.get("/status").json();
+        conforms(&json!({ "$ref": "#/components/schemas/Status" }), &raw, "status");
+        controller.notify(id("verifier", 1, 2));
+        light.obey(client);
+        light.obey(client);
+        assert_eq!(gate.join().unwrap().unwrap().served.unwrap().version, 2);
+        sync.join().unwrap().unwrap();
+    });
+    assert_eq!(controller.status().waiting, []);
+}
+
+#[test]
 fn without_sets_each_model_becomes_one_when_it_is_first_heard_of() {
     let controller = Controller::start(&[]);
     let client = &controller.client;
@@ -534,6 +599,7 @@ fn requests_that_are_refused_leave_nothing_behind() {
         "/poll_orders",
         "/report",
         "/leave",
+        "/trainer_left",
         "/take_eval",
         "/eval_done",
     ];

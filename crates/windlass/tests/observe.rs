@@ -138,6 +138,127 @@ fn top_prints_the_document_of_the_controller_once_or_as_json() {
 }
 
 #[test]
+fn commands_find_the_controller_and_its_token_in_the_environment() {
+    let home = tempfile::tempdir().unwrap();
+    let (controller, token) = controller(home.path());
+    let told = |command: &mut std::process::Command| {
+        let output = command.env("WINDLASS_CONTROLLER", &controller.endpoint).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (code, top) = told(command::windlass().args(["top", "--once", "--token-file"]).arg(&token));
+    assert!(code == Some(0) && top.contains("policy"), "{top}");
+    let (code, top) =
+        told(command::windlass().args(["top", "--json"]).env("WINDLASS_TOKEN", &controller.token));
+    assert!(code == Some(0) && top.contains("\"policy\""), "{top}");
+    // Its own variable, and what is said on the command line, win.
+    let elsewhere = ["top", "--json", "--controller", "http://127.0.0.1:1", "--token-file"];
+    let (code, top) = told(command::windlass().args(elsewhere).arg(&token));
+    assert!(code == Some(7) && top.contains("127.0.0.1:1"), "{code:?} {top}");
+    let (code, shown) = told(command::windlass().args(["config", "receive", "--json"]));
+    assert_eq!(code, Some(0));
+    let shown: Value = serde_json::from_str(&shown).unwrap();
+    assert_eq!(shown["commands"]["receive"]["controller"]["from"], "WINDLASS_CONTROLLER", "{shown}");
+    assert_eq!(told(command::windlass().args(["top", "--json"]).env("WINDLASS_CONFIG", "none")).0, Some(2));
+}
+
+#[test]
+fn a_shell_waits_at_the_gate_until_the_version_is_served() {
+    let home = tempfile::tempdir().unwrap();
+    let (controller, token) = controller(home.path());
+    let body = json!({ "peer": { "receiver": "gpu-0", "session": 1 }, "models": ["actor", "verifier"] });
+    assert_eq!(controller.post("/register_receiver", &body).status, 200);
+    let gate = |args: &[&str]| {
+        let mut windlass = command::windlass();
+        windlass.args(["gate", "--json", "--controller", &controller.endpoint]).args(args);
+        windlass.arg("--token-file").arg(&token);
+        windlass
+    };
+    // Shut: the exit codes are those of the kinds of errors.
+    let ran = |mut windlass: std::process::Command| {
+        let output = windlass.output().unwrap();
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code().unwrap(), told["error"].clone())
+    };
+    let (code, error) = ran(gate(&["7", "--timeout=0.1"]));
+    assert_eq!((code, &error["kind"]), (6, &json!("timeout")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("serves nothing yet, not 7"), "{error}");
+    let (code, error) = ran(gate(&["7", "--set=other"]));
+    assert_eq!((code, &error["kind"]), (3, &json!("not_found")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("there are policy"), "{error}");
+    let (code, error) = ran(gate(&["seven"]));
+    assert_eq!((code, &error["kind"]), (2, &json!("invalid")), "{error}");
+
+    // It opens when the receiver has loaded the version.
+    let mut waiting = Process::spawn(gate(&["7", "--model=actor", "--timeout=60"]));
+    let until = std::time::Instant::now() + PATIENCE;
+    let who = loop {
+        let status = controller.get("/status").json();
+        if let Some(wait) = status["waiting"].get(0) {
+            assert_eq!(
+                (&wait["what"], &wait["set"], &wait["at_least"]),
+                (&json!("gate"), &json!("policy"), &json!(7))
+            );
+            break wait["who"].as_str().unwrap().to_owned();
+        }
+        assert!(std::time::Instant::now() < until, "nobody waits: {status}");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert!(who.ends_with(&format!(":{}", waiting.pid())), "{who}");
+    notify(&controller, "actor", 7);
+    notify(&controller, "verifier", 7);
+    let peer = json!({ "receiver": "gpu-0", "session": 1 });
+    let mut after = 0;
+    for (phase, count) in [("staged", 2), ("loaded", 1)] {
+        let mut done = 0;
+        while done < count {
+            let poll = json!({ "peer": peer, "after": after, "timeout_ms": 5000 });
+            for order in controller.post("/poll_orders", &poll).json()["orders"].as_array().unwrap() {
+                after = order["seq"].as_u64().unwrap();
+                done += obey(&controller, &peer, &order["task"], phase);
+            }
+        }
+    }
+    let told = waiting.line();
+    assert_eq!((&told["set"], &told["version"]), (&json!("policy"), &json!(7)), "{told}");
+    assert_eq!(waiting.ends_within(PATIENCE), 0);
+}
+
+/// Answers an order as a receiver that can do everything; how many orders of this phase that was.
+fn obey(controller: &Agent, peer: &Value, task: &Value, phase: &str) -> usize {
+    let say = |identity: &Value| {
+        let body = json!({
+            "peer": peer, "order": task["order"], "identity": identity, "outcome": phase,
+        });
+        let answer = controller.post("/report", &body);
+        assert_eq!(answer.status, 200, "{body}: {}", String::from_utf8_lossy(&answer.body));
+    };
+    match (task["do"].as_str(), phase) {
+        (Some("stage"), "staged") => say(&task["identity"]),
+        (Some("load"), "loaded") => task["identities"].as_array().unwrap().iter().for_each(say),
+        _ => return 0,
+    }
+    1
+}
+
+#[test]
+fn the_address_of_the_page_can_be_pasted_and_the_token_is_not_printed() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("it's a token");
+    let token_arg = format!("--token-file={}", file.display());
+    let mut windlass = command::windlass();
+    windlass.args(["controller", &token_arg, "--with-parent"]);
+    let process = Process::spawn(windlass);
+    let lines: Vec<String> = (0..3).map(|_| process.any_line().as_str().unwrap().to_owned()).collect();
+    let token = std::fs::read_to_string(&file).unwrap();
+    assert!(lines.iter().all(|l| !l.contains(&token)), "{lines:?}");
+    let page = lines[1].strip_prefix("live page: ").unwrap();
+    assert!(page.starts_with("http://127.0.0.1:") && page.ends_with('/'), "{page}");
+    let command = lines[2].strip_prefix("its address with the token: ").unwrap();
+    let printed = std::process::Command::new("sh").args(["-c", command]).output().unwrap();
+    assert_eq!(String::from_utf8(printed.stdout).unwrap().trim(), format!("{page}#token={token}"));
+}
+
+#[test]
 fn top_goes_on_until_it_is_told_to_end_and_waits_for_a_controller_that_is_away() {
     let home = tempfile::tempdir().unwrap();
     let (mut controller, token) = controller(home.path());

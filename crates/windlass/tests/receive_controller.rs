@@ -553,12 +553,15 @@ fn a_receiver_says_what_keeps_it_from_following_a_controller() {
     };
     let (code, said) = run(&["--model=other", &token]);
     assert!(code != 0 && said.contains("other") && said.contains("no configured set"), "{said}");
+    assert!(said.contains("there are policy"), "{said}");
     let wrong = world.home.path().join("wrong");
     let mut file = File::options().create_new(true).write(true).mode(0o600).open(&wrong).unwrap();
     std::io::Write::write_all(&mut file, b"another-secret-0123456789").unwrap();
     let (code, said) =
         run(&["--model=policy", &token, &format!("--controller-token-file={}", wrong.display())]);
     assert!(code != 0 && said.contains("\"kind\":\"denied\""), "{said}");
+    let used = format!("that of the file {}", wrong.display());
+    assert!(said.contains(&used) && said.contains("the controller's is in the file"), "{said}");
     let (code, said) = run(&["--model=policy"]);
     assert!(code != 0 && said.contains("--token-file"), "{said}");
     let (code, said) = run(&["--model=policy", "--model=policy", &token]);

@@ -388,11 +388,15 @@ fn a_receiver_waits_for_its_agent_and_follows_it_to_another_port() {
     let mut trainer = Trainer::start(&home.path().join("region"));
     let images = home.path().join("images");
     let mut receiver = receiver(&images, &trainer.region, &[]);
-    assert_eq!(receiver.event("waiting")["kind"], "peer_lost");
+    let waiting = receiver.event("waiting");
+    assert_eq!((&waiting["kind"], &waiting["failures"]), (&json!("peer_lost"), &json!(1)), "{waiting}");
+    let again = receiver.event("waiting");
+    let rest = |event: &Value| event["retry_ms"].as_u64().unwrap();
+    assert!(rest(&waiting) <= 100 && rest(&again) > rest(&waiting), "{waiting} {again}");
     let mut agent = Agent::start(&trainer.region, &[]);
     trainer.publish(0);
-    let first = receiver.line();
-    assert_eq!((&first["event"], &first["mode"]), (&json!("synced"), &json!("full")), "{first}");
+    let first = receiver.event("synced");
+    assert_eq!(first["mode"], "full", "{first}");
     assert_eq!(first["image"]["digest"], agent.sealed(0)["digest"]);
     agent.process.kill();
     assert_eq!(receiver.line()["event"], "waiting");
@@ -400,8 +404,8 @@ fn a_receiver_waits_for_its_agent_and_follows_it_to_another_port() {
     let next = Agent::start(&trainer.region, &[]);
     assert!(taken.is_err() || next.port() != agent.port());
     trainer.publish(1);
-    let second = receiver.line();
-    assert_eq!((&second["event"], &second["mode"]), (&json!("synced"), &json!("delta")), "{second}");
+    let second = receiver.event("synced");
+    assert_eq!(second["mode"], "delta", "{second}");
     assert_eq!(second["image"]["digest"], next.sealed(1)["digest"]);
     // It waits in a long-poll now, at an agent that answers nothing any more.
     next.process.signal(Signal::STOP);
@@ -460,6 +464,9 @@ fn a_wrong_token_is_said_at_once() {
     assert_eq!(error["kind"], "denied");
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("token") && message.contains(&agent.endpoint), "{message}");
+    // Which one was sent, and where the right one is.
+    assert!(message.contains(&format!("that of the file {}", token.display())), "{message}");
+    assert!(message.contains("`token` in the directory of its region"), "{message}");
     assert_eq!(ran.stdout.lines().count(), 1, "no waiting: {}", ran.stdout);
     assert!(!images.exists(), "nothing was made");
     let none = command::windlass()
@@ -470,6 +477,43 @@ fn a_wrong_token_is_said_at_once() {
     assert_eq!(none.status.code(), Some(2));
     let told = String::from_utf8(none.stdout).unwrap();
     assert!(told.contains("--token-file") && told.contains("WINDLASS_TOKEN"), "{told}");
+    let by_variable = command::windlass()
+        .args(["receive", "--json", "--from", &agent.endpoint])
+        .env("WINDLASS_TOKEN", "wrong")
+        .output()
+        .unwrap();
+    let told = String::from_utf8(by_variable.stdout).unwrap();
+    assert!(told.contains("that of WINDLASS_TOKEN;"), "{told}");
+    // A folder that is not there, at either side.
+    let nowhere = home.path().join("absent/token");
+    let images = home.path().join("images");
+    let ran =
+        run!("receive", "--json", "--from", &agent.endpoint, "--token-file", &nowhere, "--dir", &images);
+    let served = run!("controller", "--json", "--token-file", &nowhere);
+    for ran in [ran, served] {
+        let error = ran.json()["error"].clone();
+        assert_eq!((ran.code, &error["kind"]), (3, &json!("not_found")), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("does not exist"), "{error}");
+        let advice = error["advice"].as_str().unwrap();
+        assert!(advice.contains("mkdir -p") && advice.contains("absent`"), "{advice}");
+    }
+}
+
+#[test]
+fn of_two_receivers_with_one_image_the_later_says_who_has_it_and_what_to_do() {
+    let home = home();
+    let (trainer, _agent) = publisher(home.path());
+    let images = home.path().join("images");
+    let first = receiver(&images, &trainer.region, &[]);
+    first.event("synced");
+    let second = run!("receive", "--json", "--region", &trainer.region, "--dir", &images);
+    let error = second.json()["error"].clone();
+    assert_eq!((second.code, &error["kind"]), (10, &json!("denied")), "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(&format!("pid {}", first.pid())), "{message}");
+    assert!(message.contains(&images.join("demo").display().to_string()), "{message}");
+    let advice = error["advice"].as_str().unwrap();
+    assert!(advice.contains(&format!("kill {}", first.pid())) && advice.contains("--dir"), "{advice}");
 }
 
 #[test]
@@ -572,8 +616,11 @@ fn gc_removes_what_the_dead_left_and_nothing_that_is_held() {
         all.sort();
         all
     };
+    let dry = run!("gc", "--json", "--dry-run", &dir).ok().json();
+    assert_eq!((removed(&dry), &dry["dry_run"]), (vec![dir.join("dead")], &json!(true)));
+    assert!(run!("gc", "--dry-run", &dir).ok().stdout.contains("1 would be removed"));
     let told = run!("gc", "--json", &dir).ok().json();
-    assert_eq!(removed(&told), [dir.join("dead")]);
+    assert_eq!((removed(&told), &told["freed_bytes"]), (vec![dir.join("dead")], &dry["freed_bytes"]));
     assert_eq!(told["removed"][0]["model_id"], "dead");
     assert!(told["freed_bytes"].as_u64().unwrap() > 4 << 20, "{told}");
     assert_eq!(command::names(&dir), ["alive", "foreign", "orphan", "policy"]);
@@ -586,4 +633,25 @@ fn gc_removes_what_the_dead_left_and_nothing_that_is_held() {
     let told = run!("gc", &dir).ok().stdout;
     assert!(told.contains("3 removed") && told.contains("orphan"), "{told}");
     assert_eq!(command::names(&dir), ["foreign"]);
+}
+
+#[test]
+fn gc_finds_what_is_deep_below_and_refuses_to_search_the_whole_system() {
+    let home = home();
+    let deep = home.path().join("runs/7/regions");
+    fs::create_dir_all(&deep).unwrap();
+    let mut dead = Trainer::named(&deep.join("dead"), "dead");
+    dead.process.kill();
+    let _alive = Trainer::named(&deep.join("alive"), "alive");
+    let told = run!("gc", "--json", "--dry-run", home.path()).ok().json();
+    assert_eq!(told["removed"][0]["dir"], json!(deep.join("dead")));
+    assert_eq!((told["removed"].as_array().unwrap().len(), command::names(&deep).len()), (1, 2));
+    run!("gc", home.path()).ok();
+    assert_eq!(command::names(&deep), ["alive"]);
+    for wide in ["/", "/usr", "/dev/../etc", "/proc"] {
+        let refused = run!("gc", "--json", "--dry-run", wide);
+        let error = &refused.json()["error"];
+        assert_eq!((refused.code, error["kind"].as_str()), (2, Some("invalid")), "{wide}");
+        assert!(error["message"].as_str().unwrap().contains("holds much more than"), "{error}");
+    }
 }

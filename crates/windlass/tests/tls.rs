@@ -4,6 +4,7 @@
 mod authority;
 mod command;
 mod process;
+mod relay;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use authority::{Authority, store};
 use process::{Agent, PATIENCE, Process, Trainer};
+use relay::Relay;
 use serde_json::Value;
 use tempfile::TempDir;
 use windlass::client::{Client, Request};
@@ -21,6 +23,7 @@ use windlass::controller::wire::{Gate, NotifyVersion};
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
+use windlass_data::image::{ImageError, ImageView};
 use windlass_data::receiver::Control as _;
 use windlass_data::stop::Stop;
 use windlass_data::tls::Trust;
@@ -139,6 +142,70 @@ fn a_receiver_follows_an_agent_over_tls_with_images_and_deltas() {
     let mut beside = Process::spawn(command);
     assert_eq!(synced(&beside), ("full".into(), 3));
     assert_eq!(beside.ends_within(PATIENCE), 0);
+}
+
+/// A trainer with an agent whose data a relay holds up after the first mebibyte, and the agent's address.
+fn held_up(world: &World) -> (Trainer, Agent, Relay, Vec<String>) {
+    let mut trainer = Trainer::named(&world.path("region"), "actor");
+    let issued = world.authority.issue(&["127.0.0.1", relay::HOST]);
+    let mut flags = world.server("server", &issued);
+    flags.push(format!("--advertise-host={}", relay::HOST));
+    let mut agent = agent_with(&trainer.region, &flags, &[]);
+    // Requests go to the agent itself; it is its tickets that lead to the relay.
+    agent.endpoint = agent.endpoint.replace(relay::HOST, "127.0.0.1");
+    trainer.publish(0);
+    world.sealed(&agent, 0);
+    let relay = Relay::start(agent.data_port, 1 << 20);
+    (trainer, agent, relay, flags)
+}
+
+#[test]
+fn a_receiver_that_is_killed_in_the_middle_of_a_transfer_inside_tls_is_made_up_for_by_the_next() {
+    let world = World::new();
+    let (mut trainer, mut agent, relay, _flags) = held_up(&world);
+    let mut receiver = world.receiver(&agent.endpoint, &world.ca, &[]);
+    relay.stalled();
+    receiver.kill();
+    assert_eq!(receiver.rest(), Vec::<Value>::new(), "it had not come so far");
+    relay.open();
+    // What it left is not taken for a version.
+    let dir = world.path("images").join("actor");
+    let left = ImageView::open(&dir, PATIENCE, &Stop::after(Duration::ZERO)).map(|_| ());
+    assert!(matches!(left, Err(ImageError::NotWhole { .. })), "half an image is none: {left:?}");
+    // The agent serves on, its trainer is not held up, and the next receiver in its place gets all of it.
+    let next = world.receiver(&agent.endpoint, &world.ca, &[]);
+    let line = next.event("synced");
+    assert_eq!(line["image"]["digest"], serde_json::json!(world.sealed(&agent, 0).digest), "{line}");
+    trainer.publish(1);
+    let line = next.event("synced");
+    assert_eq!(
+        (&line["mode"], line["image"]["identity"]["version"].as_u64()),
+        (&Value::from("delta"), Some(1))
+    );
+    assert_eq!(line["image"]["digest"], serde_json::json!(world.sealed(&agent, 1).digest), "{line}");
+    agent.process.signal(rustix::process::Signal::TERM);
+    assert_eq!(agent.process.ends_within(PATIENCE), 0, "nothing of the dead receiver holds it");
+}
+
+#[test]
+fn an_agent_that_is_killed_in_the_middle_of_a_transfer_inside_tls_is_named_and_waited_for() {
+    let world = World::new();
+    let (_trainer, mut agent, relay, flags) = held_up(&world);
+    let ports = (format!("--ports={}", agent.port()), format!("--data-ports={}", agent.data_port));
+    let receiver = world.receiver(&agent.endpoint, &world.ca, &[]);
+    relay.stalled();
+    let digest = world.sealed(&agent, 0).digest;
+    agent.process.kill();
+    relay.cut();
+    let lost = receiver.line();
+    assert_eq!(lost["event"], "waiting", "{lost}");
+    assert_eq!(lost["kind"], "peer_lost", "{lost}");
+    let (message, at) = (lost["error"].as_str().unwrap(), format!(":{}", agent.data_port));
+    assert!(message.contains(&at) || message.contains(&agent.endpoint), "nobody is named: {message}");
+    // Its successor in the same place is found, and what had landed was not for nothing.
+    let _next = agent_with(&world.path("region"), &flags, &[&ports.0, &ports.1]);
+    let line = receiver.event("synced");
+    assert_eq!(line["image"]["digest"], serde_json::json!(digest), "{line}");
 }
 
 #[test]

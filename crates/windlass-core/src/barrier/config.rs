@@ -91,8 +91,11 @@ pub struct Limits {
     pub stage_ms: Millis,
     /// How long a receiver may take to load one version of a set.
     pub load_ms: Millis,
-    /// How long a receiver that failed is left alone before it is asked again.
+    /// How long a receiver that failed is left alone before it is asked again. Doubles with every failure in a row; begins
+    /// anew when it succeeds and when there is a newer version.
     pub retry_ms: Millis,
+    /// The longest that it is left alone.
+    pub retry_cap_ms: Millis,
     /// How long a receiver outside the pool still holds back the release of history.
     pub history_ms: Millis,
     /// The longest a gate wait or synchronous notify may last; what callers ask for is cut to it.
@@ -115,6 +118,7 @@ impl Default for Limits {
             stage_ms: 300_000,
             load_ms: 120_000,
             retry_ms: 2_000,
+            retry_cap_ms: 60_000,
             history_ms: 600_000,
             max_wait_ms: 3_600_000,
             eval_ms: 3_600_000,
@@ -133,6 +137,7 @@ impl Limits {
             ("stage_ms", self.stage_ms),
             ("load_ms", self.load_ms),
             ("retry_ms", self.retry_ms),
+            ("retry_cap_ms", self.retry_cap_ms),
             ("max_wait_ms", self.max_wait_ms),
             ("eval_ms", self.eval_ms),
             ("max_ahead", self.max_ahead as u64),

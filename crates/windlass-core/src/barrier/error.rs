@@ -47,11 +47,27 @@ pub enum BarrierError {
         expected: &'static str,
     },
     /// A model that no configured set has.
-    #[error("model {0} belongs to no configured set: add it to a set or correct the name")]
-    UnknownModel(ModelId),
+    #[error(
+        "model {model} belongs to no configured set: add it to a set or correct the name; there are {}",
+        listed(known)
+    )]
+    UnknownModel {
+        /// The model.
+        model: ModelId,
+        /// Those that there are.
+        known: Vec<ModelId>,
+    },
     /// A set that is not configured.
-    #[error("there is no model set {0}: check the name against the configuration")]
-    UnknownSet(SetName),
+    #[error(
+        "there is no model set {set}: check the name against the configuration; there are {}",
+        listed(known)
+    )]
+    UnknownSet {
+        /// The set.
+        set: SetName,
+        /// Those that there are.
+        known: Vec<SetName>,
+    },
     /// A model that is not part of the named set.
     #[error("model {model} is not part of set {set}: wait on the set the model belongs to")]
     NotInSet {
@@ -176,8 +192,8 @@ impl BarrierError {
             | BarrierError::BadJoin { .. }
             | BarrierError::Endpoint { .. }
             | BarrierError::DuplicateWait(_) => Kind::Invalid,
-            BarrierError::UnknownModel(_)
-            | BarrierError::UnknownSet(_)
+            BarrierError::UnknownModel { .. }
+            | BarrierError::UnknownSet { .. }
             | BarrierError::UnknownReceiver(_)
             | BarrierError::UnknownWait(_) => Kind::NotFound,
             BarrierError::StaleSession { .. }
@@ -188,5 +204,16 @@ impl BarrierError {
             | BarrierError::TooManyReceivers { .. }
             | BarrierError::TooManyWaits { .. } => Kind::Exhausted,
         }
+    }
+}
+
+/// The first of some names.
+fn listed(names: &[impl std::fmt::Display]) -> String {
+    const MOST: usize = 16;
+    let first: Vec<String> = names.iter().take(MOST).map(ToString::to_string).collect();
+    match names.len() {
+        0 => "none yet".into(),
+        n if n > MOST => format!("{} and {} more", first.join(", "), n - MOST),
+        _ => first.join(", "),
     }
 }

@@ -92,12 +92,17 @@ impl Group {
             // The agent was restarted: what it was asked for at the old address must be asked again.
             endpoint.clone_into(&mut lineage.endpoint);
         }
+        // Managers repeat what they announced last; that is nothing new to try.
+        let newer = lineage.announced.last().is_none_or(|n| *n < version) || moved;
         lineage.announce(version);
         self.consider(version);
         let view = view!(self);
         for member in self.members.values_mut().filter(|m| m.slots.iter().any(|s| s.model == model)) {
             if moved {
                 member.forget_asks(model, &view, ctx);
+            }
+            if newer {
+                member.try_newer(ctx);
             }
             member.pursue(&view, ctx);
         }
@@ -168,6 +173,7 @@ impl Group {
         // Another order for what has just come is answered by it; calling it off would drop the bytes.
         slot.asked.retain(|ask| ask.version != got.version);
         slot.staged.insert(got.version);
+        member.failing.went_well(Some(model));
         if got.version > asked.version {
             slot.gone = slot.gone.max(Some(asked.version));
             member.excused |= round == Some(asked.version);
@@ -216,6 +222,7 @@ impl Group {
         if load.left.is_empty() {
             let version = load.version;
             member.load = None;
+            member.failing.went_well(None);
             for slot in slots {
                 slot.staged.retain(|v| *v > version);
             }
@@ -415,10 +422,10 @@ impl Group {
         let round = view.round.map(|(v, _)| v);
         let Some(member) = self.members.get_mut(id) else { return };
         member.excused |= round == Some(version);
-        member.retry_at = Some(ctx.deadline(ctx.limits.retry_ms));
         if let Some(identity) = identity {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity, why });
         }
+        member.rest(Some(model), &view, ctx);
         self.settle(id, ctx);
     }
 
@@ -437,9 +444,9 @@ impl Group {
         }
         member.void_load();
         member.excused = true;
-        member.retry_at = Some(ctx.deadline(ctx.limits.retry_ms));
         let models = member.models(&view);
         ctx.out.push(Action::Fence { receiver: id.clone(), set: self.set.clone(), models, why });
+        member.rest(None, &view, ctx);
         if std::mem::take(&mut member.live) {
             member.out_since = ctx.now;
             self.live -= 1;

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeSet;
 
+use crate::backoff::{Backoff, Span};
 use crate::barrier::config::Limits;
 use crate::barrier::types::{Action, Millis, Order, Peer, Phase, SetName};
+use crate::digest::splitmix;
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
 /// What one call of the barrier carries along: the time, the limits, and where its effects go.
@@ -153,6 +155,25 @@ pub(super) struct Counted {
     pub(super) loading: bool,
 }
 
+/// The failures of a member since something went well.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Failing {
+    backoff: Backoff,
+    /// The model whose staging failed last; none if it was a load, which only a load makes up for.
+    of: Option<usize>,
+    /// The earliest that something newer is tried.
+    newer_at: Millis,
+}
+
+impl Failing {
+    /// A model was staged, or with `None` everything was loaded.
+    pub(super) fn went_well(&mut self, of: Option<usize>) {
+        if of.is_none() || self.of == of {
+            *self = Failing::default();
+        }
+    }
+}
+
 /// One receiver in one group.
 #[derive(Debug)]
 pub(super) struct Member {
@@ -164,6 +185,8 @@ pub(super) struct Member {
     pub(super) excused: bool,
     /// Not asked for anything before then.
     pub(super) retry_at: Option<Millis>,
+    /// How it has been failing.
+    pub(super) failing: Failing,
     /// When it last left the pool (or joined).
     pub(super) out_since: Millis,
     pub(super) counted: Counted,
@@ -188,6 +211,7 @@ impl Member {
             load: None,
             excused: false,
             retry_at: None,
+            failing: Failing::default(),
             out_since: now,
             counted: Counted::default(),
         }
@@ -219,6 +243,38 @@ impl Member {
                     && s.at(view) != Some(version)
                     && !s.staged.contains(&version))
         })
+    }
+
+    /// It failed to stage `of`, or to load: it is left alone, for longer each time. Says by how much, if that has changed.
+    pub(super) fn rest(&mut self, of: Option<usize>, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        self.failing.of = of;
+        // What else it was asked for fails with it, and is no failure more.
+        if self.retry_at.is_some() {
+            return;
+        }
+        let span = Span { first_ms: ctx.limits.retry_ms, cap_ms: ctx.limits.retry_cap_ms };
+        let name = self.peer.receiver.as_str().bytes();
+        let salt = name.fold(ctx.now, |salt, byte| splitmix(salt ^ u64::from(byte)));
+        let rest = self.failing.backoff.failed(span, salt);
+        self.failing.newer_at = ctx.deadline(span.first_ms.min(rest.ms));
+        self.retry_at = Some(ctx.deadline(rest.ms));
+        if rest.longer && rest.failures > 1 {
+            ctx.out.push(Action::Resting {
+                receiver: self.peer.receiver.clone(),
+                set: view.set.clone(),
+                failures: rest.failures,
+                rest_ms: rest.ms,
+            });
+        }
+    }
+
+    /// There is something newer than what failed: it is tried soon, as after the first failure.
+    pub(super) fn try_newer(&mut self, ctx: &mut Ctx<'_>) {
+        self.failing.backoff.reset();
+        if let Some(at) = self.retry_at {
+            let soon = self.failing.newer_at.checked_sub(ctx.now).filter(|ms| *ms > 0);
+            self.retry_at = soon.map(|ms| at.min(ctx.deadline(ms)));
+        }
     }
 
     /// Gives every order that it is due and has not been given.

@@ -50,6 +50,10 @@
 //! its deadline, is fenced at once; one that lags is fenced when the others have moved on. All of them, and
 //! those who join, come back in the same way: stage, load, [`Action::GoLive`]. Nobody waits for them.
 //!
+//! **Failures.** A receiver that failed is left alone for `retry_ms`, and after each further failure in a row twice as
+//! long, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging what failed makes up
+//! for a failed stage, a load for everything; and whatever is announced that is newer is tried as after a first failure.
+//!
 //! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
 //! the set serves is the lowest of its models' versions.
 //!
@@ -111,8 +115,8 @@ use std::ops::Range;
 pub use config::{Config, Limits, Mode, Required, SetConfig};
 pub use error::BarrierError;
 pub use snapshot::{
-    GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot, SlotSnapshot,
-    Snapshot,
+    Awaited, GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot,
+    SlotSnapshot, Snapshot, WaitSnapshot,
 };
 pub use types::{
     Action, Blocked, Event, EvictReason, FenceReason, GateFailure, LagReason, Millis, NotifyOutcome, Order,
@@ -278,7 +282,7 @@ impl Barrier {
 
     /// What a set serves; `None` before its first load and after an incarnation change.
     pub fn service_version(&self, set: &SetName) -> Result<Option<&Served>, BarrierError> {
-        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = self.set_names.get(set).ok_or_else(|| self.unknown_set(set))?;
         Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
     }
 
@@ -291,7 +295,7 @@ impl Barrier {
     pub fn set_of(&self, model: &ModelId) -> Result<&SetName, BarrierError> {
         let set = self.place(model)?.set;
         let name = self.config.sets.get(set).map(|s| &s.name);
-        name.ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+        name.ok_or_else(|| self.unknown_model(model))
     }
 
     /// How many announced versions of a model are not served yet, and whether its trainer has been told to wait.
@@ -305,7 +309,7 @@ impl Barrier {
 
     /// Why a set does not serve a newer version.
     pub fn blocked(&self, set: &SetName) -> Result<Blocked, BarrierError> {
-        let index = self.set_names.get(set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = self.set_names.get(set).ok_or_else(|| self.unknown_set(set))?;
         Ok(set_blocked(&self.sets, &self.groups, *index))
     }
 
@@ -335,6 +339,9 @@ impl Barrier {
             sets: sets.collect(),
             receivers: receivers.collect(),
             waits: self.waits.len(),
+            waiting: self
+                .waits
+                .snapshot(Snapshot::MAX_WAITING, |set| Some(self.config.sets.get(set)?.name.clone())),
         }
     }
 
@@ -375,7 +382,16 @@ impl Barrier {
     // ---- trainers ---------------------------------------------------------------------------------
 
     fn place(&self, model: &ModelId) -> Result<Place, BarrierError> {
-        self.models.get(model).copied().ok_or_else(|| BarrierError::UnknownModel(model.clone()))
+        self.models.get(model).copied().ok_or_else(|| self.unknown_model(model))
+    }
+
+    fn unknown_model(&self, model: &ModelId) -> BarrierError {
+        let known = self.config.sets.iter().flat_map(|s| s.models.iter().cloned()).collect();
+        BarrierError::UnknownModel { model: model.clone(), known }
+    }
+
+    fn unknown_set(&self, set: &SetName) -> BarrierError {
+        BarrierError::UnknownSet { set: set.clone(), known: self.sets().cloned().collect() }
     }
 
     fn notify(
@@ -545,7 +561,7 @@ impl Barrier {
         timeout: Millis,
         out: &mut Vec<Action>,
     ) -> Result<(), BarrierError> {
-        let index = *self.set_names.get(&set).ok_or_else(|| BarrierError::UnknownSet(set.clone()))?;
+        let index = *self.set_names.get(&set).ok_or_else(|| self.unknown_set(&set))?;
         self.waits.check(id, self.config.limits.max_waits)?;
         if let Some((model, got)) = &lineage {
             let place = self.place(model)?;
@@ -564,7 +580,7 @@ impl Barrier {
     fn wait(&mut self, new: NewWait, out: &mut Vec<Action>) {
         let (set, timeout) = (new.set, new.timeout);
         let until = ctx!(self, out).deadline(timeout.min(self.config.limits.max_wait_ms));
-        self.waits.add(new, until);
+        self.waits.add(new, self.now, until);
         self.answer_waits(set, out);
         if timeout == 0 {
             self.expire_waits(out);
@@ -698,7 +714,9 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
 //      load_that_runs_past_its_deadline_fences_the_receiver,
 //      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
-//      receiver_that_got_a_newer_version_waits_for_the_others_there
+//      receiver_that_got_a_newer_version_waits_for_the_others_there,
+//      receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap, success_lets_the_rests_begin_anew,
+//      staging_does_not_make_up_for_loads_that_fail
 // B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
 //      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
 //      time_that_steps_back_is_not_believed

@@ -1,11 +1,11 @@
 //! The barrier's state as plain data, for the live page, metrics and `top`.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::barrier::config::{Mode, Required};
 use crate::barrier::group::Group;
 use crate::barrier::member::Member;
-use crate::barrier::types::{Blocked, Millis, Phase, ReceiverId, Served, SetName};
+use crate::barrier::types::{Blocked, Millis, Phase, ReceiverId, Served, SetName, WaitId};
 use crate::identity::{Incarnation, ModelId, Version};
 
 /// Everything there is to see at one moment.
@@ -19,6 +19,44 @@ pub struct Snapshot {
     pub receivers: Vec<ReceiverSnapshot>,
     /// Open gate waits and synchronous notifies.
     pub waits: usize,
+    /// The first [`Snapshot::MAX_WAITING`] of them, in the order in which they came.
+    pub waiting: Vec<WaitSnapshot>,
+}
+
+impl Snapshot {
+    /// The most waits that are described.
+    pub const MAX_WAITING: usize = 64;
+}
+
+/// Somebody who waits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct WaitSnapshot {
+    /// Which wait.
+    pub id: WaitId,
+    /// What sort of wait.
+    pub what: Awaited,
+    /// On which set.
+    pub set: SetName,
+    /// For which version, or a newer one.
+    pub at_least: Version,
+    /// On behalf of which life of a trainer.
+    pub lineage: Option<(ModelId, Incarnation)>,
+    /// Since when.
+    pub since: Millis,
+    /// Until when at most.
+    pub until: Millis,
+}
+
+/// What somebody waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Awaited {
+    /// That a version is served, at the gate.
+    Gate,
+    /// That the version is served which was announced by a synchronous notify.
+    Load,
+    /// That the eval is done which a notify asked for.
+    Eval,
 }
 
 /// One set.

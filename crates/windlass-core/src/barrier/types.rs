@@ -507,6 +507,17 @@ pub enum Action {
         /// Why it was not.
         why: LagReason,
     },
+    /// The receiver keeps failing and is left alone for longer than before. Said once for each length.
+    Resting {
+        /// Who.
+        receiver: ReceiverId,
+        /// The set.
+        set: SetName,
+        /// Failures in a row.
+        failures: u32,
+        /// How long it is left alone this time.
+        rest_ms: Millis,
+    },
     /// A new incarnation took over: everything of the old one may be dropped.
     Superseded {
         /// Whose.

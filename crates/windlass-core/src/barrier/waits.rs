@@ -4,7 +4,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::barrier::error::BarrierError;
-use crate::barrier::types::{Action, Blocked, GateFailure, Millis, NotifyOutcome, Served, WaitId};
+use crate::barrier::snapshot::{Awaited, WaitSnapshot};
+use crate::barrier::types::{Action, Blocked, GateFailure, Millis, NotifyOutcome, Served, SetName, WaitId};
 use crate::identity::{Incarnation, ModelId, Version};
 
 #[derive(Debug)]
@@ -19,6 +20,7 @@ struct Wait {
     set: usize,
     at_least: Version,
     lineage: Option<(ModelId, Incarnation)>,
+    since: Millis,
     until: Millis,
     what: For,
 }
@@ -62,13 +64,39 @@ impl Waits {
         }
     }
 
-    pub(super) fn add(&mut self, new: NewWait, until: Millis) {
+    /// The first of those who wait, in the order in which they came.
+    pub(super) fn snapshot(
+        &self,
+        most: usize,
+        set_name: impl Fn(usize) -> Option<SetName>,
+    ) -> Vec<WaitSnapshot> {
+        let mut open: Vec<_> = self.open.iter().collect();
+        open.sort_unstable_by_key(|(id, wait)| (wait.since, **id));
+        let one = |(id, wait): (&WaitId, &Wait)| {
+            Some(WaitSnapshot {
+                id: *id,
+                what: match wait.what {
+                    For::Gate => Awaited::Gate,
+                    For::Notify { .. } => Awaited::Load,
+                    For::Eval { .. } => Awaited::Eval,
+                },
+                set: set_name(wait.set)?,
+                at_least: wait.at_least,
+                lineage: wait.lineage.clone(),
+                since: wait.since,
+                until: wait.until,
+            })
+        };
+        open.into_iter().take(most).filter_map(one).collect()
+    }
+
+    pub(super) fn add(&mut self, new: NewWait, now: Millis, until: Millis) {
         let NewWait { id, set, at_least, lineage, notify, .. } = new;
         let what = notify.map_or(For::Gate, |eval| For::Notify { eval });
         if let Some(queue) = self.by_version.get_mut(set) {
             queue.insert((at_least, id));
         }
-        self.open.insert(id, Wait { set, at_least, lineage, until, what });
+        self.open.insert(id, Wait { set, at_least, lineage, since: now, until, what });
     }
 
     fn take(&mut self, id: WaitId) -> Option<Wait> {

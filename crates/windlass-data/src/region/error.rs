@@ -159,6 +159,17 @@ pub enum RegionError {
         /// Who uses it.
         owners: Vec<u32>,
     },
+    /// More directories than anybody looks into.
+    #[error(
+        "there are more than {most} directories below {}: name one that is nearer to the regions",
+        dir.display()
+    )]
+    TooWide {
+        /// Where regions were looked for.
+        dir: PathBuf,
+        /// The most that are looked into.
+        most: usize,
+    },
     /// There is no region there.
     #[error("there is no region at {}: start its publisher or receiver first", dir.display())]
     Absent {
@@ -398,6 +409,7 @@ impl RegionError {
             RegionError::Manifest { source, .. } => source.kind(),
             RegionError::HolderGone { .. } | RegionError::PeerLost { .. } => Kind::PeerLost,
             RegionError::Live { .. }
+            | RegionError::TooWide { .. }
             | RegionError::Foreign { .. }
             | RegionError::Spec { .. }
             | RegionError::Descriptors { .. }

@@ -14,7 +14,7 @@ use super::owner::{Owner, alive};
 use super::{HEADER, HEADER_TMP, RegionError, flock, io_error};
 use crate::shm::{Access, Mapping};
 
-/// A region that was removed.
+/// A region that was removed, or would be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removed {
     /// Where it was.
@@ -25,35 +25,81 @@ pub struct Removed {
     pub bytes: u64,
 }
 
+/// How far a [`Sweep`] goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sweep {
+    /// Levels below the directory in which regions are looked for; 1 for what is in it.
+    pub depth: usize,
+    /// The most directories that are looked into.
+    pub most: usize,
+    /// Says what would be removed, and removes nothing.
+    pub dry_run: bool,
+}
+
+impl Sweep {
+    /// What is in the directory itself.
+    pub const SHALLOW: Sweep = Sweep { depth: 1, most: usize::MAX, dry_run: false };
+    /// Everything below the directory that is not absurdly deep.
+    pub const DEEP: Sweep = Sweep { depth: 16, most: 100_000, dry_run: false };
+}
+
 /// Removes the regions in `region_dir` that no process has open, and what is left of those whose creator died while
 /// making them. Everything else is left alone: regions in use, other people's, and what is not a region.
 pub fn gc(region_dir: &Path) -> Result<Vec<Removed>, RegionError> {
+    sweep(region_dir, Sweep::SHALLOW)
+}
+
+/// As [`gc`], as far down as `how` says. Regions have no regions inside; links and other file systems are not entered, nor
+/// are directories that cannot be read.
+pub fn sweep(region_dir: &Path, how: Sweep) -> Result<Vec<Removed>, RegionError> {
     let mut removed = Vec::new();
-    let entries = match fs::read_dir(region_dir) {
+    let device = match fs::metadata(region_dir) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(removed),
-        other => other.map_err(io_error("read", region_dir))?,
+        other => other.map_err(io_error("read", region_dir))?.dev(),
     };
-    for entry in entries {
-        let entry = entry.map_err(io_error("read", region_dir))?;
-        let dir = entry.path();
-        // Not through links: what they lead to is not in this directory.
-        if !entry.file_type().is_ok_and(|t| t.is_dir()) || !is_region(&dir) {
-            continue;
+    // What is named must be readable; what is found below it may be anybody's.
+    fs::read_dir(region_dir).map_err(io_error("read", region_dir))?;
+    let (mut level, mut seen) = (vec![region_dir.to_owned()], 0usize);
+    for _ in 0..how.depth {
+        let mut below = Vec::new();
+        for parent in level {
+            for dir in directories(&parent) {
+                seen += 1;
+                if seen > how.most {
+                    return Err(RegionError::TooWide { dir: region_dir.to_owned(), most: how.most });
+                }
+                if is_region(&dir) {
+                    removed.extend(remove_dead(dir, how.dry_run)?);
+                } else if fs::symlink_metadata(&dir).is_ok_and(|m| m.is_dir() && m.dev() == device) {
+                    below.push(dir);
+                }
+            }
         }
-        let Ok(lock) = File::open(&dir) else { continue };
-        // Asked again under the lock: another collector or a creator may have been here.
-        if !flock(&lock, FlockOperation::NonBlockingLockExclusive, &dir)? || !is_region(&dir) {
-            continue;
-        }
-        let model_id = facts(&dir).map(|f| f.meta.model_id);
-        let bytes = allocated(&dir);
-        match remove(&dir) {
-            Ok(()) => removed.push(Removed { dir, model_id, bytes }),
-            Err(RegionError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {}
-            Err(e) => return Err(e),
-        }
+        level = below;
     }
     Ok(removed)
+}
+
+/// The directories in a directory, and not those that links lead to.
+fn directories(parent: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path())
+}
+
+/// Removes one region, unless somebody has it open or it is not ours to remove.
+fn remove_dead(dir: PathBuf, dry_run: bool) -> Result<Option<Removed>, RegionError> {
+    let Ok(lock) = File::open(&dir) else { return Ok(None) };
+    // Asked again under the lock: another collector or a creator may have been here.
+    if !flock(&lock, FlockOperation::NonBlockingLockExclusive, &dir)? || !is_region(&dir) {
+        return Ok(None);
+    }
+    let model_id = facts(&dir).map(|f| f.meta.model_id);
+    let bytes = allocated(&dir);
+    match if dry_run { Ok(()) } else { remove(&dir) } {
+        Ok(()) => Ok(Some(Removed { dir, model_id, bytes })),
+        Err(RegionError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 /// Whether a directory holds a region, or what is left of one.

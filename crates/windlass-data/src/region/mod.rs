@@ -76,7 +76,7 @@ use windlass_core::ranges::BlockRanges;
 
 pub use create::{Memfd, RegionSpec, Slots};
 pub use error::{Missing, RegionError, Stage};
-pub use gc::{Removed, gc};
+pub use gc::{Removed, Sweep, gc, sweep};
 pub use lease::{AgentSeat, Lease, Seal};
 pub use space::{Room, Shortage};
 pub use writer::{Attempt, Committed, OwnedAttempt, Writer};

@@ -53,9 +53,13 @@ pub(super) struct ParsedController {
     /// How long its engines may take to load it, in seconds
     #[arg(long, default_value_t = 120.0, value_parser = parse_seconds, value_name = "S")]
     load_timeout: f64,
-    /// How long a receiver that failed is left alone, in seconds
+    /// How long a receiver that failed is left alone, in seconds; twice as long after every further failure. A success and
+    /// a newer version begin anew
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, value_name = "S")]
     retry: f64,
+    /// The longest that a receiver that keeps failing is left alone, in seconds
+    #[arg(long, default_value_t = 60.0, value_parser = parse_seconds, value_name = "S")]
+    retry_cap: f64,
     /// How long a receiver that is out of the pool still holds back the release of deltas, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S")]
     history_timeout: f64,
@@ -85,6 +89,7 @@ impl ParsedController {
             stage_ms: ms(self.stage_timeout),
             load_ms: ms(self.load_timeout),
             retry_ms: ms(self.retry),
+            retry_cap_ms: ms(self.retry_cap),
             history_ms: ms(self.history_timeout),
             max_wait_ms: ms(self.max_wait),
             eval_ms: ms(self.eval_timeout),

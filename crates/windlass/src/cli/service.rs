@@ -125,13 +125,7 @@ impl TokenArgs {
         if self.token_file.is_some() {
             return Ok(None);
         }
-        match std::env::var(token::VARIABLE) {
-            Ok(secret) => {
-                let token = Token::new(secret);
-                token.map(Some).map_err(|e| Error::Usage(format!("{}: {e}", token::VARIABLE)))
-            }
-            Err(_) => Ok(None),
-        }
+        token::in_environment()
     }
 }
 
@@ -188,7 +182,8 @@ pub(super) struct ParsedReceive {
     /// The region of a publisher on this host, read where it is instead of copied
     #[arg(long, value_name = "DIR")]
     in_place: Vec<PathBuf>,
-    /// The controller that says which versions to bring here from which agents, and when to load them
+    /// The controller that says which versions to bring here from which agents, and when to load them;
+    /// WINDLASS_CONTROLLER if neither this nor an agent or a region is given
     #[arg(long, value_name = "URL", requires = "model", conflicts_with_all = ["from", "region", "in_place"])]
     controller: Option<String>,
     /// The file with the controller's token; the agents' token if not given
@@ -443,14 +438,17 @@ impl ParsedVerify {
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Where regions and images are kept
+    /// Where regions and images are kept, at any depth
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
+    /// Print what would go and how many bytes, and leave it
+    #[arg(long)]
+    dry_run: bool,
 }
 
 impl ParsedGc {
     pub(super) fn check(self) -> Gc {
-        Gc { dir: self.dir }
+        Gc { dir: self.dir, dry_run: self.dry_run }
     }
 }
 

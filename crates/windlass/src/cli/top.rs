@@ -14,7 +14,7 @@ use crate::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {
-    /// The controller, such as http://10.0.0.1:7100
+    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
     #[arg(long, value_name = "URL")]
     controller: String,
     #[command(flatten)]
@@ -34,22 +34,30 @@ pub(super) struct ParsedTop {
 
 impl ParsedTop {
     pub(super) fn check(self) -> Result<Top, Error> {
-        let token = match (&self.token.token_file, self.token.in_environment()?) {
-            (Some(file), _) => token::read(file)?,
-            (None, Some(token)) => token,
-            // Where the controller was started it has made one.
-            (None, None) if Path::new(TOKEN_FILE).exists() => token::read(Path::new(TOKEN_FILE))?,
-            (None, None) => {
-                let why = "the controller needs a token: give its file with --token-file, or set";
-                return Err(Error::Usage(format!("{why} {}", token::VARIABLE)));
-            }
-        };
-        let controller = ControllerClient::new(&self.controller, token)?.with_trust(self.tls.trust()?);
         Ok(Top {
-            controller,
+            controller: controller_client(&self.controller, &self.token, &self.tls)?,
             once: self.once,
             interval: Duration::from_secs_f64(self.interval),
             trace: self.trace,
         })
     }
+}
+
+/// What speaks to a controller, with the token that is named, that of the environment, or the one that the controller made
+/// where it was started.
+pub(super) fn controller_client(
+    url: &str,
+    token: &TokenArgs,
+    tls: &ClientTls,
+) -> Result<ControllerClient, Error> {
+    let token = match (&token.token_file, token.in_environment()?) {
+        (Some(file), _) => token::read(file)?,
+        (None, Some(token)) => token,
+        (None, None) if Path::new(TOKEN_FILE).exists() => token::read(Path::new(TOKEN_FILE))?,
+        (None, None) => {
+            let why = "the controller needs a token: give its file with --token-file, or set";
+            return Err(Error::Usage(format!("{why} {}", token::VARIABLE)));
+        }
+    };
+    Ok(ControllerClient::new(url, token)?.with_trust(tls.trust()?))
 }

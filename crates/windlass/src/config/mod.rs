@@ -2,7 +2,8 @@
 //!
 //! Owns: where the file is found, what may stand in it, which place wins, and `windlass config`, which prints each value
 //! with its place. Called by [`crate::cli`] before arguments are parsed. Works on the parser's description of the
-//! commands and knows no flag by name, so every flag of every command can be configured, also those yet to come.
+//! commands and knows no flag by name but those of [`SHARED`], so every flag of every command can be configured, also those
+//! yet to come.
 //! Must not: interpret a value; the parser does.
 //!
 //! # The file
@@ -29,9 +30,12 @@
 //! given several times take their values separated by spaces, switches `true` or `false`. Variables with such a prefix
 //! that no flag has are ignored by commands, because container platforms make some, and told by `windlass config`.
 //!
+//! `WINDLASS_CONTROLLER`, which the Python package knows too, is the `--controller` of every command that has one. It says
+//! less than anything that names a command, so it comes after the file.
+//!
 //! # Which place wins
 //!
-//! The command line, then the environment, then the file, then the default. A list is taken from one place as a whole.
+//! The command line, then the environment, then the file, then what is shared by commands, then the default. A list is taken from one place as a whole.
 //! A value that excludes another (such as `--elements` and `--model-bytes`) takes it out of all places below.
 //! Positional arguments, `--json`, `--config-file` and hidden flags stand on the command line only.
 //!
@@ -58,6 +62,8 @@ pub const FILE: &str = "windlass.toml";
 pub const VARIABLE: &str = "WINDLASS_CONFIG";
 /// What [`VARIABLE`] says if neither a file nor the environment is to be looked at.
 pub const NONE: &str = "none";
+/// Flags that have one variable for all commands that have them.
+pub const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
 /// What every variable begins with.
 const PREFIX: &str = "WINDLASS_";
 /// The longest file that is read.
@@ -258,12 +264,16 @@ fn gather(
     around: &Surroundings,
 ) -> Result<Vec<Given>, ConfigError> {
     let in_file = file.map(|f| file::read(root, f)).transpose()?.unwrap_or_default();
-    let in_environment = environment(&asked.path, asked.command, around)?;
+    let own = |key: &str| Some(variable_of(&asked.path, key));
+    let in_environment = environment(&asked.path, asked.command, own, around)?;
+    let shared =
+        |key: &str| SHARED.iter().find(|(flag, _)| *flag == key).map(|(_, variable)| (*variable).to_owned());
+    let shared = environment(&asked.path, asked.command, shared, around)?;
     let mut kept: Vec<Given> = Vec::new();
     let mut above: Vec<&Arg> =
         flags(asked.command).map(|(_, a)| a).filter(|a| asked.on_command_line(a)).collect();
     above.extend(asked.command.get_positionals().filter(|a| asked.on_command_line(a)));
-    for layer in [in_environment, in_file] {
+    for layer in [in_environment, in_file, shared] {
         let of_layer: Vec<Given> = layer.into_iter().filter(|g| g.command == asked.path).collect();
         let mut won = Vec::new();
         for given in of_layer {
@@ -312,11 +322,16 @@ fn end_of_names(root: &Command, arguments: &[OsString], path: &[String]) -> Opti
     None
 }
 
-/// What the environment says about a command.
-fn environment(path: &[String], command: &Command, around: &Surroundings) -> Result<Vec<Given>, ConfigError> {
+/// What the environment says about a command, in the variables that its flags have.
+fn environment(
+    path: &[String],
+    command: &Command,
+    variable: impl Fn(&str) -> Option<String>,
+    around: &Surroundings,
+) -> Result<Vec<Given>, ConfigError> {
     let mut found = Vec::new();
     for (key, arg) in flags(command) {
-        let variable = variable_of(path, key);
+        let Some(variable) = variable(key) else { continue };
         let Some(text) = around.variable(&variable) else { continue };
         let text = text.to_str().ok_or_else(|| ConfigError::Encoding { variable: variable.clone() })?;
         let place = Place::Environment(variable);

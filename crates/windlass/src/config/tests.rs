@@ -15,6 +15,7 @@ fn root() -> Command {
         .arg(arg("output"))
         .arg(arg("in-place").action(ArgAction::SetTrue))
         .arg(arg("lease").requires("from"))
+        .arg(arg("controller").conflicts_with("from"))
         .arg(arg("secret").hide(true))
         .arg(Arg::new("path"))
         .group(clap::ArgGroup::new("place").required(true).args(["output", "in-place"]));
@@ -105,6 +106,21 @@ fn a_value_takes_out_what_it_excludes_in_the_places_below() {
     let both = "[work]\nbytes = 5\nelements = 3\nregion = 'r'\noutput = 'o'";
     let words: Vec<OsString> = completed(both, &[], "work").unwrap().split(' ').map(OsString::from).collect();
     assert!(root().no_binary_name(true).try_get_matches_from(words).is_err());
+}
+
+#[test]
+fn the_variable_that_commands_share_counts_least_of_all_that_is_said() {
+    let shared = ("WINDLASS_CONTROLLER", "http://all");
+    let own = ("WINDLASS_WORK_CONTROLLER", "http://own");
+    assert_eq!(completed("", &[shared], "work"), Ok("work --controller=http://all".into()));
+    assert_eq!(completed("", &[shared, own], "work"), Ok("work --controller=http://own".into()));
+    assert_eq!(completed("", &[shared], "work --controller=x"), Ok("work --controller=x".into()));
+    let file = "[work]\ncontroller = 'http://file'\n";
+    assert_eq!(completed(file, &[shared], "work"), Ok("work --controller=http://file".into()));
+    // Who names another source of versions does not want it, wherever that is named.
+    assert_eq!(completed("", &[shared], "work --from=a"), Ok("work --from=a".into()));
+    assert_eq!(completed("[work]\nfrom = ['a']\n", &[shared], "work"), Ok("work --from=a".into()));
+    assert_eq!(completed("", &[shared], "bench codec"), Ok("bench codec".into()), "it has no such flag");
 }
 
 #[test]

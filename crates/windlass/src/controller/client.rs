@@ -17,11 +17,12 @@ use windlass_data::tls::Trust;
 use super::status::Status;
 use super::wire::{
     Done, EvalDone, EvalTask, Gate, Join, Joined, Notified, NotifyVersion, Orders, Poll, Report, Service,
-    TakeEval,
+    TakeEval, TrainerLeft,
 };
 use crate::client::{Client, Request};
 use crate::control::refusal;
 use crate::error::Error;
+use crate::token;
 
 /// How long a request may take, on top of what it asks to wait.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -152,12 +153,18 @@ impl ControllerClient {
             ("model_id", gate.model_id.as_ref().map(ToString::to_string)),
             ("incarnation", gate.incarnation.map(|i| i.0.to_string())),
             ("timeout_ms", gate.timeout_ms.map(|t| t.to_string())),
+            ("who", gate.who.as_deref().map(plain)),
         ];
         // Names have no characters that a query would have to escape.
         let fields = fields.into_iter().filter_map(|(name, value)| Some(format!("{name}={}", value?)));
         let path = format!("/service_version?{}", fields.collect::<Vec<_>>().join("&"));
         let wait = gate.at_least.map_or(0, |_| gate.timeout_ms.unwrap_or(30_000));
         self.get("wait at the gate", &path, wait, stop)
+    }
+
+    /// A trainer has ended.
+    pub fn trainer_left(&self, left: &TrainerLeft, stop: &Stop) -> Result<Done, ControllerError> {
+        self.post("say goodbye", "/trainer_left", left, 0, stop)
     }
 
     /// Waits for an eval to run.
@@ -213,7 +220,10 @@ impl ControllerClient {
         let lost = |(kind, why)| ControllerError::Lost { peer: peer(), what, why, kind };
         let (status, bytes) = self.client.send(request, stop).map_err(lost)?;
         if !(200..300).contains(&status) {
-            let (kind, message) = refusal(status, &bytes);
+            let (kind, mut message) = refusal(status, &bytes);
+            if status == 401 {
+                message = token::refused(&message, &self.token, token::OF_CONTROLLERS);
+            }
             return Err(ControllerError::Refused { peer: peer(), what, status, kind, message });
         }
         serde_json::from_slice(&bytes).map_err(|e| ControllerError::Answer {
@@ -222,4 +232,11 @@ impl ControllerClient {
             why: e.to_string(),
         })
     }
+}
+
+/// A name without characters that a query would have to escape.
+fn plain(name: &str) -> String {
+    let plain =
+        |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | ':') { c } else { '-' };
+    name.chars().map(plain).collect()
 }

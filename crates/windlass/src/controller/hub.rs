@@ -21,8 +21,8 @@ use windlass_core::identity::{Identity, ModelId};
 use super::metrics::Counters;
 use super::outbox::Outbox;
 use super::record::{Record, wire_bytes};
-use super::status::{Status, Unix, status};
-use super::wire::{Doing, Join, NotifyVersion, Numbered, Outcome, Report, Task};
+use super::status::{About, Status, Unix, status};
+use super::wire::{Doing, Join, NotifyVersion, Numbered, Outcome, Report, Task, TrainerLeft};
 use crate::http::Failure;
 
 /// What the service is configured with.
@@ -81,6 +81,14 @@ struct Clock {
     unix: Unix,
 }
 
+/// Somebody who waits for an answer.
+#[derive(Debug)]
+struct Waiter {
+    tell: oneshot::Sender<Answer>,
+    /// What people call him.
+    who: String,
+}
+
 /// What is behind the lock.
 #[derive(Debug)]
 pub(super) struct State {
@@ -90,7 +98,7 @@ pub(super) struct State {
     pub(super) counters: Counters,
     template: Option<SetConfig>,
     outboxes: HashMap<ReceiverId, Outbox>,
-    waiters: HashMap<WaitId, oneshot::Sender<Answer>>,
+    waiters: HashMap<WaitId, Waiter>,
     next_wait: u64,
     /// What trainers said about evals that have not begun.
     words: HashMap<WaitId, (SetName, Value)>,
@@ -236,7 +244,7 @@ impl State {
             return self.barrier.step(now, event);
         };
         match self.barrier.step(now, event.clone()) {
-            Err(BarrierError::UnknownModel(_)) => {}
+            Err(BarrierError::UnknownModel { .. }) => {}
             other => return other,
         }
         for model in new {
@@ -265,7 +273,9 @@ impl State {
     fn status(&self, base: Unix) -> Status {
         let orders = |id: &ReceiverId| self.outboxes.get(id).map_or(0, Outbox::len);
         let blocked = |set: &SetName| self.barrier.blocked(set).unwrap_or(Blocked::UpToDate);
-        let made = status(self.barrier.snapshot(), &self.record, orders, blocked, base);
+        let waiter = |id: WaitId| self.waiters.get(&id).map_or("?", |w| w.who.as_str()).to_owned();
+        let about = About { record: &self.record, heartbeat: self.limits.heartbeat_ms, base };
+        let made = status(self.barrier.snapshot(), &about, orders, blocked, waiter);
         Status { zero_config: self.zero_config(), ..made }
     }
 
@@ -275,9 +285,10 @@ impl State {
     pub(super) fn wait(
         &mut self,
         now: Millis,
+        who: String,
         event: impl FnOnce(WaitId) -> Event,
     ) -> Result<(WaitId, oneshot::Receiver<Answer>), BarrierError> {
-        let (id, answer) = self.new_wait();
+        let (id, answer) = self.new_wait(who);
         match self.step(now, event(id)) {
             Ok(()) => Ok((id, answer)),
             Err(refused) => {
@@ -287,11 +298,11 @@ impl State {
         }
     }
 
-    fn new_wait(&mut self) -> (WaitId, oneshot::Receiver<Answer>) {
+    fn new_wait(&mut self, who: String) -> (WaitId, oneshot::Receiver<Answer>) {
         self.next_wait += 1;
         let id = WaitId(self.next_wait);
         let (tell, answer) = oneshot::channel();
-        self.waiters.insert(id, tell);
+        self.waiters.insert(id, Waiter { tell, who });
         (id, answer)
     }
 
@@ -308,9 +319,9 @@ impl State {
     fn answer(&mut self, id: WaitId, answer: Answer) {
         self.words.remove(&id);
         self.evals.retain(|e| e.id != id);
-        if let Some(tell) = self.waiters.remove(&id) {
+        if let Some(waiter) = self.waiters.remove(&id) {
             // Whoever waited may have gone away this moment.
-            let _ = tell.send(answer);
+            let _ = waiter.tell.send(answer);
         }
     }
 
@@ -323,7 +334,8 @@ impl State {
         notify: &NotifyVersion,
         sync: Option<Millis>,
     ) -> Result<Option<(WaitId, oneshot::Receiver<Answer>)>, BarrierError> {
-        let wait = sync.map(|timeout| (timeout, self.new_wait()));
+        let who = format!("the trainer of {}", notify.model_id);
+        let wait = sync.map(|timeout| (timeout, self.new_wait(who)));
         let identity = Identity {
             model_id: notify.model_id.clone(),
             incarnation: notify.incarnation,
@@ -361,6 +373,19 @@ impl State {
                 Err(refused)
             }
         }
+    }
+
+    /// A trainer says that it has ended, as it should.
+    pub(super) fn trainer_left(&mut self, now: Millis, left: &TrainerLeft) -> Result<(), BarrierError> {
+        self.barrier.set_of(&left.model_id)?;
+        let identity =
+            Identity { model_id: left.model_id.clone(), incarnation: left.incarnation, version: 0 };
+        self.record.left(now, &identity).map_err(|current| {
+            tracing::debug!(%identity, %current, "an earlier life of a trainer says goodbye");
+            BarrierError::StaleIncarnation { identity, current }
+        })?;
+        tracing::info!(model_id = %left.model_id, incarnation = %left.incarnation, "the trainer has left");
+        Ok(())
     }
 
     /// Whether a set serves this, or something newer of the same life.
@@ -493,6 +518,10 @@ impl State {
                 }
                 Action::Evict { receiver, why } => self.evicted(now, &receiver, why),
                 Action::Lagging { receiver, identity, why } => self.lagging(now, &receiver, &identity, &why),
+                Action::Resting { receiver, set, failures, rest_ms } => {
+                    let rest = rest_ms as f64 / 1e3;
+                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");
+                }
                 Action::Superseded { model, old, new } => {
                     tracing::warn!(model_id = %model, %old, %new, "a newer incarnation took over");
                     self.counters.superseded += 1;

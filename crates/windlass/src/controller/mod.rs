@@ -44,7 +44,7 @@ pub mod wire;
 
 use std::net::IpAddr;
 use std::num::NonZeroU16;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,7 +93,7 @@ impl Controller {
         }
         let (token, token_file) = match &self.token {
             Some(token) => (token.clone(), None),
-            None => (token::read_or_make(&self.token_file)?, Some(&self.token_file)),
+            None => (token::read_or_make(&self.token_file)?, Some(self.token_file.as_path())),
         };
         raise_descriptors();
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -112,16 +112,16 @@ impl Controller {
             "event": "listening",
             "endpoint": endpoint,
             "page": format!("{endpoint}/"),
+            "page_with_token": page_command(&endpoint, token_file),
             "token_file": token_file,
             "sets": sets,
         });
         session.event(&event, || {
             let token = token_file.map_or("the one given".into(), |f| f.display().to_string());
-            let page = token_file.map_or_else(
-                || format!("{endpoint}/#token=…"),
-                |f| format!("{endpoint}/#token=$(cat {})", f.display()),
-            );
-            format!("controller at {endpoint}, token: {token}\nlive page: {page}")
+            let command = page_command(&endpoint, token_file);
+            format!(
+                "controller at {endpoint}, token: {token}\nlive page: {endpoint}/\nits address with the token: {command}"
+            )
         });
         let (end, ended) = watch::channel(false);
         let cancel = session.cancel().clone();
@@ -176,6 +176,18 @@ pub async fn answer(
     ticker.abort();
     publisher.abort();
     Ok(())
+}
+
+/// The command that prints the page's address with the token, which is not printed here: logs are read by many.
+fn page_command(endpoint: &str, token_file: Option<&Path>) -> String {
+    let token = token_file.map_or_else(
+        || format!("${}", token::VARIABLE),
+        |file| {
+            let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+            format!("$(cat '{}')", file.display().to_string().replace('\'', r"'\''"))
+        },
+    );
+    format!("echo \"{endpoint}/#token={token}\"")
 }
 
 /// Each receiver has connections, and each connection a descriptor: as many as the system allows.

@@ -40,9 +40,16 @@ pub(super) struct Trainer {
     released: Option<(Incarnation, Version)>,
     pub(super) delta_ratio: Option<f64>,
     pub(super) delta_sparsity: Option<f64>,
+    /// The life that said that it has ended.
+    left: Option<Incarnation>,
 }
 
 impl Trainer {
+    /// Whether this life has said that it has ended.
+    pub(super) fn left(&self, incarnation: Incarnation) -> bool {
+        self.left == Some(incarnation)
+    }
+
     /// The newest version that this life announced.
     pub(super) fn newest(&self, incarnation: Incarnation) -> Option<Version> {
         self.newest.filter(|(i, _)| *i == incarnation).map(|(_, v)| v)
@@ -123,11 +130,24 @@ impl Record {
 
     // ---- trainers ---------------------------------------------------------------------------------
 
+    /// A trainer has ended; an error names the life that has taken over since.
+    pub(super) fn left(&mut self, now: Millis, identity: &Identity) -> Result<(), Incarnation> {
+        let Some(trainer) = self.trainers.get_mut(&identity.model_id) else { return Ok(()) };
+        match trainer.newest {
+            Some((current, _)) if current > identity.incarnation => Err(current),
+            Some(_) | None => {
+                (trainer.heard, trainer.left) = (now, Some(identity.incarnation));
+                Ok(())
+            }
+        }
+    }
+
     /// A version was announced, perhaps again. One that was served before it was announced (`passed`) is no sync.
     pub(super) fn announced(&mut self, now: Millis, set: &SetName, notify: &NotifyVersion, passed: bool) {
         let NotifyVersion { incarnation, version, delta_ratio, delta_sparsity, .. } = *notify;
         let trainer = self.trainers.entry(notify.model_id.clone()).or_default();
         trainer.heard = now;
+        trainer.left = None;
         if trainer.newest.is_none_or(|newest| newest < (incarnation, version)) {
             trainer.newest = Some((incarnation, version));
             (trainer.delta_ratio, trainer.delta_sparsity) = (delta_ratio, delta_sparsity);

@@ -25,7 +25,7 @@ use windlass_core::error::Kind;
 use super::hub::{Answer, Hub, PollError};
 use super::wire::{
     Done, EvalDone, EvalTask, Gate, Join, Joined, MAX_SPANS, Notified, NotifyVersion, Orders, Poll, Report,
-    ServedVersion, Service, Span, TakeEval,
+    ServedVersion, Service, Span, TakeEval, TrainerLeft,
 };
 use super::{events, metrics, openapi, page};
 use crate::http::Failure;
@@ -38,6 +38,8 @@ const NEVER: Duration = Duration::from_hours(24 * 30);
 const GATE: u64 = 30_000;
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
+/// The longest name of somebody who waits.
+const MAX_WHO: usize = 200;
 /// The longest ago that something in a message may be: ten days.
 const MAX_AGO: f64 = 864_000_000.0;
 
@@ -49,6 +51,7 @@ type Shared = State<Arc<Hub>>;
 pub(super) fn routes(hub: Arc<Hub>) -> Router {
     Router::new()
         .route("/notify_version", post(notify_version))
+        .route("/trainer_left", post(trainer_left))
         .route("/service_version", get(service_version))
         .route("/register_receiver", post(register_receiver))
         .route("/poll_orders", post(poll_orders))
@@ -245,6 +248,11 @@ async fn notify_version(
     Ok(Json(answer))
 }
 
+async fn trainer_left(State(hub): Shared, Body(left): Body<TrainerLeft>) -> Result<Json<Done>, Failure> {
+    hub.change(|state, now| state.trainer_left(now, &left))?;
+    Ok(Json(Done { ok: true }))
+}
+
 async fn service_version(
     State(hub): Shared,
     query: Result<Query<Gate>, QueryRejection>,
@@ -261,8 +269,15 @@ async fn service_version(
     let set = known_set(&hub, &gate, begun + timeout).await?;
     if let Some(at_least) = gate.at_least {
         let left = timeout.saturating_sub(begun.elapsed()).as_millis() as u64;
+        let who = super::record::cut(gate.who.as_deref().unwrap_or("somebody who does not say"), MAX_WHO);
         let (id, channel) = hub.change(|state, now| {
-            state.wait(now, |id| Event::GateWait { id, set: set.clone(), at_least, lineage, timeout: left })
+            state.wait(now, who, |id| Event::GateWait {
+                id,
+                set: set.clone(),
+                at_least,
+                lineage,
+                timeout: left,
+            })
         })?;
         let mut waiting = Waiting { hub: Arc::clone(&hub), id, answer: channel };
         let answer = waiting.answer().await;

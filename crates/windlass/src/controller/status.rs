@@ -13,11 +13,13 @@
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
-use windlass_core::barrier::{Blocked, MemberSnapshot, Mode, Phase, ReceiverId, Required, SetName, Snapshot};
+use windlass_core::barrier::{
+    Awaited, Blocked, MemberSnapshot, Millis, Mode, Phase, ReceiverId, Required, SetName, Snapshot, WaitId,
+};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId, Version};
 
-use super::record::Record;
+use super::record::{Record, Trainer};
 use super::wire::{Doing, Lane, ServedVersion};
 
 /// A point in time: milliseconds since 1970.
@@ -44,6 +46,39 @@ pub struct Status {
     pub errors: Vec<ErrorEntry>,
     /// Gates and synchronous notifies that wait for something.
     pub waits: usize,
+    /// The first 64 of them, in the order in which they came.
+    #[serde(default)]
+    pub waiting: Vec<WaitStatus>,
+}
+
+/// Somebody who waits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitStatus {
+    /// What he calls himself.
+    pub who: String,
+    /// At the gate, for the load of what was announced, or for an eval.
+    pub what: Awaited,
+    /// On which set.
+    pub set: SetName,
+    /// For which version, or a newer one.
+    pub at_least: Version,
+    /// Since when.
+    pub since: Unix,
+    /// Until when at most.
+    pub until: Unix,
+}
+
+/// Whether a trainer is there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainerState {
+    /// It was heard of lately.
+    #[default]
+    Here,
+    /// Nothing was heard of it for longer than the heartbeat: it may have died.
+    Silent,
+    /// It said that it has ended.
+    Left,
 }
 
 /// One set.
@@ -192,6 +227,9 @@ pub struct TrainerStatus {
     pub endpoint: String,
     /// When it was last heard of.
     pub last_heard: Unix,
+    /// Whether it is there.
+    #[serde(default)]
+    pub state: TrainerState,
     /// How many versions that it announced are not served yet.
     pub ahead: usize,
     /// Whether it was told to wait.
@@ -296,14 +334,39 @@ pub fn required_text(required: Required) -> String {
     }
 }
 
-/// Makes the document. `base` is the point in time of the barrier's zero.
+/// What the document is made from, beside the barrier's snapshot.
+pub(super) struct About<'a> {
+    pub(super) record: &'a Record,
+    /// After how long a silence somebody may be dead.
+    pub(super) heartbeat: Millis,
+    /// The point in time of the barrier's zero.
+    pub(super) base: Unix,
+}
+
+/// Makes the document.
 pub(super) fn status(
     snapshot: Snapshot,
-    record: &Record,
+    about: &About<'_>,
     orders: impl Fn(&ReceiverId) -> usize,
     blocked: impl Fn(&SetName) -> Blocked,
-    base: Unix,
+    waiter: impl Fn(WaitId) -> String,
 ) -> Status {
+    let About { record, heartbeat, base } = *about;
+    let now = snapshot.now;
+    let waiting = snapshot.waiting.into_iter().map(|wait| WaitStatus {
+        who: waiter(wait.id),
+        what: wait.what,
+        set: wait.set,
+        at_least: wait.at_least,
+        since: base + wait.since,
+        until: base + wait.until,
+    });
+    let waiting = waiting.collect();
+    let state = |about: Option<&Trainer>, incarnation| match about {
+        Some(trainer) if trainer.left(incarnation) => TrainerState::Left,
+        Some(trainer) if now.saturating_sub(trainer.heard) > heartbeat => TrainerState::Silent,
+        Some(_) | None => TrainerState::Here,
+    };
     let mut receivers: Vec<ReceiverStatus> = snapshot
         .receivers
         .iter()
@@ -358,6 +421,7 @@ pub(super) fn status(
                     version: model.newest.max(about.and_then(|a| a.newest(incarnation))),
                     endpoint,
                     last_heard: base + about.map_or(0, |a| a.heard),
+                    state: state(about, incarnation),
                     ahead: model.ahead,
                     waiting: model.back_pressure,
                     released: about.and_then(|a| a.released(incarnation)),
@@ -384,7 +448,7 @@ pub(super) fn status(
     }
     Status {
         release: env!("CARGO_PKG_VERSION").into(),
-        now: base + snapshot.now,
+        now: base + now,
         started: base,
         zero_config: false,
         sets,
@@ -392,6 +456,7 @@ pub(super) fn status(
         receivers,
         errors: record.errors(base),
         waits: snapshot.waits,
+        waiting,
     }
 }
 

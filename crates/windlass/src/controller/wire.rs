@@ -169,6 +169,19 @@ pub struct Gate {
     /// How long to wait; half a minute if not given, and never longer than the controller's longest wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
+    /// What people call whoever waits, such as its host and process; shown by `GET /status`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub who: Option<String>,
+}
+
+/// `POST /trainer_left`: a trainer has ended, as it should. What it published goes on being served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainerLeft {
+    /// Whose.
+    pub model_id: ModelId,
+    /// Which life of it. One that a newer life has superseded is refused with 409.
+    pub incarnation: Incarnation,
 }
 
 /// What a set serves.

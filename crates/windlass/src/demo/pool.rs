@@ -438,7 +438,7 @@ impl<'a> Lesson<'a> {
         let set = SetName::new(SET).map_err(|e| Error::Bug(e.to_string()))?;
         let timeout_ms = Some(PATIENCE.as_millis() as u64);
         let at_least = Some(version.into());
-        let gate = Gate { set: Some(set), at_least, model_id: None, incarnation: None, timeout_ms };
+        let gate = Gate { set: Some(set), at_least, timeout_ms, ..Gate::default() };
         self.client.gate(&gate, stop)?;
         Ok(())
     }

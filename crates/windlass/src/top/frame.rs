@@ -7,10 +7,10 @@ use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 
 use crate::controller::status::{
-    HeldStatus, ReceiverStatus, SetStatus, Status, Sync, SyncState, TrainerStatus,
+    HeldStatus, ReceiverStatus, SetStatus, Status, Sync, SyncState, TrainerState, TrainerStatus,
 };
 use crate::session::{bytes, percent};
-use windlass_core::barrier::{Mode, Phase};
+use windlass_core::barrier::{Awaited, Mode, Phase};
 
 /// Whether to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +106,7 @@ impl<'a> Frame<'a> {
             head.push(String::new());
             head.push("  Nothing has been announced yet: a trainer does it with notify_version.".into());
         }
+        head.extend(self.waiting(status));
         let errors = self.errors(status);
         // Receivers are many; they get the room that is left.
         let room = self.rows.saturating_sub(head.len() + errors.len() + 1);
@@ -185,7 +186,11 @@ impl<'a> Frame<'a> {
                     format!("{}{}", t.ahead, if t.waiting { ", waits" } else { "" }),
                     t.delta_ratio.map_or("-".into(), percent),
                     clean(t.endpoint.trim_start_matches("http://")),
-                    ago(status.now, t.last_heard),
+                    match t.state {
+                        TrainerState::Here => ago(status.now, t.last_heard),
+                        TrainerState::Silent => format!("silent, {}", ago(status.now, t.last_heard)),
+                        TrainerState::Left => "left".into(),
+                    },
                 ]),
                 None => cells.extend(["-", "-", "-", "no trainer yet", "-"].map(String::from)),
             }
@@ -240,6 +245,31 @@ impl<'a> Frame<'a> {
         lines.extend(table.lines(self));
         if shown < order.len() {
             lines.push(self.tone(Tone::Faint, &format!("  … {} more", order.len() - shown)));
+        }
+        lines
+    }
+
+    /// Who waits for what, since when, until when.
+    fn waiting(&self, status: &Status) -> Vec<String> {
+        let few = if self.rows < 40 { 2 } else { 8 };
+        let mut lines: Vec<String> = Vec::new();
+        for wait in status.waiting.iter().take(few) {
+            let what = match wait.what {
+                Awaited::Gate => "at the gate for",
+                Awaited::Load => "for the load of",
+                Awaited::Eval => "for the eval of",
+            };
+            let left = took(wait.until.saturating_sub(status.now) as f64);
+            let since = took(status.now.saturating_sub(wait.since) as f64);
+            let (who, set, version) = (clean(&wait.who), &wait.set, wait.at_least);
+            let text = format!("  {who} waits {what} v{version} of {set}, since {since}, for {left} at most");
+            lines.push(self.cut(&text));
+        }
+        if let Some(more) = status.waits.checked_sub(lines.len()).filter(|n| *n > 0) {
+            lines.push(self.tone(Tone::Faint, &format!("  and {more} more")));
+        }
+        if !lines.is_empty() {
+            lines.insert(0, String::new());
         }
         lines
     }
@@ -439,7 +469,11 @@ pub(super) mod tests {
         };
         let idle = || doing("idle", json!({}));
         json!({
-            "release": "0.1.0", "now": 100_000, "started": 0, "zero_config": false, "waits": 0,
+            "release": "0.1.0", "now": 100_000, "started": 0, "zero_config": false, "waits": 3,
+            "waiting": [
+                { "who": "loader:\u{1b}7", "what": "gate", "set": "policy", "at_least": 9, "since": 98_000, "until": 130_000 },
+                { "who": "the trainer of actor", "what": "load", "set": "policy", "at_least": 8, "since": 99_000, "until": 110_000 },
+            ],
             "sets": [{
                 "set": "policy", "models": ["actor", "verifier"], "mode": "strict", "required": "all", "floor": 1,
                 "served": { "version": 7, "identities": [
@@ -489,6 +523,10 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
   actor         v7         v8  1, waits  0.84 %  10.0.0.5:7000   5 s ago
   verifier      v7          -         -       -  no trainer yet        -
   last 3 syncs █▄· 200 ms to 400 ms
+
+  loader:·7 waits at the gate for v9 of policy, since 2.00 s, for 30.00 s at most
+  the trainer of actor waits for the load of v8 of policy, since 1.00 s, for 10.00 s at most
+  and 1 more
 
   RECEIVER  STATE     MODEL     LOADED  DOING
   gpu-0     live      actor         v7  idle
@@ -544,9 +582,10 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
     #[test]
     fn a_frame_of_an_empty_controller_says_what_to_do() {
         let mut document = sample();
-        for name in ["sets", "trainers", "receivers", "errors"] {
+        for name in ["sets", "trainers", "receivers", "errors", "waiting"] {
             document[name] = json!([]);
         }
+        document["waits"] = json!(0);
         let text = draw(&document, (24, 80), Style::Plain);
         assert!(text.contains("notify_version") && text.contains("windlass receive --controller"), "{text}");
         let status: Status = serde_json::from_value(document).unwrap();

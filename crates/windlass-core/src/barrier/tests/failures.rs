@@ -231,6 +231,85 @@ fn failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on()
     assert_eq!(t.live(), ["r0", "r1"]);
 }
 
+/// Fails what `r1` is asked to stage of the actor until `tries` have failed, and returns how long it rested before each
+/// further one.
+fn rests(t: &mut Rig, version: Version, tries: usize) -> (Vec<Millis>, Vec<(u32, Millis)>) {
+    let (mut rests, mut said) = (Vec::new(), Vec::new());
+    for _ in 0..tries {
+        let actions = t.fail(1, Phase::Staging, id("actor", 1, version));
+        said.extend(actions.iter().filter_map(|a| match a {
+            Action::Resting { failures, rest_ms, .. } => Some((*failures, *rest_ms)),
+            _ => None,
+        }));
+        let failed_at = t.now;
+        while staged_orders(&t.after(1)) != [format!("r1 actor@1.{version}")] {
+            t.step(Event::Heartbeat { peer: t.peer(0) });
+            t.step(Event::Heartbeat { peer: t.peer(1) });
+            assert!(t.now - failed_at <= t.barrier.config.limits.retry_cap_ms, "r1 is not asked again");
+        }
+        rests.push(t.now - failed_at);
+    }
+    (rests, said)
+}
+
+#[test]
+fn receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.stage(1, id("verifier", 1, 7));
+    let (rested, said) = rests(&mut t, 7, 7);
+    for (rest, nominal) in rested.iter().zip([50, 100, 200, 400, 400, 400, 400]) {
+        assert!((nominal * 3 / 4..=nominal).contains(rest), "{rest} of {rested:?} is not near {nominal}");
+    }
+    // The length is said once each time that it changes, and not with every failure.
+    assert_eq!(said.iter().map(|(n, _)| *n).collect::<Vec<_>>(), [2, 3, 4]);
+    // What is announced again is nothing new; what is newer is tried as soon as after a first failure.
+    t.fail(1, Phase::Staging, id("actor", 1, 7));
+    assert_eq!(staged_orders(&t.notify(id("actor", 1, 7))), Vec::<String>::new());
+    assert_eq!(staged_orders(&t.after(50)), Vec::<String>::new());
+    let newer = t.notify(id("actor", 1, 8));
+    let newer = if newer.is_empty() { t.after(1) } else { newer };
+    assert!(staged_orders(&newer).contains(&"r1 actor@1.8".to_owned()), "{newer:?}");
+}
+
+#[test]
+fn success_lets_the_rests_begin_anew() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.stage(1, id("verifier", 1, 7));
+    assert!(rests(&mut t, 7, 3).0[2] > 100);
+    t.stage(1, id("actor", 1, 7));
+    t.notify_pair(1, 8);
+    t.stage(1, id("verifier", 1, 8));
+    assert!(rests(&mut t, 8, 1).0[0] <= 50);
+}
+
+#[test]
+fn staging_does_not_make_up_for_loads_that_fail() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    let mut rested = Vec::new();
+    for _ in 0..4 {
+        t.fail(0, Phase::Loading, id("actor", 1, 7));
+        let failed_at = t.now;
+        while staged_orders(&t.after(1)).is_empty() {
+            t.step(Event::Heartbeat { peer: t.peer(0) });
+            assert!(t.now - failed_at <= 400, "r0 is not asked again");
+        }
+        rested.push(t.now - failed_at);
+        t.stage_pair(0, 1, 7);
+    }
+    assert!(rested.is_sorted() && rested[3] >= 300, "{rested:?}");
+}
+
 #[test]
 fn receiver_that_got_a_newer_version_waits_for_the_others_there() {
     let mut t = Rig::pair();
@@ -384,8 +463,10 @@ fn malformed_words_are_refused_by_name() {
     ));
     let twice = vec![id("actor", 1, 1), id("actor", 1, 2)];
     assert!(matches!(refused(&mut t, join(&["actor"], twice)), BarrierError::BadJoin { .. }));
-    assert_eq!(refused(&mut t, join(&["ghost"], vec![])), BarrierError::UnknownModel(model("ghost")));
-    assert!(matches!(refused(&mut t, notify(id("ghost", 1, 1), "x")), BarrierError::UnknownModel(_)));
+    let ghost = refused(&mut t, join(&["ghost"], vec![]));
+    assert_eq!(ghost, BarrierError::UnknownModel { model: model("ghost"), known: PAIR.map(model).to_vec() });
+    assert!(ghost.to_string().ends_with("there are actor, verifier"), "{ghost}");
+    assert!(matches!(refused(&mut t, notify(id("ghost", 1, 1), "x")), BarrierError::UnknownModel { .. }));
     assert!(matches!(refused(&mut t, notify(id("actor", 1, 1), "")), BarrierError::Endpoint { .. }));
     assert!(matches!(
         refused(&mut t, notify(id("actor", 1, 1), &"x".repeat(1025))),
@@ -393,7 +474,7 @@ fn malformed_words_are_refused_by_name() {
     ));
     let elsewhere =
         Event::GateWait { id: WaitId(1), set: set("ghost"), at_least: 1, lineage: None, timeout: 1 };
-    assert!(matches!(refused(&mut t, elsewhere), BarrierError::UnknownSet(_)));
+    assert!(matches!(refused(&mut t, elsewhere), BarrierError::UnknownSet { .. }));
     for bad in ["", ".x", "a b", "a/b", &"x".repeat(129)] {
         assert!(ReceiverId::new(bad).is_err() && SetName::new(bad).is_err(), "{bad}");
     }

@@ -32,6 +32,7 @@ fn short_limits() -> Limits {
         stage_ms: 400,
         load_ms: 300,
         retry_ms: 50,
+        retry_cap_ms: 400,
         history_ms: 2000,
         max_wait_ms: 5000,
         eval_ms: 500,

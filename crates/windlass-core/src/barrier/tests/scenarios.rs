@@ -458,7 +458,7 @@ fn set_added_later_is_as_good_as_one_configured() {
     let mut t = Rig::new(vec![strict("other", &["other"])]);
     assert_eq!(
         t.try_step(Event::Notify { identity: id("actor", 1, 1), sender_endpoint: "x".into(), sync: None }),
-        Err(BarrierError::UnknownModel(model("actor")))
+        Err(BarrierError::UnknownModel { model: model("actor"), known: vec![model("other")] })
     );
     t.barrier.add_set(strict("set", &PAIR)).unwrap();
     let relaxed = SetConfig { mode: Mode::Relaxed, ..strict("loose", &["a", "b"]) };

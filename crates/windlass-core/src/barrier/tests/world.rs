@@ -564,7 +564,10 @@ impl World {
                 }
             }
             Action::Stalled { .. } => self.note("stalled"),
-            Action::Lagging { .. } | Action::Superseded { .. } | Action::ServiceVersion { .. } => {}
+            Action::Lagging { .. }
+            | Action::Resting { .. }
+            | Action::Superseded { .. }
+            | Action::ServiceVersion { .. } => {}
         }
     }
 

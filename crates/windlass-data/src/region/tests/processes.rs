@@ -497,6 +497,8 @@ fn gc_removes_the_dead_and_leaves_the_living() {
         assert!(removed.iter().all(|r| r.bytes > 100_000 && r.model_id.is_some()), "{removed:?}");
         names
     };
+    let dry = sweep(home.path(), Sweep { dry_run: true, ..Sweep::DEEP }).unwrap();
+    assert_eq!(names(dry), ["dead", "half"], "said, and not done");
     assert_eq!(names(gc(home.path()).unwrap()), ["dead", "half"]);
     child.stop();
     assert_eq!(names(gc(home.path()).unwrap()), [""; 0], "a stopped process has it open");
@@ -508,6 +510,29 @@ fn gc_removes_the_dead_and_leaves_the_living() {
     assert!(mine.discard().unwrap());
     assert!(!home.path().join("mine").exists());
     assert_eq!(gc(&home.path().join("not there")).unwrap(), []);
+}
+
+#[test]
+fn sweep_goes_as_deep_as_it_is_told_and_not_through_links() {
+    let (home, elsewhere) =
+        (tempfile::tempdir_in("/dev/shm").unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+    let make = |dir: &Path| {
+        std::fs::create_dir_all(dir.parent().unwrap()).unwrap();
+        drop(Region::create(&RegionSpec { dir: dir.to_owned(), ..spec(home.path(), 1) }).unwrap());
+    };
+    let (near, far) = (home.path().join("a/near"), home.path().join("a/b/c/far"));
+    make(&near);
+    make(&far);
+    make(&elsewhere.path().join("other"));
+    std::os::unix::fs::symlink(elsewhere.path(), home.path().join("a/link")).unwrap();
+    let dirs = |how| -> Vec<_> { sweep(home.path(), how).unwrap().into_iter().map(|r| r.dir).collect() };
+    assert_eq!(dirs(Sweep::SHALLOW), [""; 0].map(PathBuf::from));
+    assert_eq!(dirs(Sweep { dry_run: true, ..Sweep::DEEP }), [near.clone(), far.clone()]);
+    let few = sweep(home.path(), Sweep { most: 2, ..Sweep::DEEP });
+    assert!(matches!(few, Err(RegionError::TooWide { most: 2, .. })), "{few:?}");
+    assert_eq!(dirs(Sweep { depth: 2, ..Sweep::DEEP }), [near]);
+    assert_eq!(dirs(Sweep::DEEP), [far]);
+    assert!(elsewhere.path().join("other").join(HEADER).exists(), "what a link leads to is not below");
 }
 
 #[test]
