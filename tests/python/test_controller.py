@@ -79,10 +79,11 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
             with open_image(home / name / "policy") as image:
                 assert (image.version, image.incarnation) == (3, wm.incarnation)
                 assert image.tensors["w"].equal(weights(3)["w"])
-        sync = controller.status()["sets"][0]["syncs"][-1]
-        lanes = {span["lane"] for span in sync["spans"]}
-        assert {"trainer", "agent", "wire"} <= lanes, sync
-        assert sync["models"][0]["delta_ratio"] is not None
+        syncs = controller.status()["sets"][0]["syncs"]
+        lanes = {span["lane"] for span in syncs[-1]["spans"]}
+        assert {"trainer", "agent", "wire"} <= lanes, syncs
+        # An agent that is busy for seconds is not waited for.
+        assert any(sync["models"][0]["delta_ratio"] is not None for sync in syncs), syncs
 
 
 def test_a_trainer_that_is_closed_takes_leave_and_one_that_is_killed_falls_silent(home: Path) -> None:
