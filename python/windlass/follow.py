@@ -171,9 +171,9 @@ class Follower:
                     return
 
     def _rest(self, failures: int, error: Exception) -> bool:
-        """Waits before the next attempt, after so many that failed before this one.
+        """Waits before the next attempt, after so many that failed before this one, or until the publisher is back.
 
-        Whether it waited to the end; otherwise there is something newer to try.
+        Whether failures go on counting: not if there is something newer to try.
         """
         longest, before = (
             min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(n, 30)) for n in (failures, failures - 1)
@@ -187,8 +187,8 @@ class Follower:
         while (left := ends - time.monotonic()) > 0:
             time.sleep(min(left, GLANCE_S))
             newest = self._newest() if ends > time.monotonic() else None
-            if newest is not None and failed is not None and newest != failed:
-                return False
+            if newest is not None and newest != failed:
+                return failed is None
         return True
 
     def _newest(self) -> tuple[str, int] | None:

@@ -219,6 +219,16 @@ def test_something_newer_is_tried_without_resting_to_the_end(monkeypatch: pytest
     assert rests[cut + 1] <= 0.1 + 1e-6, f"what is newer had not failed yet: {rests}"
 
 
+def test_a_publisher_that_is_back_is_not_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It says nothing sixty times, and then has a version that cannot be fetched.
+    looks: list[tuple[str, int] | None] = [None] * 60
+    rests = followed(Away(14, [*looks, ("a", 7)]), monkeypatch)
+    least = [0.75 * min(60.0, 0.1 * 2**n) - 1e-6 for n in range(len(rests))]
+    cut = [n for n, rest in enumerate(rests) if rest < least[n]]
+    assert len(cut) == 1, f"rests that ended early: {cut} of {rests}"
+    assert rests[-1] >= least[-1], f"what failed before fails now, and counts on: {rests}"
+
+
 def test_a_wrong_token_is_named_by_its_file_and_so_is_an_image_by_who_has_it(
     pair: tuple[WeightManager, Receiver], tmp_path: Path
 ) -> None:

@@ -403,6 +403,25 @@ def test_an_engine_takes_every_version_by_the_best_way(make: Callable[[], Bench]
     assert loop.is_going and loop.paused == 5
 
 
+def test_a_version_that_comes_late_has_as_much_time_as_any(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    loop = Loop(bench)
+    loop.take("session")
+    loop.announce()
+    given: list[float] = []
+
+    def fetch(timeout: float, newer: tuple[str, int]) -> Any:
+        given.append(timeout)
+        return Receiver.fetch(bench.receiver, timeout, newer)
+
+    monkeypatch.setattr(bench.receiver, "fetch", fetch)
+    # What is there already comes with the last moment of the wait.
+    loop.take("sparse", timeout=0.01)
+    assert given and given[0] > 60.0, given
+
+
 def test_a_load_that_fails_halfway_is_repeated_in_the_same_pause(make: Callable[[], Bench]) -> None:
     bench = make()
     loop = Loop(bench)

@@ -39,24 +39,30 @@ log = logging.getLogger("windlass")
 Pause = Callable[[], AbstractContextManager[Any]]
 
 
-def take(live: Live, receiver: Receiver, pause: Pause, timeout: float = 60.0) -> Report | None:
+def take(
+    live: Live, receiver: Receiver, pause: Pause, timeout: float = 60.0, load_timeout: float = 600.0
+) -> Report | None:
     """Brings a worker's weights to the newest version, once there is one that they are not; ``None`` if none came within
-    ``timeout``. ``report.live`` is the version that they are then.
+    ``timeout``. ``report.live`` is the version that they are then. ``load_timeout`` bounds the rest: from a version that came
+    to the weights and the image.
 
     ``pause()`` is a context manager: within it no step of the model is under way, and it is left when the next may begin. If
-    it is left by an exception, the weights may be a mixture, and the engine must stay paused until a call went well.
+    it is left by an exception, the weights may be a mixture, and the engine must stay paused until a call went well. Errors
+    outside of it, as of a publisher that is away, leave the engine at the version that it has: call again.
 
     >>> while serving:                                                                   # doctest: +SKIP
     ...     report = take(live, receiver, engine.pause)
     """
-    until = time.monotonic() + timeout
     if _is_behind(live, receiver):
-        if not _has_image(receiver, until):
+        if not _has_image(receiver, timeout, load_timeout):
             return None
+        until = time.monotonic() + load_timeout
     else:
         newer = receiver.wait_newer(timeout)
         if newer is None:
             return None
+        # However late it came, it has as much time as any.
+        until = time.monotonic() + load_timeout
         fetched = receiver.fetch(_left(until), newer)
         if fetched is None:
             receiver.sync(_left(until))
@@ -66,7 +72,7 @@ def take(live: Live, receiver: Receiver, pause: Pause, timeout: float = 60.0) ->
                 return report
         else:
             receiver.show(fetched, _left(until))
-    with receiver.hold(max(300.0, timeout), _left(until)) as image:
+    with receiver.hold(_left(until), _left(until)) as image:
         order = dataclasses.replace(LoadOrder.of(image), timeout=_left(until))
         live.stage(order)
         with pause():
@@ -82,21 +88,21 @@ def _is_behind(live: Live, receiver: Receiver) -> bool:
     return (report.live.incarnation, report.live.version) != (int(known.incarnation), known.version)
 
 
-def _has_image(receiver: Receiver, until: float) -> bool:
+def _has_image(receiver: Receiver, timeout: float, load_timeout: float) -> bool:
     """Brings the image to the newest version; false if there is none yet."""
     try:
-        receiver.sync(_left(until))
+        receiver.sync(load_timeout)
     except WindlassNotFound:
         # Nothing was published yet.
-        if receiver.wait_newer(_left(until)) is None:
+        if receiver.wait_newer(timeout) is None:
             return False
-        receiver.sync(_left(until))
+        receiver.sync(load_timeout)
     return True
 
 
 def _apply(live: Live, receiver: Receiver, fetched: Any, pause: Pause, until: float) -> Report | None:
     """A staged delta into the weights, and then into the image. ``None`` if the image, which has it then, is to be loaded."""
-    report, order = None, None
+    report = None
     with pause():
         try:
             report = live.load_fetched(fetched, _left(until))
@@ -105,7 +111,7 @@ def _apply(live: Live, receiver: Receiver, fetched: Any, pause: Pause, until: fl
             log.info("version %d is loaded from the image: %s", fetched.version, e)
         if report is not None and report.state != "clean":
             receiver.show(fetched, _left(until))
-            with receiver.hold(300.0, _left(until)) as image:
+            with receiver.hold(_left(until), _left(until)) as image:
                 order = dataclasses.replace(LoadOrder.of(image), timeout=_left(until))
                 return _whole(live, order, report)
     receiver.show(fetched, _left(until))
