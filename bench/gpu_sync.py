@@ -4,8 +4,9 @@
 
 Needs torch, transformers and the built extension (a release build), and a CUDA device unless ``--device cpu``. The engine
 is the **reference engine** (``tests/gpu/reference.py``): a Qwen3 of transformers with fused parameters, which decodes one
-sequence throughout. Weights are random, in bf16; a step moves about one in a hundred to its neighbour. A step begins when
-the version before is sealed, as it would be after seconds of training.
+sequence throughout, by a CUDA graph as serving engines do (``--eager``: without). Weights are random, in bf16; a step moves
+about one in a hundred to its neighbour. A step begins when the version before is sealed and in the engine's image, as it would
+be after seconds of training.
 
 | figure | from | to |
 |---|---|---|
@@ -17,7 +18,10 @@ the version before is sealed, as it would be after seconds of training.
 | **engine pause** | no step is under way | the next may begin |
 | **step to visible** | the weights are changed | the end of the pause |
 | image | the end of the pause | the receiver's image holds the version too; ``apply`` is a part of it |
-| sealed | the call of ``offload()`` | the trainer's own slot holds the version and is sealed |
+| sealed | the call of ``offload()`` | the trainer's own slot holds the version and is sealed, if the trainer waits for it |
+
+``sealed`` is measured with versions of its own, after the others: a trainer that waits has the slot written at once, and one that
+computes lets engines fetch first.
 
 ``trainer blocked`` holds for a trainer that takes longer than ``sealed`` for a step: another ``offload()`` that comes
 sooner waits first until the version before is in its slot. Parts are medians of their own and need not add up. ``fetched`` is
@@ -60,6 +64,8 @@ from windlass.load import Live, LoadOrder  # noqa: E402
 
 #: Elements that are changed at a time.
 CHUNK = 1 << 26
+#: Versions that the trainer waits for.
+SEALINGS = 5
 FIGURES = (
     "engine pause", "step to visible", "trainer blocked", "announced", "fetched", "ask", "wire", "staged",
     "step ended", "load", "image", "apply", "sealed",
@@ -79,9 +85,10 @@ class Serving:
         image: str,
         endpoint: str,
         token_file: str,
+        eager: bool,
     ) -> None:
         self.model = reference.fuse(reference.plain(size, device, 99))
-        self.engine = ReferenceEngine(self.model, length=16)
+        self.engine = ReferenceEngine(self.model, length=16, graph=not eager)
         self.live = Live(ReferenceSession(self.model), engine="reference", threads=threads)
         self.receiver = Receiver(
             image,
@@ -194,6 +201,43 @@ def check_room(size: int, region: Path, image: Path) -> None:
         )
 
 
+def one(
+    child: Child, wm: WeightManager, weights: Weights, version: int, rate: float, waits: bool
+) -> dict[str, Any]:
+    """One version, all the way, and how long that took."""
+    child.tell("take")
+    changed = weights.step(rate)
+    called = time.monotonic()
+    offloaded = wm.offload(weights.tensors, version, 0, 1)
+    returned = time.monotonic()
+    if waits:
+        wm.wait_delta_ready(version, timeout=PATIENCE)
+    sealed = time.monotonic()
+    row = child.hear()
+    wm.wait_delta_ready(version, timeout=PATIENCE)
+    if row["version"] != version:
+        raise RuntimeError(f"the engine took version {row['version']} instead of {version}")
+    at = row["at"]
+    figures = {
+        "engine pause": row["pause"],
+        "step to visible": (at["resumed"] - changed) * 1e3,
+        "trainer blocked": (returned - called) * 1e3,
+        "announced": (at["announced"] - returned) * 1e3,
+        "fetched": (at["fetched"] - at["announced"]) * 1e3,
+        "staged": (at["staged"] - at["fetched"]) * 1e3,
+        "step ended": (at["paused"] - at["staged"]) * 1e3,
+        "image": (at["image"] - at["resumed"]) * 1e3,
+        **{name: row[name] for name in ("ask", "wire", "apply", "load")},
+        **({"sealed": (sealed - called) * 1e3} if waits else {}),
+    }
+    return {
+        "version": version,
+        "offload": offloaded.mode,
+        **{name: row[name] for name in ("how", "staged", "mode", "bytes", "tokens")},
+        "ms": figures,
+    }
+
+
 def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:
     weights = Weights(given.size, given.device)
     region, image = Path(given.region_dir or home / "region"), Path(given.image_dir or home / "image")
@@ -214,47 +258,19 @@ def measure(given: argparse.Namespace, home: Path, out: Any) -> dict[str, Any]:
             image=str(image),
             endpoint=wm.endpoint,
             token_file=wm.token_file,
+            eager=given.eager,
         )
         try:
             child.ask("take")
-            for version in range(2, 2 + given.warm + given.steps):
-                child.tell("take")
-                changed = weights.step(given.rate)
-                called = time.monotonic()
-                offloaded = wm.offload(weights.tensors, version, 0, 1)
-                returned = time.monotonic()
-                # Before the engine is heard, whose times are its own.
-                wm.wait_delta_ready(version, timeout=PATIENCE)
-                sealed = time.monotonic()
-                row = child.hear()
-                if row["version"] != version:
-                    raise RuntimeError(f"the engine took version {row['version']} instead of {version}")
-                at = row["at"]
-                figures = {
-                    "engine pause": row["pause"],
-                    "step to visible": (at["resumed"] - changed) * 1e3,
-                    "trainer blocked": (returned - called) * 1e3,
-                    "announced": (at["announced"] - returned) * 1e3,
-                    "fetched": (at["fetched"] - at["announced"]) * 1e3,
-                    "staged": (at["staged"] - at["fetched"]) * 1e3,
-                    "step ended": (at["paused"] - at["staged"]) * 1e3,
-                    "image": (at["image"] - at["resumed"]) * 1e3,
-                    "sealed": (sealed - called) * 1e3,
-                    **{name: row[name] for name in ("ask", "wire", "apply", "load")},
-                }
-                line = {
-                    "size": given.size,
-                    "version": version,
-                    "warm": version >= 2 + given.warm,
-                    "offload": offloaded.mode,
-                    **{name: row[name] for name in ("how", "staged", "mode", "bytes", "tokens")},
-                    "ms": figures,
-                }
+            for version in range(2, 2 + given.warm + given.steps + SEALINGS):
+                counts, waits = version >= 2 + given.warm, version >= 2 + given.warm + given.steps
+                line = one(child, wm, weights, version, given.rate, waits)
+                line |= {"size": given.size, "warm": counts, "waits": waits}
                 out.write(json.dumps(line) + "\n")
                 out.flush()
-                if line["warm"]:
-                    for name in FIGURES:
-                        told[name].append(figures[name])
+                names = ("sealed",) if waits else (n for n in FIGURES if n != "sealed")
+                for name in names if counts else ():
+                    told[name].append(line["ms"][name])
         finally:
             child.kill()
     return summary(given, weights.bytes, told, line)
@@ -285,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rate", type=needs.share, default=0.01, help="of the elements that a step changes")
     parser.add_argument("--threads", type=needs.whole(1), default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--streams", type=needs.whole(1), help="of a transfer; six unless told")
+    parser.add_argument("--eager", action="store_true", help="the engine decodes without a CUDA graph")
     parser.add_argument("--region-dir", help="where the trainer's slots are: 2.2 times the weights")
     parser.add_argument("--image-dir", help="where the receiver's image is: 1.1 times the weights")
     parser.add_argument("--ipc", action="store_true", help="also the colocated way")

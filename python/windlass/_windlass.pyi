@@ -30,6 +30,12 @@ class Baseline:
         """
         Device memory that it takes: for the weights, and for the records of a pass.
         """
+    def compare(self, /, addresses: SupportsGetItem[int, SupportsIndex], base: SupportsIndex, version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> int:
+        """
+        Finds what leads from version `base`, which it must hold, to the tensors at `addresses`; they may change when it
+        returns. Tells how many bytes that is, which wait on the device for `Publisher.publish_compared`. Stale if it holds
+        another version: publish a copy.
+        """
     def digest(self, /) -> str | None:
         """
         The digest of what it holds, if all of the model is this rank's.
@@ -594,10 +600,10 @@ class Publisher:
         """
         Publishes what was staged: returns at once, and works in the background for at most `timeout`.
         """
-    def publish_records(self, /, records: DeltaRecords, timeout: SupportsFloat | SupportsIndex) -> None:
+    def publish_compared(self, /, baseline: Baseline, base: SupportsIndex, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Publishes `records`, which lead from the newest version to the next: returns at once, and works in the background for
-        at most `timeout`.
+        Publishes what `Baseline.compare` found, which leads from the newest version, `base`, to `version`: returns at once,
+        and works in the background for at most `timeout`.
         """
     def report(self, /) -> str:
         """

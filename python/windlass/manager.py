@@ -574,7 +574,7 @@ class WeightManager:
             others = len(plan.copies) + len(plan.casts) + len(plan.gathered)
             why: str | None = f"{others} of its pieces are not on the GPU, or in no dtype that it can compare"
         else:
-            why = gpu.compare()
+            why = gpu.keep()
         if why is None:
             return True
         if self.config.strict and self.config.offload_mode == "delta":
@@ -684,9 +684,9 @@ class WeightManager:
                 planning.follow(plan, given)
             addresses = planning.addresses(plan)
             if delta and opened.gpu is not None and base is not None:
-                records = opened.gpu.encode(plan, base, version, _left(until))
-                copied, size = time.monotonic(), records.payload_bytes
-                publisher.publish_records(records, self.config.timeout)
+                work = self.config.timeout
+                size = opened.gpu.compare(plan, publisher, base, version, _left(until), work)
+                copied = time.monotonic()
             else:
                 if addresses and opened.copies is not None:
                     publisher.copy(opened.copies, addresses, opened.threads, _left(until))

@@ -20,7 +20,7 @@ from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassError, WindlassExhausted, WindlassUnsupported
 
 if TYPE_CHECKING:
-    from windlass._windlass import Baseline, DeltaRecords, Publisher
+    from windlass._windlass import Baseline, Publisher
     from windlass.plan import Plan, Source
 
 __all__ = ["OnGpu", "can_compare", "find"]
@@ -89,7 +89,7 @@ class OnGpu:
         self._casts = plan.device.casts if any(plan.device.casts) else None
         self._baseline: Baseline | None = None
 
-    def compare(self) -> str | None:
+    def keep(self) -> str | None:
         """Keeps a baseline from the next copy on; why not, if it cannot be."""
         try:
             self._baseline = self._gpu.baseline(self._copies, self._casts)
@@ -122,11 +122,16 @@ class OnGpu:
             self._baseline.reset(addresses, version, stream, timeout)
         publisher.copy_device(self._gpu, self._copies, addresses, stream, self._casts, timeout)
 
-    def encode(self, plan: Plan, base: int, version: int, timeout: float) -> DeltaRecords:
-        """What changed since ``base``; the baseline holds ``version`` afterwards."""
+    def compare(
+        self, plan: Plan, publisher: Publisher, base: int, version: int, timeout: float, work: float
+    ) -> int:
+        """Publishes what changed since ``base``; how many bytes that is. Weights may change when it returns; what is left to do
+        is done in the background, for at most ``work`` seconds, and the baseline holds ``version`` afterwards."""
         assert self._baseline is not None
         addresses = planning.device_addresses(plan)
-        return self._baseline.encode(addresses, base, version, self._stream(), timeout)
+        size = self._baseline.compare(addresses, base, version, self._stream(), timeout)
+        publisher.publish_compared(self._baseline, base, version, work)
+        return size
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._gpu.ordinal).cuda_stream)

@@ -41,7 +41,7 @@ from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token,
 from windlass import Receiver, WeightManager, _windlass, parse_request, strategy_from_config  # noqa: E402
 from windlass.chunk import WeightChunk  # noqa: E402
 from windlass.follow import Follower  # noqa: E402
-from windlass.load import Live, LoadOrder  # noqa: E402
+from windlass.load import Live, LoadOrder, take  # noqa: E402
 from windlass.load.planned import PlannedLoader  # noqa: E402
 from windlass.load.trace import trace  # noqa: E402
 
@@ -151,6 +151,32 @@ class Disaggregated(Serving):
         self.receiver.close()
 
 
+class Taking(Disaggregated):
+    """The same by :func:`windlass.load.take`: on a GPU, what changed is there before the image has it."""
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        with self.engine.pause():
+            yield
+            live, image = self.live.report().live, self.receiver.version
+            assert live is not None and image is not None
+            self.engine.version, self.staged = live.version, image < live.version
+
+    def follow(self, version: int) -> dict[str, Any]:
+        """Takes versions over until it has this one."""
+        until = time.monotonic() + PATIENCE
+        report = take(self.live, self.receiver, self._pause, timeout=PATIENCE)
+        while report is not None and report.live is not None and report.live.version < version:
+            report = take(self.live, self.receiver, self._pause, timeout=until - time.monotonic())
+        if report is None or report.live is None or report.last is None:
+            raise TimeoutError(f"version {version} did not come; the image has {self.receiver.version}")
+        self.engine.start()
+        with self.receiver.hold() as image:
+            self.order = LoadOrder.of(image)
+        told = {"version": report.live.version, "how": report.last.how, "load_ms": report.last.ms}
+        return told | {"staged": self.staged}
+
+
 class Colocated(Serving):
     """Versions by CUDA IPC, into parameters by copies that are known."""
 
@@ -207,7 +233,8 @@ def layout_of(tensors: dict[str, torch.Tensor]) -> _windlass.Layout:
 
 def serve(given: dict[str, Any]) -> None:
     way = given.pop("way")
-    reference.answer((Disaggregated if way == "disaggregated" else Colocated)(**given))
+    ways = {"disaggregated": Disaggregated, "taking": Taking, "colocated": Colocated}
+    reference.answer(ways[way](**given))
 
 
 # The trainer's process.
@@ -283,7 +310,7 @@ class Trainer:
 
 def test_disaggregated(device: str, versions: int) -> str:
     notes = []
-    for form in ("fused", "plain"):
+    for way, form in (("disaggregated", "fused"), ("disaggregated", "plain"), ("taking", "fused")):
         trainer = Trainer(device, form)
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="e2e-") as home, WeightManager(
             model_id="policy", region_dir=home, offload_mode="delta", timeout=60.0
@@ -291,7 +318,7 @@ def test_disaggregated(device: str, versions: int) -> str:
             answers, hows = [], []
             wm.offload(trainer.tensors(), 1, 0, 1)
             given = {"image": f"{home}/image", "endpoint": wm.endpoint, "token_file": wm.token_file}
-            with engine(way="disaggregated", form=form, device=device, **given) as to:
+            with engine(way=way, form=form, device=device, **given) as to:
                 for version in range(1, versions + 2):
                     if version > 1:
                         trainer.step()
@@ -305,7 +332,7 @@ def test_disaggregated(device: str, versions: int) -> str:
                     answers.append(trainer.check(version, to))
                     assert to.ask("digest") == wm.wait_delta_ready(version), f"version {version}"
                 assert hows == ["session"] + ["sparse"] * versions, hows
-                notes.append(f"{form}: {trainer.check_tokens(to, answers)}")
+                notes.append(f"{way}, {form}: {trainer.check_tokens(to, answers)}")
     return "; ".join(notes)
 
 

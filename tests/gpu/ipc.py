@@ -410,7 +410,8 @@ def test_fifty_syncs_do_not_grow() -> None:
                     mine = [len(os.listdir("/proc/self/fd")), threading.active_count()]
                     facts.append((free >> 20, *mine, *to.ask("facts")))
             say(f"  {kind}: free MiB, descriptors, threads, the engine's, and its allocations: {facts}")
-            assert abs(facts[-1][0] - facts[1][0]) <= 64, facts
+            # More may be free at the end: processes that were killed before give their memory back in their own time.
+            assert facts[1][0] - facts[-1][0] <= 64, facts
             assert facts[-1][1] <= facts[1][1] + 1 and facts[-1][3] <= facts[1][3] + 1, facts
             assert facts[-1][2] <= facts[1][2] + 1 and facts[-1][4] <= facts[1][4], facts
 

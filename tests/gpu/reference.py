@@ -1,9 +1,10 @@
 """A reference engine: a real language model that answers without a break while its weights are replaced.
 
-It is no serving engine: one sequence at a time, by transformers, without graphs or batching. What it has in common with
+It is no serving engine: one sequence at a time, by the layers of transformers, without batching. What it has in common with
 one is what matters here: parameters that are held fused (one ``qkv_proj`` and one ``gate_up_proj`` in each layer) and are
-loaded by a loader that slices, as vLLM's are; decoding that goes on throughout; and a pause between two steps. It is the
-engine of ``tests/gpu/end_to_end.py`` and ``bench/gpu_sync.py``, and figures from it are labelled so.
+loaded by a loader that slices, as vLLM's are; decoding that goes on throughout, by a CUDA graph if that is asked for; and a
+pause between two steps. It is the engine of ``tests/gpu/end_to_end.py`` and ``bench/gpu_sync.py``, and figures from it are
+labelled so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -180,15 +182,98 @@ def answers(model: Any, length: int = 12) -> list[list[tuple[int, float]]]:
     return [list(decode(model, prompt, length)) for prompt in PROMPTS]
 
 
+class Graph:
+    """The same decoding with keys and values at fixed places, so that a step is the same work at the same addresses: on a
+    GPU one launch of a captured graph, as serving engines have it. The layers are the model's own and are not copied, so that
+    weights that are replaced in place count from the next step on.
+    """
+
+    def __init__(self, model: Any, room: int) -> None:
+        inner, config = model.model, model.config
+        weight = model.get_input_embeddings().weight
+        self._model, self._room, self._head = model, room, config.head_dim
+        shape = (config.num_hidden_layers, 1, config.num_key_value_heads, room, config.head_dim)
+        self._keys, self._values = (
+            torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in "kv"
+        )
+        self._places = torch.arange(room, device=weight.device)
+        self._turns = tuple(t[0] for t in inner.rotary_emb(self._values, self._places.view(1, -1)))
+        self._token = torch.zeros(1, dtype=torch.long, device=weight.device)
+        self._at = torch.zeros(1, dtype=torch.long, device=weight.device)
+        self._said = torch.zeros(2, dtype=torch.double, device=weight.device)
+        self._graph: Any = None
+        if weight.device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._step()
+        torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """From the token at its place to the next one at the next."""
+        model, (cos, sin) = self._model.model, (t.index_select(0, self._at) for t in self._turns)
+        seen = (self._places <= self._at).view(1, 1, 1, -1)
+
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            return projected.view(1, 1, -1, self._head)
+
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            low, high = x.chunk(2, dim=-1)
+            return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+        x = model.embed_tokens(self._token).view(1, 1, -1)
+        for layer, keys, values in zip(model.layers, self._keys, self._values, strict=True):
+            attention, h = layer.self_attn, layer.input_layernorm(x)
+            query = turn(attention.q_norm(heads(attention.q_proj(h))).transpose(1, 2))
+            keys.index_copy_(2, self._at, turn(attention.k_norm(heads(attention.k_proj(h))).transpose(1, 2)))
+            values.index_copy_(2, self._at, heads(attention.v_proj(h)).transpose(1, 2))
+            found = nn.functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=seen, enable_gqa=True
+            )
+            x = x + attention.o_proj(found.transpose(1, 2).reshape(1, 1, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        score, best = self._model.lm_head(model.norm(x))[0, -1].float().max(dim=-1)
+        self._said.copy_(torch.stack((best.double(), score.double())))
+        self._token.copy_(best.view(1))
+        self._at.add_(1)
+
+    def decode(self, prompt: Sequence[int], length: int) -> Iterator[tuple[int, float]]:
+        """As :func:`decode`."""
+        assert len(prompt) + length <= self._room, (
+            f"{len(prompt)} + {length} tokens, and room for {self._room}"
+        )
+        run = self._step if self._graph is None else self._graph.replay
+        self._at.zero_()
+        for token in prompt[:-1]:
+            self._token.fill_(token)
+            run()
+        self._token.fill_(prompt[-1])
+        for _ in range(length):
+            run()
+            best, score = self._said.tolist()
+            yield int(best), score
+
+
 class ReferenceEngine:
-    """Decodes in a thread of its own until it is closed.
+    """Decodes in a thread of its own until it is closed, by transformers or, with ``graph``, by :class:`Graph`.
 
     A pause begins when no step is under way and ends when the next one may begin. What ends in an error leaves the engine
     paused, as a fenced one is, until the next pause ends well.
     """
 
-    def __init__(self, model: Any, length: int = 12) -> None:
+    def __init__(self, model: Any, length: int = 12, graph: bool = False) -> None:
         self.model, self.length = model, length
+        room = max(map(len, PROMPTS)) + length
+        self._decode = Graph(model, room).decode if graph else partial(decode, model)
         #: The version that steps are made with. Written in pauses only.
         self.version = 0
         self.tokens: list[Token] = []
@@ -208,7 +293,7 @@ class ReferenceEngine:
     def _run(self) -> None:
         try:
             for answer in range(1 << 62):
-                steps = decode(self.model, PROMPTS[answer % len(PROMPTS)], self.length)
+                steps = self._decode(PROMPTS[answer % len(PROMPTS)], self.length)
                 for _ in range(self.length):
                     if not self._enter():
                         return

@@ -344,6 +344,27 @@ impl SumTable {
         self.state.add(tensor, sum);
     }
 
+    /// Replaces the sums of blocks, each given with its tensor; answers by how much the state has changed. Quickest where the
+    /// blocks of a tensor come together. After an error some are replaced and some are not, and the state is of neither.
+    pub fn set_all<E>(
+        &mut self,
+        blocks: impl IntoIterator<Item = Result<(u32, u32, BlockSum), E>>,
+    ) -> Result<StateSum, E> {
+        let (mut change, mut last, mut by) = (StateSum::default(), 0, BlockSum::default());
+        for block in blocks {
+            let (block, tensor, sum) = block?;
+            if tensor != last {
+                change.add(last, std::mem::take(&mut by));
+                last = tensor;
+            }
+            let old = std::mem::replace(&mut self.sums[block as usize], sum);
+            by = by.plus(sum).minus(old);
+        }
+        change.add(last, by);
+        self.state = self.state.plus(change);
+        Ok(change)
+    }
+
     /// All sums, by block number.
     pub fn sums(&self) -> &[BlockSum] {
         &self.sums

@@ -101,6 +101,13 @@ impl Stop {
     }
 }
 
+/// Milliseconds since `begun`, which is now after.
+pub(crate) fn lap(begun: &mut Instant) -> f64 {
+    let now = Instant::now();
+    let taken = now.duration_since(std::mem::replace(begun, now));
+    taken.as_secs_f64() * 1e3
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

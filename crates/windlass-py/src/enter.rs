@@ -8,6 +8,7 @@
 //! memory of its parent's regions and none of its threads; it gets an error instead of a hang.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -58,6 +59,7 @@ pub(crate) fn enter<T: Send>(
     work: impl FnOnce(&Stop) -> Result<T, Failure> + Send,
 ) -> PyResult<T> {
     let stop = stop_after(timeout)?;
+    windlass::log::start();
     std::thread::scope(|scope| {
         let (ended, mut end) = channel::<()>();
         let theirs = stop.clone();
@@ -69,10 +71,12 @@ pub(crate) fn enter<T: Send>(
                 result
             })
             .map_err(|e| Failure::new(Kind::Exhausted, format!("cannot start a thread: {e}")))?;
-        let mut interrupted = Ok(());
-        loop {
-            if py.detach(|| is_over(&mut end)) {
-                break;
+        let (mut thread, mut interrupted) = (Some(thread), Ok(()));
+        let result = loop {
+            // Once, however short the call: a model that computes in Python gives the interpreter back late.
+            let over = py.detach(|| is_over(&mut end).then(|| thread.take().map(ScopedJoinHandle::join)));
+            if let Some(result) = over.flatten() {
+                break result;
             }
             if interrupted.is_ok() {
                 interrupted = py.check_signals();
@@ -80,9 +84,8 @@ pub(crate) fn enter<T: Send>(
                     stop.set();
                 }
             }
-        }
-        let result = py
-            .detach(|| thread.join())
+        };
+        let result = result
             .map_err(|_| Failure::new(Kind::Bug, "a thread panicked; its message is on standard error"))?;
         // What the work says after it was called off is of no interest.
         interrupted?;

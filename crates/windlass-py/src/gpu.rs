@@ -130,7 +130,7 @@ impl Gpu {
         enter(py, None, |_| {
             let casts = casts.unwrap_or_default();
             let made = DataBaseline::new(&self.0, region.manifest(), copies.plan(), &casts, room)?;
-            Ok(Baseline { made: Mutex::new(made), region, home: Home::here() })
+            Ok(Baseline { made: Arc::new(Mutex::new(made)), region, home: Home::here() })
         })
     }
 
@@ -158,13 +158,13 @@ impl Registered {
 /// The last published state of a rank's weights, in device memory.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct Baseline {
-    made: Mutex<DataBaseline>,
+    pub(crate) made: Arc<Mutex<DataBaseline>>,
     region: Arc<Region>,
     home: Home,
 }
 
 impl Baseline {
-    fn which(&self, version: u64) -> Which {
+    pub(crate) fn which(&self, version: u64) -> Which {
         (self.region.incarnation(), version)
     }
 
@@ -221,6 +221,27 @@ impl Baseline {
         })
     }
 
+    /// Finds what leads from version `base`, which it must hold, to the tensors at `addresses`; they may change when it
+    /// returns. Tells how many bytes that is, which wait on the device for `Publisher.publish_compared`. Stale if it holds
+    /// another version: publish a copy.
+    #[pyo3(signature = (addresses, base, version, stream = 0, timeout = 60.0))]
+    fn compare(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<usize>,
+        base: u64,
+        version: u64,
+        stream: u64,
+        timeout: f64,
+    ) -> PyResult<u64> {
+        self.home.check("baseline")?;
+        let (base, target) = (self.which(base), self.which(version));
+        enter(py, Some(timeout), |stop| {
+            let _named = Named::new("encode");
+            Ok(lock(&self.made).compare(&wide(&addresses), StreamHandle(stream), base, target, stop)?)
+        })
+    }
+
     /// The records that lead from version `base`, which it must hold, to the tensors at `addresses`, which it
     /// holds as `version` afterwards. Stale if it does not: publish a copy.
     #[pyo3(signature = (addresses, base, version, stream = 0, timeout = 60.0))]
@@ -252,7 +273,7 @@ impl Baseline {
                 target_digest: made.digest().unwrap_or(unknown),
                 blocks: manifest.cuts().blocks(),
             };
-            Ok(DeltaRecords { records: Arc::new(records), header })
+            Ok(DeltaRecords { records, header })
         })
     }
 }
@@ -260,8 +281,8 @@ impl Baseline {
 /// What changed between two versions, in pinned host memory.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct DeltaRecords {
-    pub(crate) records: Arc<Records>,
-    pub(crate) header: DeltaHeader,
+    records: Records,
+    header: DeltaHeader,
 }
 
 #[pymethods]
@@ -466,11 +487,13 @@ impl DevicePlan {
                         format!("what was fetched begins at {base}, and not at version {base_version}");
                     return Err(Failure::new(Kind::Stale, text));
                 }
-                let parts = fetched.parts(crate::held::hands())?;
                 let mut made = lock(&self.made);
                 fetched.memory().iter().for_each(|memory| made.pin(memory));
-                let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
-                parts.iter().map(stage).collect()
+                let stage = |bytes| {
+                    let read = || fetched.part(bytes, crate::held::hands()).map_err(Failure::from);
+                    Ok(StagedDelta(made.stage_unread(bytes, read, only.as_deref(), stop)?))
+                };
+                fetched.containers().map(stage).collect()
             })
         })
     }

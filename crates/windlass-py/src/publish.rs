@@ -10,6 +10,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::copies::{Copy, CopyPlan, CopyTarget, Dim};
 use windlass_data::cuda::StreamHandle;
+use windlass_data::cuda::encode::Uncollected;
 use windlass_data::cuda::offload::Offload;
 use windlass_data::early::{Rank, RankSpec, Staging, Way};
 use windlass_data::region::{LeaseKind, Memfd, OwnedAttempt, Region, RegionError, RegionSpec, Slots, Writer};
@@ -17,7 +18,7 @@ use windlass_data::shm::Mapping;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
-use crate::gpu::{Baseline, DeltaRecords, Gpu, wide};
+use crate::gpu::{Baseline, Gpu, wide};
 use crate::held::Held;
 use crate::layout::Layout;
 use crate::memory::{Memory, lend};
@@ -338,23 +339,22 @@ impl Publisher {
         }
     }
 
-    /// Publishes `records`, which lead from the newest version to the next: returns at once, and works in the background for
-    /// at most `timeout`.
-    fn publish_records(&self, records: &DeltaRecords, timeout: f64) -> PyResult<()> {
+    /// Publishes what `Baseline.compare` found, which leads from the newest version, `base`, to `version`: returns at once,
+    /// and works in the background for at most `timeout`.
+    fn publish_compared(&self, baseline: &Baseline, base: u64, version: u64, timeout: f64) -> PyResult<()> {
         let timeout = crate::held::seconds("a timeout", timeout)?;
-        let (incarnation, version) = records.header.target;
         let mut turn = self.turn()?;
         let Turn::Idle(Seat::Early(rank)) = &mut *turn else {
             return Err(self.state_error("publish a delta", &turn).into());
         };
         let newest = self.region.state().active.map(|s| (self.region.incarnation(), s.version));
-        if newest != Some(records.header.base) || incarnation != self.region.incarnation() {
-            let (base, text) = (records.header.base.1, "is not the newest: publish a copy");
-            let text = format!("the records begin from version {base} of this baseline, which {text}");
-            return Err(Failure::new(Kind::Stale, text).into());
+        if newest != Some(baseline.which(base)) {
+            let text =
+                format!("the records begin from version {base} of this baseline, which is not the newest");
+            return Err(Failure::new(Kind::Stale, format!("{text}: publish a copy")).into());
         }
-        let source = Box::new(Arc::clone(&records.records));
-        Ok(rank.publish(version, source, timeout).map_err(Failure::from)?)
+        let source = Uncollected { baseline: Arc::clone(&baseline.made), target: baseline.which(version) };
+        Ok(rank.publish(version, Box::new(source), timeout).map_err(Failure::from)?)
     }
 
     /// Waits for the background work of the last version, and raises its error. Nothing if there is none.

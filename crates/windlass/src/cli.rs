@@ -609,22 +609,12 @@ pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8
     let run = || -> Result<u8, Error> {
         let command = parsed.command.check(parsed.config_file)?;
         if command.runs_for_long() {
-            start_log();
+            crate::log::start();
         }
         let session = Session::start(json)?;
         dispatch(command, &session)
     };
     run().unwrap_or_else(|e| report(&e, json))
-}
-
-/// Logs go to standard error: warnings unless WINDLASS_LOG asks for more, such as `info` or `windlass_data=debug`.
-fn start_log() {
-    use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_env("WINDLASS_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    let log =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
-    // A program that embeds this crate may have a subscriber already.
-    let _ = log.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init();
 }
 
 fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {

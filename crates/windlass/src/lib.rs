@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`cli`] | arguments, checked before anything happens, and exit codes |
 //! | [`config`] | values from `windlass.toml` and the environment, `windlass config` |
+//! | [`log`] | what is said on standard error |
 //! | [`session`] | tables, progress bars, JSON, Ctrl-C |
 //! | [`program`] | how this program is started again |
 //! | [`error`] | what can go wrong, and what to do about it |
@@ -49,6 +50,7 @@ pub mod gc;
 pub mod http;
 pub mod image;
 pub mod inspect;
+pub mod log;
 pub mod outfile;
 pub mod plane;
 pub mod program;

@@ -40,7 +40,7 @@
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Delta, DeltaError, Mode};
-use crate::digest::{StateSum, SumTable};
+use crate::digest::{BlockSum, StateSum, SumTable};
 use crate::error::Kind;
 use crate::identity::{CutsHash, Incarnation, LayoutHash, ModelId, StateDigest};
 use crate::manifest::{Manifest, ManifestError};
@@ -366,11 +366,16 @@ pub fn state_of(
     sums: &SumTable,
     blocks: &BlockRanges,
 ) -> Result<StateSum, ManifestError> {
-    let (mut state, mut tensor) = (StateSum::default(), 0);
+    let (mut state, mut tensor, mut of_tensor) = (StateSum::default(), 0, BlockSum::default());
     for number in blocks.iter() {
-        tensor = manifest.cuts().tensor_of(number, tensor)?;
-        state.add(tensor, sums.get(number));
+        let next = manifest.cuts().tensor_of(number, tensor)?;
+        if next != tensor {
+            state.add(tensor, std::mem::take(&mut of_tensor));
+            tensor = next;
+        }
+        of_tensor = of_tensor.plus(sums.get(number));
     }
+    state.add(tensor, of_tensor);
     Ok(state)
 }
 
@@ -396,14 +401,14 @@ pub fn join(
     for (roster, delta) in rosters.iter().zip(deltas) {
         let rank = roster.rank;
         check_header(&base, version, rank, delta)?;
-        let mut state = state_of(manifest, base.sums, &roster.blocks)?;
+        let state = state_of(manifest, base.sums, &roster.blocks)?;
         let expected = state.digest(layout);
         if delta.header.base_digest != expected {
             let found = delta.header.base_digest;
             return Err(EarlyError::Base { rank, base: base.version, found, expected });
         }
         let mut tensor = 0;
-        for entry in delta.entries() {
+        let change = sums.set_all(delta.entries().iter().map(|entry| {
             let block = entry.block;
             if !roster.blocks.contains(block) {
                 return Err(EarlyError::NotOwn { rank, block });
@@ -412,11 +417,9 @@ pub fn join(
                 return Err(EarlyError::Context { rank, block });
             }
             tensor = manifest.cuts().tensor_of(block, tensor)?;
-            state.remove(tensor, sums.get(block));
-            state.add(tensor, entry.sum);
-            sums.set(block, tensor, entry.sum);
-        }
-        let found = state.digest(layout);
+            Ok((block, tensor, entry.sum))
+        }))?;
+        let found = state.plus(change).digest(layout);
         if delta.header.target_digest != found {
             return Err(EarlyError::Target { rank, said: delta.header.target_digest, found });
         }

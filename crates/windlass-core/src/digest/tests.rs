@@ -203,4 +203,24 @@ proptest! {
         prop_assert_eq!(table.digest(&m), digest_of(&m, &mixed));
         prop_assert_eq!(table.tensors(&m), table_of(&m, &mixed).tensors(&m));
     }
+
+    #[test]
+    fn many_sums_at_once_are_as_one_after_the_other(
+        changes in proptest::collection::vec((0u32..7, any::<[u64; 2]>()), 0..40),
+    ) {
+        let specs = [("a", 150_000), ("b", 10), ("c", 150_000)];
+        let specs = specs.map(|(name, size)| TensorSpec::new(name, Dtype::U8, [size]));
+        let m = Manifest::new(specs, BTreeMap::new()).unwrap();
+        let of = |block: u32| m.cuts().tensor_of(block, 0).unwrap();
+        let mut one = SumTable::new(&m, (0..7).map(|i| BlockSum([i, !i])).collect());
+        let (mut all, before) = (one.clone(), one.state());
+        for (block, sum) in &changes {
+            one.set(*block, of(*block), BlockSum(*sum));
+        }
+        let given = changes.iter().map(|(block, sum)| Ok::<_, ()>((*block, of(*block), BlockSum(*sum))));
+        let change = all.set_all(given).unwrap();
+        prop_assert_eq!(&all, &one);
+        prop_assert_eq!(before.plus(change), one.state());
+        prop_assert!(all.set_all([Ok((0, 0, BlockSum::default())), Err("why")]) == Err("why"));
+    }
 }

@@ -839,6 +839,18 @@ impl HostBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.at, self.bytes) }
     }
 
+    /// As many of a plain type as there is room for.
+    pub(super) fn table<T: Plain>(&self) -> &[T] {
+        // SAFETY: it begins at a page, as in `bytes`, and any bits will do.
+        unsafe { std::slice::from_raw_parts(self.at.cast(), self.bytes / size_of::<T>()) }
+    }
+
+    /// The same, for writing.
+    pub(super) fn table_mut<T: Plain>(&mut self) -> &mut [T] {
+        // SAFETY: as above, exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.at.cast(), self.bytes / size_of::<T>()) }
+    }
+
     pub(super) fn address(&self) -> *mut u8 {
         self.at
     }

@@ -13,8 +13,9 @@
 //! # Order
 //!
 //! A baseline is nothing until [`Baseline::reset`] fills it, together with a copy of the same weights into a slot. From
-//! then on [`Baseline::encode`] leads from the version that it holds to the next, and holds that afterwards. A pass that
-//! failed, or whose records were lost, leaves it at no version or at one that nobody else has: the next is a reset.
+//! then on [`Baseline::compare`] leads from the version that it holds to the next, after which the weights may change again;
+//! [`Baseline::collect`] brings the records to the host, and it holds that version afterwards. A pass that failed, or whose
+//! records were lost, leaves it at no version or at one that nobody else has: the next is a reset.
 //!
 //! # Blocks
 //!
@@ -40,7 +41,7 @@ use windlass_core::dtype::Line;
 use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 
-use super::driver::{DeviceBuffer, Gpu, HostBuffer, Plain, SMALL, Stream, StreamHandle};
+use super::driver::{DeviceBuffer, Gpu, HostBuffer, SMALL, Stream, StreamHandle};
 use super::error::CudaError;
 use super::kernels::{self, Block, Elements, EncodeArgs, Kernel, LOST, Span, SumArgs, Tally, Unit, tally};
 use crate::copies::{Copy, CopyPlan};
@@ -216,7 +217,17 @@ pub struct Baseline {
     by_block: Vec<u32>,
     /// The digest of what it holds, once asked for.
     state: Option<StateDigest>,
+    /// The pass whose records are on the device.
+    pending: Option<Pending>,
     pool: Arc<Pool>,
+}
+
+/// A pass whose records are still on the device.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    told: Tally,
+    target: Which,
+    took: Duration,
 }
 
 impl std::fmt::Debug for Baseline {
@@ -290,6 +301,7 @@ impl Baseline {
             tensors: blocks.iter().map(|o| o.tile.block.tensor).collect(),
             by_block: vec![u32::MAX; places.len()],
             state: None,
+            pending: None,
             blocks,
             places,
             pool,
@@ -350,7 +362,7 @@ impl Baseline {
         which: Which,
         stop: &Stop,
     ) -> Result<(), CudaError> {
-        (self.holds, self.state) = (None, None);
+        (self.holds, self.state, self.pending) = (None, None, None);
         self.follow(addresses)?;
         self.gpu.wait_for(after, stop)?;
         let result = self.fill().and_then(|()| self.sum());
@@ -370,21 +382,58 @@ impl Baseline {
         target: Which,
         stop: &Stop,
     ) -> Result<Records, CudaError> {
+        self.compare(addresses, after, base, target, stop)?;
+        self.collect(target)
+    }
+
+    /// The first half of [`Baseline::encode`], all of it that needs the tensors: they may change when this returns. Tells how
+    /// many bytes of records there are; they wait on the device for [`Baseline::collect`], until when nothing is held.
+    pub fn compare(
+        &mut self,
+        addresses: &[u64],
+        after: StreamHandle,
+        base: Which,
+        target: Which,
+        stop: &Stop,
+    ) -> Result<u64, CudaError> {
         if self.holds != Some(base) {
-            let name = |(i, v): Which| format!("version {v} of incarnation {i}");
-            let is = self.holds.map_or("empty".to_owned(), name);
-            return Err(CudaError::Baseline { is, base: name(base) });
+            return Err(self.is_not(base));
         }
         self.follow(addresses)?;
         self.gpu.wait_for(after, stop)?;
         // From here on it is neither, until all is well.
-        self.holds = None;
-        self.state = None;
-        let records = self.pass();
+        (self.holds, self.state, self.pending) = (None, None, None);
+        let began = Instant::now();
+        let told = self.pass();
         self.stream.finish("encoding")?;
+        let told = told?;
+        self.pending = Some(Pending { told, target, took: began.elapsed() });
+        Ok(told.cursor.min(self.out.bytes()) + self.room_for_lost(&told))
+    }
+
+    /// The second half: brings the records to `target` to the host, and holds that from now on.
+    pub fn collect(&mut self, target: Which) -> Result<Records, CudaError> {
+        let Some(pending) = self.pending.take_if(|p| p.target == target) else {
+            return Err(self.is_not(target));
+        };
+        let records = self.bring(&pending);
+        self.stream.finish("copying records to the host")?;
         let records = records?;
         self.holds = Some(target);
         Ok(records)
+    }
+
+    fn is_not(&self, base: Which) -> CudaError {
+        let name = |(i, v): Which| format!("version {v} of incarnation {i}");
+        CudaError::Baseline { is: self.holds.map_or("empty".to_owned(), name), base: name(base) }
+    }
+
+    /// Bytes that suffice for the blocks of lost records.
+    fn room_for_lost(&self, told: &Tally) -> u64 {
+        match u64::from(told.lost) {
+            0 => 0,
+            lost => lost * self.blocks.iter().map(|o| o.tile.bytes() as u64).max().unwrap_or(0),
+        }
     }
 
     /// Makes the table anew if tensors have moved.
@@ -470,9 +519,8 @@ impl Baseline {
         Ok(())
     }
 
-    /// One pass, and what it found on the host.
-    fn pass(&mut self) -> Result<Records, CudaError> {
-        let began = Instant::now();
+    /// One pass, and what it says of itself.
+    fn pass(&self) -> Result<Tally, CudaError> {
         self.stream.zero(&self.tally, self.tally.bytes())?;
         for (work, group) in self.groups.iter().enumerate() {
             let args = self.args(group, work);
@@ -480,14 +528,17 @@ impl Baseline {
             // SAFETY: as in `fill`; nothing is written beyond `capacity`, nor more entries than there are blocks.
             unsafe { self.gpu.kernels().launch(&self.stream, kernel, &args, group.count as u64) }?;
         }
-        let told = self.stream.download_table::<Tally>(&self.tally, 1)?.first().copied().unwrap_or_default();
-        let passed = Instant::now();
+        Ok(self.stream.download_table::<Tally>(&self.tally, 1)?.first().copied().unwrap_or_default())
+    }
+
+    /// What a pass found, on the host.
+    fn bring(&mut self, &Pending { told, took, .. }: &Pending) -> Result<Records, CudaError> {
+        let began = Instant::now();
         let count = (told.entries as usize).min(self.blocks.len());
         let index = count as u64 * size_of::<kernels::Entry>() as u64;
         let payload = told.cursor.min(self.out.bytes());
         // Behind the index and the payloads come the blocks of lost records.
-        let lost =
-            u64::from(told.lost) * self.blocks.iter().map(|o| o.tile.bytes() as u64).max().unwrap_or(0);
+        let lost = self.room_for_lost(&told);
         let mut buffer = self.pool.take(index + payload + lost)?;
         let at = buffer.bytes_mut().as_mut_ptr();
         // SAFETY: the buffer has room for both, and is nobody else's until the stream is finished.
@@ -511,7 +562,7 @@ impl Baseline {
         if told.lost > 0 {
             self.bring_lost(&mut records, at, index + payload)?;
         }
-        records.spent = Spent { pass: passed - began, copy: copied - passed, index: copied.elapsed() };
+        records.spent = Spent { pass: took, copy: copied - began, index: copied.elapsed() };
         Ok(records)
     }
 
@@ -569,10 +620,7 @@ fn mode_of(code: u32) -> Option<Mode> {
 
 /// The index at the front of a buffer.
 fn entries_of(buffer: &HostBuffer, count: usize) -> &[kernels::Entry] {
-    let bytes = buffer.bytes();
-    assert!(count * size_of::<kernels::Entry>() <= bytes.len(), "an index of {count} entries");
-    // SAFETY: so many bytes at a page's beginning, of a plain type.
-    unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), count) }
+    &buffer.table()[..count]
 }
 
 /// How long the steps of a pass took.
@@ -697,6 +745,27 @@ impl DeltaSource for Arc<Records> {
     }
 }
 
+/// The records of a pass that are still on the device: the background work collects them.
+#[derive(Debug)]
+pub struct Uncollected {
+    /// Whose pass it is. Held while records are collected.
+    pub baseline: Arc<Mutex<Baseline>>,
+    /// Where it leads.
+    pub target: Which,
+}
+
+impl DeltaSource for Uncollected {
+    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<early::Records, EarlyError> {
+        let mut baseline = self.baseline.lock().unwrap_or_else(PoisonError::into_inner);
+        let records = baseline.collect(self.target).map_err(|e| {
+            let kind = e.kind();
+            EarlyError::Encoder(e.into(), kind)
+        })?;
+        drop(baseline);
+        Box::new(Arc::new(records)).records(base, stop)
+    }
+}
+
 impl Drop for Records {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
@@ -732,11 +801,6 @@ impl Pool {
         }
     }
 }
-
-const _: fn() = || {
-    fn plain<T: Plain>() {}
-    plain::<kernels::Entry>();
-};
 
 #[cfg(test)]
 mod tests {

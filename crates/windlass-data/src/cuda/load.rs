@@ -30,9 +30,11 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::borrow::Borrow;
 use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use windlass_core::delta::{Delta, Mode, Tile};
 use windlass_core::digest::BlockSum;
@@ -49,7 +51,7 @@ use super::nvtx::Named;
 use crate::copies::{Copy, Dim};
 use crate::load::{HeldBox, LoadPlan, Loaded, Proof};
 use crate::shm::{Mapping, copy_slice};
-use crate::stop::Stop;
+use crate::stop::{Stop, lap};
 
 /// Bytes that a CTA copies or sums at a time.
 const PIECE: u64 = 256 << 10;
@@ -63,6 +65,10 @@ const PINNED: usize = 4;
 const KEPT: usize = 6;
 /// Waste that is not worth another buffer.
 const LITTLE: u64 = 1 << 20;
+/// Kinds of records: plain or context, four units, with a sum to check or without.
+const KINDS: usize = 16;
+/// Of a record that does not reach this worker.
+const ELSEWHERE: u8 = u8::MAX;
 /// The most pieces of a plan; more would be a plan of single elements.
 const MAX_PIECES: usize = 1 << 24;
 
@@ -434,6 +440,8 @@ pub struct DevicePlan {
     pinned: Vec<(usize, Registration)>,
     /// Whether the system has refused to pin memory.
     is_refused: bool,
+    /// Memory for the index of the next delta.
+    index: Option<HostBuffer>,
 }
 
 struct Sparse {
@@ -493,6 +501,7 @@ impl DevicePlan {
             spare: Arc::default(),
             pinned: Vec::new(),
             is_refused: false,
+            index: None,
         })
     }
 
@@ -720,36 +729,75 @@ impl DevicePlan {
         Ok(())
     }
 
-    /// Brings the records of a delta of this layout to the device, those of the tensors in `only` or all; the parameters are not touched.
+    /// Brings the records of a delta of this layout to the device, those of the tensors in `only` or all; the parameters are
+    /// not touched.
     pub fn stage(
         &mut self,
         delta: &Delta<'_>,
         only: Option<&[String]>,
         stop: &Stop,
     ) -> Result<Staged, CudaError> {
+        self.stage_unread(delta.bytes(), || Ok(delta), only, stop)
+    }
+
+    /// [`DevicePlan::stage`] of a container that nobody has read yet: `read` does while the bytes are on their way.
+    pub fn stage_unread<'a, D: Borrow<Delta<'a>>, E: From<CudaError>>(
+        &mut self,
+        bytes: &'a [u8],
+        read: impl FnOnce() -> Result<D, E>,
+        only: Option<&[String]>,
+        stop: &Stop,
+    ) -> Result<Staged, E> {
         let _named = Named::new("stage");
-        delta.header.check(self.plan.manifest())?;
-        let chosen = self.plan.chosen(only)?;
-        let manifest = Arc::clone(self.plan.manifest());
-        let sparse = self.sparse()?;
-        let (patches, groups) = patches(delta, &manifest, &sparse.places, sparse.sums.is_some(), &chosen)?;
+        let mut begun = Instant::now();
+        let chosen = self.plan.chosen(only).map_err(CudaError::from)?;
+        let spare = Arc::clone(&self.spare);
+        let payload = spare.take(&self.gpu, bytes.len() as u64 + 16, "a delta")?;
+        let sent = self.send(bytes, payload.address(), stop);
+        // Whatever is wrong, the device may be reading `bytes` until the link is finished.
+        let made = read().and_then(|delta| {
+            let read_ms = lap(&mut begun);
+            let (index, groups) = self.index(delta.borrow(), &chosen)?;
+            Ok((index, groups, read_ms, lap(&mut begun)))
+        });
+        self.link.finish("copying a delta to the device")?;
+        sent?;
+        let (index, groups, read_ms, index_ms) = made?;
+        let wait_ms = lap(&mut begun);
         let kernels: Vec<_> = groups.iter().map(|g| g.kernel).collect();
         self.gpu.kernels().prepare(&self.gpu, &kernels)?;
-        let bytes = delta.bytes();
-        let (count, spare) = (patches.len() as u64, Arc::clone(&self.spare));
-        let take = |bytes, what| spare.take(&self.gpu, bytes, what);
-        let payload = take(bytes.len() as u64 + 16, "a delta")?;
-        let table = take(count * size_of::<Patch>() as u64, "the index of a delta")?;
-        let outcomes = take(count * 4, "the outcomes of a delta")?;
-        self.bring(bytes, payload.address(), stop)?;
-        self.stream.upload_table(&patches, &table)?;
+        let count: usize = groups.iter().map(|g| g.count).sum();
+        let table = spare.take(&self.gpu, (count * size_of::<Patch>()) as u64, "the index of a delta")?;
+        let outcomes = spare.take(&self.gpu, count as u64 * 4, "the outcomes of a delta")?;
+        let patches = &index.table::<Patch>()[..count];
+        self.stream.upload_table(patches, &table)?;
+        let blocks = patches.iter().map(|p| p.place).collect();
+        self.index = Some(index);
+        let table_ms = lap(&mut begun);
+        let bytes = bytes.len();
+        tracing::debug!(bytes, count, read_ms, index_ms, wait_ms, table_ms, "a delta is on the device");
         Ok(Staged {
             bytes: payload.bytes() + table.bytes() + outcomes.bytes(),
             memory: Some([payload, table, outcomes]),
             spare,
             groups,
-            blocks: patches.iter().map(|p| p.place).collect(),
+            blocks,
         })
+    }
+
+    /// The records of a delta that reach this worker, in pinned memory that is kept for the next one.
+    fn index(&mut self, delta: &Delta<'_>, chosen: &[bool]) -> Result<(HostBuffer, Vec<Group>), CudaError> {
+        delta.header.check(self.plan.manifest())?;
+        let manifest = Arc::clone(self.plan.manifest());
+        let sparse = self.sparse()?;
+        let sorted = Sorted::new(delta, &manifest, &sparse.places, sparse.sums.is_some(), chosen)?;
+        let bytes = (sorted.count() * size_of::<Patch>()) as u64;
+        let mut index = match self.index.take().filter(|i| i.bytes().len() as u64 >= bytes) {
+            Some(index) => index,
+            None => HostBuffer::new(&self.gpu, bytes + bytes / 4, "the index of a delta")?,
+        };
+        sorted.fill(delta, &mut index.table_mut()[..sorted.count()]);
+        Ok((index, sorted.groups))
     }
 
     /// Lets the device read memory that deltas come in again and again, so that [`DevicePlan::stage`] need not copy them first.
@@ -774,14 +822,12 @@ impl DevicePlan {
         }
     }
 
-    /// Copies bytes of the host to the device.
-    fn bring(&mut self, bytes: &[u8], to: u64, stop: &Stop) -> Result<(), CudaError> {
+    /// Copies bytes of the host to the device; where it reads them itself, they are on their way until the link is finished.
+    fn send(&mut self, bytes: &[u8], to: u64, stop: &Stop) -> Result<(), CudaError> {
         let is_pinned = !bytes.is_empty() && self.gpu.is_pinned(bytes.as_ptr().expose_provenance() as u64)?;
         if is_pinned {
-            // SAFETY: the buffer is as long, and the stream is finished before either goes.
-            let started = unsafe { self.link.upload(bytes, to) };
-            self.link.finish("copying a delta to the device")?;
-            return started;
+            // SAFETY: the buffer is as long; the caller finishes the link before either goes.
+            return unsafe { self.link.upload(bytes, to) };
         }
         let mut way = self.take_way(true)?;
         let started = way.host.as_mut().map_or(Ok(()), |buffers| {
@@ -897,56 +943,80 @@ impl DevicePlan {
     }
 }
 
-/// The records that reach this worker, those of one kind together.
-fn patches(
-    delta: &Delta<'_>,
-    manifest: &Manifest,
-    places: &Places,
-    has_sums: bool,
-    chosen: &[bool],
-) -> Result<(Vec<Patch>, Vec<Group>), CudaError> {
-    // Plain ones first: their launches have counters of work, of which there are eight.
-    let mut by_kind: [Vec<Patch>; 16] = std::array::from_fn(|_| Vec::new());
-    // Blocks are in the order of tensors.
-    let (mut tensor, mut blocks, mut unit) = (0, 0..0, Unit::One);
-    for e in delta.entries() {
-        while !blocks.contains(&e.block) {
-            if tensor >= chosen.len() {
-                break;
+/// The records of a delta by their kinds.
+struct Sorted {
+    /// Of each entry.
+    kinds: Vec<u8>,
+    /// Where those of each kind begin.
+    firsts: [usize; KINDS],
+    /// Kinds of which there are some, plain ones first: their launches have counters of work, of which there are eight.
+    groups: Vec<Group>,
+}
+
+impl Sorted {
+    fn new(
+        delta: &Delta<'_>,
+        manifest: &Manifest,
+        places: &Places,
+        has_sums: bool,
+        chosen: &[bool],
+    ) -> Result<Sorted, CudaError> {
+        let (mut kinds, mut counts) = (Vec::with_capacity(delta.entries().len()), [0; KINDS]);
+        // Blocks are in the order of tensors.
+        let (mut tensor, mut blocks, mut by_unit) = (0, 0..0, 0);
+        for e in delta.entries() {
+            while !blocks.contains(&e.block) && tensor < chosen.len() {
+                blocks = manifest.cuts().of_tensor(tensor);
+                let unit = Unit::of(manifest.tensors()[tensor].dtype.unit());
+                by_unit = Unit::ALL.iter().position(|u| *u == unit).unwrap_or(0);
+                tensor += 1;
             }
-            blocks = manifest.cuts().of_tensor(tensor);
-            unit = Unit::of(manifest.tensors()[tensor].dtype.unit());
-            tensor += 1;
+            let place = places.blocks.get(e.block as usize);
+            if tensor == 0 || !chosen[tensor - 1] || place.is_none_or(|p| p.pieces == 0) {
+                kinds.push(ELSEWHERE);
+                continue;
+            }
+            let (is_whole, is_context) = (places.whole[e.block as usize], e.mode == Mode::Context);
+            if is_context && !is_whole {
+                let tensor = manifest.tensors()[tensor - 1].name.clone();
+                return Err(CudaError::Context { block: e.block, tensor });
+            }
+            let kind = usize::from(is_context) * 8 + by_unit * 2 + usize::from(has_sums && is_whole);
+            counts[kind] += 1;
+            kinds.push(kind as u8);
         }
-        let place = places.blocks.get(e.block as usize);
-        if tensor == 0 || !chosen[tensor - 1] || place.is_none_or(|p| p.pieces == 0) {
-            continue;
+        let (mut groups, mut first, mut firsts) = (Vec::new(), 0, [0; KINDS]);
+        for (kind, count) in counts.into_iter().enumerate().filter(|(_, count)| *count > 0) {
+            let (unit, is_checked) = (Unit::ALL[kind / 2 % 4], kind % 2 == 1);
+            let kernel = if kind < 8 { Kernel::Apply(unit) } else { Kernel::Context(unit) };
+            groups.push(Group { kernel, is_checked, first, count });
+            firsts[kind] = first;
+            first += count;
         }
-        let (is_whole, is_context) = (places.whole[e.block as usize], e.mode == Mode::Context);
-        if is_context && !is_whole {
-            let tensor = manifest.tensors()[tensor - 1].name.clone();
-            return Err(CudaError::Context { block: e.block, tensor });
-        }
-        let is_checked = has_sums && is_whole;
-        let by_unit = Unit::ALL.iter().position(|u| *u == unit).unwrap_or(0);
-        let kind = usize::from(is_context) * 8 + by_unit * 2 + usize::from(is_checked);
-        by_kind[kind].push(Patch {
-            offset: e.offset as u64,
-            sum: e.sum.0,
-            length: e.len,
-            mode: e.mode.code().into(),
-            place: e.block,
-            unused: 0,
-        });
+        Ok(Sorted { kinds, firsts, groups })
     }
-    let (mut all, mut groups) = (Vec::with_capacity(delta.entries().len()), Vec::new());
-    for (kind, mut these) in by_kind.into_iter().enumerate().filter(|(_, p)| !p.is_empty()) {
-        let (unit, is_checked) = (Unit::ALL[kind / 2 % 4], kind % 2 == 1);
-        let kernel = if kind < 8 { Kernel::Apply(unit) } else { Kernel::Context(unit) };
-        groups.push(Group { kernel, is_checked, first: all.len(), count: these.len() });
-        all.append(&mut these);
+
+    /// How many records reach this worker.
+    fn count(&self) -> usize {
+        self.groups.iter().map(|g| g.count).sum()
     }
-    Ok((all, groups))
+
+    /// What the kernels are told of these records, those of one kind together.
+    fn fill(&self, delta: &Delta<'_>, into: &mut [Patch]) {
+        let mut next = self.firsts;
+        for (e, kind) in delta.entries().iter().zip(&self.kinds).filter(|(_, kind)| **kind != ELSEWHERE) {
+            let at = &mut next[usize::from(*kind)];
+            into[*at] = Patch {
+                offset: e.offset as u64,
+                sum: e.sum.0,
+                length: e.len,
+                mode: e.mode.code().into(),
+                place: e.block,
+                unused: 0,
+            };
+            *at += 1;
+        }
+    }
 }
 
 /// Copies with several threads.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,13 +24,18 @@ use crate::region::{Attempt, Committed, OwnedAttempt, Region, Writer, step};
 use crate::seal::draft::Draft;
 use crate::seal::{self, Names};
 use crate::shm::{Access, Mapping};
-use crate::stop::Stop;
+use crate::stop::{Stop, lap};
 
 /// More than any header of a delta has.
 const FRONT: u64 = 4096;
 
 /// Deltas of so many bytes have a file ready: smaller ones are written at once, and larger ones take up too much.
 const SPARE: Range<u64> = 4 << 20..1 << 30;
+/// How many bytes of a delta engines are given a second to fetch, before the slot is written: both want the memory's bandwidth,
+/// and nobody waits for the slot.
+const FETCHED_PER_SECOND: u64 = 1 << 30;
+/// The longest that they are given.
+const REST: Duration = Duration::from_millis(200);
 /// How far the background work steps back, in steps of `nice`: a third of the processor where others want all of it.
 const NICE: i32 = 5;
 
@@ -137,9 +142,30 @@ struct Job {
     /// What it is for.
     aim: Aim,
     stop: Stop,
+    hurry: Arc<Hurry>,
     /// Carries nothing; it closes when the work is over.
     over: Receiver<()>,
     thread: JoinHandle<Outcome>,
+}
+
+/// Whether somebody waits for background work, which then does not rest.
+#[derive(Debug, Default)]
+struct Hurry {
+    is_wanted: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Hurry {
+    fn now(&self) {
+        *self.is_wanted.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    /// Returns after `time`, or at once when somebody waits.
+    fn rest(&self, time: Duration) {
+        let wanted = self.is_wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_timeout_while(wanted, time, |wanted| !*wanted));
+    }
 }
 
 enum Seat {
@@ -305,8 +331,10 @@ impl Rank {
             threads: self.threads,
             version,
             spare: Arc::clone(&self.spare),
+            hurry: Arc::default(),
         };
-        self.spawn(version, aim, timeout, writer, move |writer, stop, handed_out| {
+        let hurry = Arc::clone(&run.hurry);
+        self.spawn(version, aim, timeout, hurry, writer, move |writer, stop, handed_out| {
             run.delta(writer, newest, memory.older, source, handed_out, stop)
         })
     }
@@ -367,7 +395,7 @@ impl Rank {
                 let (region, roster, threads) =
                     (Arc::clone(&self.region), Arc::clone(&self.roster), self.threads);
                 // The version is there whether or not its sums can be made.
-                self.spawn(version, Aim::Sums, Duration::MAX, writer, move |_, stop, _| {
+                self.spawn(version, Aim::Sums, Duration::MAX, Arc::default(), writer, move |_, stop, _| {
                     let data = region.slot_data(slot);
                     let kernels = crate::simd::kernels();
                     let sums = seal::sums(kernels, region.manifest(), &roster.blocks, data, threads, stop)?;
@@ -414,6 +442,7 @@ impl Rank {
     /// Waits for the background work of the version before, and gives its error.
     pub fn settle(&mut self, stop: &Stop) -> Result<(), EarlyError> {
         let Seat::Busy(job) = &self.seat else { return Ok(()) };
+        job.hurry.now();
         while job.over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
             stop.check()?;
         }
@@ -424,6 +453,7 @@ impl Rank {
     pub fn close(&mut self) -> Result<(), EarlyError> {
         if let Seat::Busy(job) = &self.seat {
             job.stop.set();
+            job.hurry.now();
         }
         let result = self.finish();
         self.seat = Seat::Closed;
@@ -491,6 +521,7 @@ impl Rank {
         version: Version,
         aim: Aim,
         timeout: Duration,
+        hurry: Arc<Hurry>,
         writer: Writer,
         work: impl FnOnce(&mut Writer, &Stop, &mut Option<StateDigest>) -> Result<Memory, EarlyError>
         + Send
@@ -510,7 +541,7 @@ impl Rank {
         });
         match thread {
             Ok(thread) => {
-                self.seat = Seat::Busy(Job { version, aim, stop, over, thread });
+                self.seat = Seat::Busy(Job { version, aim, stop, hurry, over, thread });
                 Ok(())
             }
             Err(source) => {
@@ -572,11 +603,12 @@ fn step_back() {
     }
 }
 
-/// Milliseconds since `begun`, which is now after.
-fn lap(begun: &mut Instant) -> f64 {
-    let now = Instant::now();
-    let taken = now.duration_since(std::mem::replace(begun, now));
-    taken.as_secs_f64() * 1e3
+/// How long engines are given to fetch a delta before its slot is written.
+fn rest(bytes: u64) -> Duration {
+    if bytes < SPARE.start {
+        return Duration::ZERO;
+    }
+    Duration::from_secs_f64(bytes as f64 / FETCHED_PER_SECOND as f64).min(REST)
 }
 
 /// The background work of one version.
@@ -588,6 +620,7 @@ struct Run {
     threads: usize,
     version: Version,
     spare: Arc<Mutex<Option<Spare>>>,
+    hurry: Arc<Hurry>,
 }
 
 /// A file for the next delta, reserved and mapped while nobody waits: that takes as long as filling it.
@@ -639,6 +672,10 @@ impl Run {
         let digest = sums.digest(manifest);
         self.hand_out(&newest, digest, &records, handed_out, stop);
         let part_ms = lap(&mut begun);
+        if handed_out.is_some() {
+            self.hurry.rest(rest(records.bytes()));
+        }
+        let rest_ms = lap(&mut begun);
         step_back();
         let attempt = writer.begin(version, stop)?;
         // Nobody but this rank writes its blocks, so they are as it left them, also if others have begun and given up.
@@ -663,6 +700,7 @@ impl Run {
             ?done,
             encode_ms,
             part_ms,
+            rest_ms,
             wait_ms,
             apply_ms,
             commit_ms = lap(&mut begun),
@@ -690,15 +728,15 @@ impl Run {
     /// The sums after the records.
     fn next_sums(&self, base: &SumTable, records: &Records) -> Result<SumTable, EarlyError> {
         let (mut sums, mut tensor) = (base.clone(), 0);
-        for e in records.entries() {
+        sums.set_all(records.entries().iter().map(|e| {
             let block = e.block;
             if !self.roster.blocks.contains(block) {
                 let source = RecordsFault::NotOwn { block };
                 return Err(EarlyError::Records { rank: self.rank, version: self.version, source });
             }
             tensor = self.region.manifest().cuts().tensor_of(block, tensor)?;
-            sums.set(block, tensor, e.sum);
-        }
+            Ok((block, tensor, e.sum))
+        }))?;
         Ok(sums)
     }
 
@@ -755,5 +793,30 @@ impl Run {
                 tracing::warn!(version, rank, %error, "the delta is not handed out; receivers wait for the slot");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn background_work_that_rests_goes_on_when_somebody_waits() {
+        let hour = Duration::from_secs(3600);
+        let hurry = Hurry::default();
+        std::thread::scope(|scope| {
+            let resting = scope.spawn(|| hurry.rest(hour));
+            hurry.now();
+            resting.join().unwrap();
+        });
+        // Also if they came first.
+        hurry.rest(hour);
+    }
+
+    #[test]
+    fn engines_are_given_time_for_a_large_delta_and_not_for_ever() {
+        assert_eq!(rest(1 << 20), Duration::ZERO);
+        assert_eq!(rest(128 << 20), Duration::from_millis(125));
+        assert_eq!(rest(u64::MAX), REST);
     }
 }

@@ -109,20 +109,29 @@ impl Fetched {
 
     /// Its parts, checked by so many threads: records that lead from [`Fetched::base`] to [`Fetched::known`].
     pub fn parts(&self, threads: usize) -> Result<Vec<Delta<'_>>, ReceiverError> {
+        self.containers().map(|bytes| self.part(bytes, threads)).collect()
+    }
+
+    /// The bytes of its parts, which nobody has checked.
+    pub fn containers(&self) -> impl Iterator<Item = &[u8]> {
+        let payloads = match &self.ticket.mode {
+            Mode::Delta { payloads, .. } => &payloads[..],
+            Mode::Full => &[],
+        };
+        self.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.bytes(0..p.bytes))
+    }
+
+    /// One of [`Fetched::containers`], checked by so many threads.
+    pub fn part<'a>(&self, bytes: &'a [u8], threads: usize) -> Result<Delta<'a>, ReceiverError> {
         let peer = || self.peer.clone();
-        let Mode::Delta { payloads, .. } = &self.ticket.mode else { return Ok(Vec::new()) };
-        let parts = self.buffers.iter().zip(payloads);
-        let parts = parts.map(|(b, p)| crate::container::parse(b.bytes(0..p.bytes), threads));
-        let parts: Result<Vec<_>, _> = parts.collect();
-        let parts = parts.map_err(|source| ReceiverError::Delta { peer: peer(), source })?;
-        for part in &parts {
-            let (from, to) = (part.header.base_identity(), part.header.target_identity());
-            if (&from, &to) != (&self.base, &self.ticket.identity) {
-                let what = format!("a delta from {from} to {to}");
-                return Err(ReceiverError::OtherTicket { peer: peer(), what });
-            }
+        let part = crate::container::parse(bytes, threads)
+            .map_err(|source| ReceiverError::Delta { peer: peer(), source })?;
+        let (from, to) = (part.header.base_identity(), part.header.target_identity());
+        if (&from, &to) != (&self.base, &self.ticket.identity) {
+            let what = format!("a delta from {from} to {to}");
+            return Err(ReceiverError::OtherTicket { peer: peer(), what });
         }
-        Ok(parts)
+        Ok(part)
     }
 
     /// Its length. The memory that it is in may be longer.

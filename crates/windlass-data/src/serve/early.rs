@@ -32,6 +32,7 @@ use crate::region::{LeaseKind, step};
 use crate::seal::draft::{Draft, remove_if_there};
 use crate::seal::{self, DeltaFile, Names};
 use crate::shm::{Access, Mapping};
+use crate::stop::lap;
 
 /// Why the deltas of ranks were not joined.
 #[derive(Debug, thiserror::Error)]
@@ -153,6 +154,7 @@ impl Inner {
     /// Serves `version` by what the ranks brought. False if that begins at a version that is not served yet.
     fn join(&self, base: &SealedSlot, version: Version) -> Result<bool, JoinError> {
         let start = Instant::now();
+        let mut begun = start;
         let (manifest, held) = (self.region.manifest(), blocks_of(&self.region));
         let mut brought = Vec::new();
         for rank in 0..self.region.ranks() {
@@ -190,8 +192,10 @@ impl Inner {
             version: base.version,
             sums: &base.sums,
         };
+        let read_ms = lap(&mut begun);
         step("join");
         let sums = Arc::new(early::join(origin, version, &rosters, &deltas)?);
+        let join_ms = lap(&mut begun);
         let file = self.link(base, version, &sums, &brought, &deltas)?;
         let (bytes, changes) = (file.bytes, file.changes);
         step("linked");
@@ -209,7 +213,15 @@ impl Inner {
         count(&self.counters.joined);
         step("served");
         self.changed.notify_all();
-        tracing::debug!(version, bytes, seconds, "served by delta before its slot is whole");
+        let link_ms = lap(&mut begun);
+        tracing::debug!(
+            version,
+            bytes,
+            read_ms,
+            join_ms,
+            link_ms,
+            "served by delta before its slot is whole"
+        );
         Ok(true)
     }
 

@@ -260,6 +260,20 @@ fn delta(manifest: &Manifest, context: impl Fn(usize) -> bool) -> Vec<u8> {
     out
 }
 
+/// What the kernels are told of a delta, and in which groups.
+fn patches_of(
+    delta: &Delta<'_>,
+    manifest: &Manifest,
+    places: &Places,
+    has_sums: bool,
+    chosen: &[bool],
+) -> Result<(Vec<Patch>, Vec<Group>), CudaError> {
+    let sorted = Sorted::new(delta, manifest, places, has_sums, chosen)?;
+    let mut patches = vec![Patch::default(); sorted.count()];
+    sorted.fill(delta, &mut patches);
+    Ok((patches, sorted.groups))
+}
+
 #[test]
 fn records_go_to_the_kernel_of_their_mode_and_unit() {
     let plan = plan(0, 2);
@@ -271,7 +285,7 @@ fn records_go_to_the_kernel_of_their_mode_and_unit() {
     let raw = delta(manifest, |tensor| tensor != 1);
     let made = Delta::parse(&raw).unwrap();
     for has_sums in [false, true] {
-        let (patches, groups) = patches(&made, manifest, &places, has_sums, &[true; 3]).unwrap();
+        let (patches, groups) = patches_of(&made, manifest, &places, has_sums, &[true; 3]).unwrap();
         let group = |kernel, first, count| Group { kernel, is_checked: has_sums, first, count };
         // Plain ones first; two blocks of a, one of the others.
         assert_eq!(
@@ -290,7 +304,7 @@ fn records_go_to_the_kernel_of_their_mode_and_unit() {
         assert!(patches.iter().all(|p| payload(p) == [1, 2, 3] && p.sum == [p.place.into(), 1]));
     }
     // Only some tensors.
-    let (patches, _) = patches(&made, manifest, &places, false, &[false, false, true]).unwrap();
+    let (patches, _) = patches_of(&made, manifest, &places, false, &[false, false, true]).unwrap();
     assert_eq!(patches.iter().map(|p| p.place).collect::<Vec<_>>(), [3]);
     let mantissas: Vec<_> = places.blocks.iter().map(|p| (p.is_float, p.mantissa)).collect();
     assert_eq!(mantissas, [(1, 23), (1, 7), (1, 7), (1, 7)]);
@@ -304,7 +318,7 @@ fn a_context_record_for_a_part_of_a_block_is_refused() {
     let places = Places::new(&plan, &ADDRESSES).unwrap();
     let staged = |context: fn(usize) -> bool| {
         let raw = delta(manifest, context);
-        patches(&Delta::parse(&raw).unwrap(), manifest, &places, true, &[true; 3])
+        patches_of(&Delta::parse(&raw).unwrap(), manifest, &places, true, &[true; 3])
             .map(|(patches, _)| patches.len())
     };
     assert_eq!(staged(|tensor| tensor == 0).unwrap(), 3);
