@@ -45,9 +45,10 @@ use cudarc::driver::sys::CUresult;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::boxes::{Box2, Limits, boxes, cut};
-use super::driver::{DeviceBuffer, Event, Gpu, Stream, StreamHandle, check, text_of};
+use super::driver::{Event, Gpu, Stream, StreamHandle, check, text_of};
 use super::error::CudaError;
 use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::memory::DeviceBuffer;
 use super::nvtx::Named;
 use crate::copies::{Copy, CopyError, MAX_DIMS};
 use crate::stop::Stop;

@@ -14,8 +14,9 @@ use std::sync::{Mutex, PoisonError};
 use cudarc::driver::sys;
 use cudarc::driver::sys::{CUfunction_attribute, CUresult};
 
-use super::driver::{DeviceBuffer, Gpu, Plain, Stream, check_kernel};
+use super::driver::{Gpu, Stream, check_kernel};
 use super::error::CudaError;
+use super::memory::{DeviceBuffer, Plain};
 
 /// Threads of a CTA, in every kernel.
 const THREADS: u32 = 256;
@@ -378,7 +379,7 @@ impl Ready {
 
 /// A tally on the device.
 pub(super) fn tally(gpu: &Gpu) -> Result<DeviceBuffer, CudaError> {
-    DeviceBuffer::new(gpu, size_of::<Tally>() as u64, "a tally", super::driver::SMALL)
+    DeviceBuffer::new(gpu, size_of::<Tally>() as u64, "a tally", super::memory::SMALL)
 }
 
 #[cfg(test)]

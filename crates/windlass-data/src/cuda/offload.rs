@@ -27,9 +27,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::boxes::{Box2, Limits, boxes, cut};
-use super::driver::{DeviceBuffer, Event, Gpu, HostBuffer, Registration, Stream, StreamHandle};
+use super::driver::{Event, Gpu, Stream, StreamHandle};
 use super::error::CudaError;
 use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::memory::{DeviceBuffer, HostBuffer, Registration};
 use super::nvtx::Named;
 use crate::copies::CopyPlan;
 use crate::region::{Attempt, Region};

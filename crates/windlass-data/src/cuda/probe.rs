@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::driver::{self, Facts, Gpu, Registration};
+use super::driver::{self, Facts, Gpu};
 use super::error::{CudaError, CudaVersion};
 use super::ipc::SharedMemory;
+use super::memory::Registration;
 
 /// A page of any machine that has a GPU: 64 KiB on some ARM ones.
 const PAGE: usize = 64 << 10;

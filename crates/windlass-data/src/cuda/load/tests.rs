@@ -4,14 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use windlass_core::Dtype;
-use windlass_core::delta::{DeltaHeader, Encoded, PartBuilder};
+use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Tile};
 use windlass_core::digest::sum_range;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, StateDigest};
-use windlass_core::manifest::{DimCut, TensorSpec};
+use windlass_core::manifest::{DimCut, Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 
+use super::tables::*;
 use super::*;
+use crate::cuda::boxes::Box2;
+use crate::cuda::kernels::Unit;
 use crate::load::{PlanCopy, Target};
 use crate::seal;
 use crate::simd::kernels;
