@@ -8,12 +8,28 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
 The version of the package.
 """
+
+@final
+class Backoff:
+    """
+    How long what failed is left alone before it is tried again: longer with every failure, up to a cap.
+    """
+    def __new__(cls, /) -> Backoff: ...
+    def failed(self, /, first: SupportsFloat | SupportsIndex, cap: SupportsFloat | SupportsIndex, salt: SupportsIndex) -> tuple[float, bool]:
+        """
+        Counts a failure: how many seconds to rest, from `first` to `cap`, and whether that has become longer. Whoever fails
+        together with others gives another `salt` than they.
+        """
+    def reset(self, /) -> None:
+        """
+        It succeeded, or there is something newer to try.
+        """
 
 @final
 class Baseline:

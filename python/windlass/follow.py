@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from windlass import _windlass
 from windlass.errors import (
     WindlassCorrupt,
     WindlassError,
@@ -157,30 +158,25 @@ class Follower:
         after twice as long each time, up to a minute. A success begins anew, and what is newer is tried at once. Other
         errors end it; calling it again goes on.
         """
-        failures = 0
+        backoff = _windlass.Backoff()
         while True:
             try:
                 loaded = self.step(patience)
             except (WindlassPeerLost, WindlassTimeout) as e:
-                failures = failures + 1 if self._rest(failures, e) else 0
+                if not self._rest(backoff, e):
+                    backoff.reset()
                 continue
-            failures = 0
+            backoff.reset()
             if loaded is not None:
                 yield loaded
                 if until is not None and loaded.version >= until:
                     return
 
-    def _rest(self, failures: int, error: Exception) -> bool:
-        """Waits before the next attempt, after so many that failed before this one, or until the publisher is back.
-
-        Whether failures go on counting: not if there is something newer to try.
-        """
-        longest, before = (
-            min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(n, 30)) for n in (failures, failures - 1)
-        )
-        # Not by the module of random numbers: importing it costs time, and trainers like to have a file of that name.
-        rest = longest * (0.75 + 0.25 * (time.monotonic_ns() // 1000 % 1024) / 1024)
-        if not failures or longest > before:
+    def _rest(self, backoff: _windlass.Backoff, error: Exception) -> bool:
+        """Waits before the next attempt, or until the publisher is back. Whether failures go on counting: not if there is
+        something newer to try."""
+        rest, longer = backoff.failed(FIRST_REST_S, LONGEST_REST_S, time.monotonic_ns())
+        if longer:
             log.info("%s; trying again in %.1f s", error, rest)
         ends = time.monotonic() + rest
         failed = self._newest()

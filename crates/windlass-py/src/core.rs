@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 use windlass_core::Dtype;
 use windlass_core::address::{Endpoint, Host};
+use windlass_core::backoff::{self, Span};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
 use windlass_core::identity::ModelId;
@@ -14,6 +15,36 @@ use windlass_core::request::{Parameters, WeightUpdateRequest, is_canonical_packe
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
 
 use crate::errors::Failure;
+
+/// How long what failed is left alone before it is tried again: longer with every failure, up to a cap.
+#[pyclass(module = "windlass._windlass")]
+#[derive(Debug, Default)]
+pub(crate) struct Backoff {
+    inner: backoff::Backoff,
+}
+
+#[pymethods]
+impl Backoff {
+    #[new]
+    fn new() -> Backoff {
+        Backoff::default()
+    }
+
+    /// Counts a failure: how many seconds to rest, from `first` to `cap`, and whether that has become longer. Whoever fails
+    /// together with others gives another `salt` than they.
+    fn failed(&mut self, first: f64, cap: f64, salt: u64) -> PyResult<(f64, bool)> {
+        let ms = |what, seconds| Ok::<_, PyErr>(crate::held::seconds(what, seconds)?.as_millis() as u64);
+        let first_ms = ms("a rest", first)?;
+        let span = Span { first_ms, cap_ms: ms("a rest", cap)?.max(first_ms) };
+        let rest = self.inner.failed(span, salt);
+        Ok((rest.ms as f64 / 1e3, rest.longer))
+    }
+
+    /// It succeeded, or there is something newer to try.
+    fn reset(&mut self) {
+        self.inner.reset();
+    }
+}
 
 /// A parameter as it left the chunker: name, dtype, shape, payload.
 type Part = (String, &'static str, Vec<u64>, Py<PyAny>);

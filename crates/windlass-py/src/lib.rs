@@ -27,7 +27,7 @@ mod _windlass {
     use crate::cli::main;
     #[pymodule_export]
     use crate::core::{
-        Chunker, check_endpoint, check_host, check_model_id, choose, dtype_bits, dtype_name,
+        Backoff, Chunker, check_endpoint, check_host, check_model_id, choose, dtype_bits, dtype_name,
         dtype_safetensors, dtypes, engine_rank, extent, legacy_request, module_of, packed_layout,
         parse_request, parse_sync_info, rank_offsets, threshold_from_gb, world_size,
     };

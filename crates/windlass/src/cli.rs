@@ -90,6 +90,9 @@ enum ParsedCommand {
         /// The directory that regions would be made in
         #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
         region_dir: PathBuf,
+        /// Bytes of the model that is trained, by which ways are chosen; k, M, G and Ki, Mi, Gi are understood
+        #[arg(long, value_parser = parse_count, value_name = "BYTES")]
+        model_bytes: Option<u64>,
     },
     /// Serve the versions of a region to receivers
     ///
@@ -502,7 +505,9 @@ impl ParsedCommand {
                 let (models, repeats) = (models.into(), repeats.into());
                 Command::BenchController(bench::controller::ControllerConfig { receivers, models, repeats })
             }
-            ParsedCommand::Doctor { region_dir } => Command::Doctor(doctor::Doctor { region_dir }),
+            ParsedCommand::Doctor { region_dir, model_bytes } => {
+                Command::Doctor(doctor::Doctor { region_dir, model_bytes })
+            }
             ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
             ParsedCommand::Controller(controller) => Command::Controller(Box::new(controller.check()?)),
             ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),

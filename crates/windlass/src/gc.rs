@@ -54,15 +54,14 @@ impl Gc {
             })).collect::<Vec<_>>(),
         });
         session.finish(object, |out| {
-            let (each, all) =
-                if self.dry_run { ("would remove", "would be removed") } else { ("removed", "removed") };
+            let (each, be) = if self.dry_run { ("would remove", "would be ") } else { ("removed", "") };
             for r in &removed {
                 let model = r.model_id.as_ref().map_or("(unfinished)", |m| m.as_str());
                 let _ = writeln!(out, "{each} {}  {model}  {}", r.dir.display(), bytes(r.bytes));
             }
             let _ = match removed.len() {
                 0 => writeln!(out, "nothing to remove in {}", self.dir.display()),
-                n => writeln!(out, "{n} {all}, {} freed", bytes(freed)),
+                n => writeln!(out, "{n} {be}removed, {} {be}freed", bytes(freed)),
             };
         })
     }

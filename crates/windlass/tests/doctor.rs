@@ -72,6 +72,31 @@ fn the_doctor_looks_at_everything_and_advises_on_what_is_not_well() {
 }
 
 #[test]
+fn the_doctor_says_which_way_would_be_taken_and_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let given = ["--region-dir", dir.path().to_str().unwrap(), "--model-bytes", "16G"];
+    let object = run!("doctor", "--json", given[0], given[1], given[2], given[3]).json();
+    let choices = object["choices"].as_array().unwrap();
+    let near = choices.iter().find(|c| c["engines"] == "on this host, coming and going").unwrap();
+    assert_eq!(near["choice"]["strategy"], "tcp", "{near}");
+    assert_eq!(near["choice"]["link"], "shm", "{near}");
+    let human = run!("doctor", given[0], given[1], given[2], given[3]).stdout;
+    for c in choices {
+        let (engines, choice) = (c["engines"].as_str().unwrap(), &c["choice"]);
+        let line = format!(
+            "  {engines}: {} over {}",
+            choice["strategy"].as_str().unwrap(),
+            choice["link"].as_str().unwrap()
+        );
+        assert!(human.contains(&line), "{line} in {human}");
+        assert!(human.contains(choice["why"].as_str().unwrap()), "{choice} in {human}");
+    }
+    let wrong = run!("doctor", "--model-bytes", "much");
+    assert_eq!(wrong.code, 2);
+    assert!(wrong.stderr.contains("much"), "{}", wrong.stderr);
+}
+
+#[test]
 fn the_doctor_writes_a_table_and_its_advice_for_people() {
     let dir = tempfile::tempdir().unwrap();
     let object = run!("doctor", "--region-dir", dir.path(), "--json").json();

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
-use windlass_core::choose::{NEEDS_CAPABILITY, NEEDS_DRIVER};
+use windlass_core::choose::{Cuda, NEEDS_CAPABILITY, NEEDS_DRIVER};
 use windlass_data::cuda::CudaError;
 use windlass_data::cuda::probe::{Device, Memory, Survey};
 
@@ -143,6 +143,33 @@ impl Gpus {
                  use packed_cuda_ipc, whose arena is not torch's"
             ),
         )
+    }
+
+    /// UUIDs of the devices, and what a choice wants to know of them: of several, the worst.
+    pub fn side(&self) -> (Vec<String>, Cuda) {
+        let survey = match &self.survey {
+            Ok(survey) => survey,
+            // Nobody misses one here.
+            Err(CudaError::NoDriver { .. }) if self.module.is_none() => return (Vec::new(), Cuda::default()),
+            Err(e) => return (Vec::new(), Cuda { unusable: Some(e.to_string()), ..Cuda::default() }),
+        };
+        let devices = &survey.devices;
+        let broken = devices.iter().find_map(|d| {
+            let error = d.memory.as_ref().err()?;
+            Some(format!("GPU {}: {error}", d.facts.ordinal))
+        });
+        let all = |can: fn(&Memory) -> bool| Some(memories(survey).all(|(_, m)| can(m)));
+        let cuda = Cuda {
+            unusable: broken,
+            driver: Some(survey.cuda),
+            capability: devices.iter().map(|d| d.facts.capability).min(),
+            free_bytes: memories(survey).map(|(_, m)| m.free).min(),
+            expandable_segments: Some(self.expandable),
+            exports_handles: all(|m| m.handles.is_ok()),
+            exports_descriptors: all(|m| m.descriptors).map(|can| can && self.shared_segments),
+            ..Cuda::default()
+        };
+        (devices.iter().map(|d| d.facts.uuid.clone()).collect(), cuda)
     }
 
     /// All of it for machines.

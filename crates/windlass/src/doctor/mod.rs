@@ -17,7 +17,10 @@
 //! | [`memory`] | memory, cgroup, locking, huge pages, swap, overcommit |
 //! | [`place`] | the region directory |
 //! | [`speed`] | copying, reading two streams, loopback |
+//!
+//! [`choice`] checks nothing: it says which way weights would take from trainers here, and why.
 
+pub mod choice;
 pub mod gpu;
 pub mod host;
 pub mod memory;
@@ -49,6 +52,8 @@ pub(crate) const LEAST: u64 = 64 << 20;
 pub struct Doctor {
     /// Where regions would be.
     pub region_dir: PathBuf,
+    /// Bytes of the model that a choice is made for.
+    pub model_bytes: Option<u64>,
 }
 
 /// Whether something is as it should be.
@@ -139,7 +144,9 @@ impl Doctor {
         checks.extend(gpus.checks());
         let speed = Speed::measure(memory::spare(&system), session.cancel())?;
         checks.extend(speed.checks());
-        report(&checks, &gpus, &speed, session)
+        let (found, cuda) = gpus.side();
+        let choices = choice::choices(&found, &cuda, self.model_bytes);
+        report(&checks, &gpus, &choices, &speed, session)
     }
 }
 
@@ -152,7 +159,13 @@ fn exit_code(checks: &[Check]) -> u8 {
     problems.take(1).sum()
 }
 
-fn report(checks: &[Check], gpus: &gpu::Gpus, speed: &Speed, session: &Session) -> Result<u8, Error> {
+fn report(
+    checks: &[Check],
+    gpus: &gpu::Gpus,
+    choices: &[choice::Asked],
+    speed: &Speed,
+    session: &Session,
+) -> Result<u8, Error> {
     let exit = exit_code(checks);
     let figure = |rate: &std::io::Result<f64>| rate.as_ref().ok().map(|r| round(*r));
     let object = json!({
@@ -160,6 +173,7 @@ fn report(checks: &[Check], gpus: &gpu::Gpus, speed: &Speed, session: &Session) 
         "exit": exit,
         "checks": checks.iter().map(Check::json).collect::<Vec<_>>(),
         "gpu": gpus.json(),
+        "choices": choices.iter().map(choice::Asked::json).collect::<Vec<_>>(),
         "copy_gbps": figure(&speed.copy),
         "read2_gbps": figure(&speed.read2),
         "loopback_gbps": figure(&speed.loopback),
@@ -176,7 +190,8 @@ fn report(checks: &[Check], gpus: &gpu::Gpus, speed: &Speed, session: &Session) 
                 let _ = write!(out, "\n{} ({}): {advice}", check.name, check.verdict());
             }
         }
-        out.push('\n');
+        out.push_str("\n\nfor trainers here, and engines\n");
+        choices.iter().for_each(|asked| asked.write(out));
         let counted = |verdict| checks.iter().filter(|c| c.verdict() == verdict).count();
         let verdicts = ["ok", "advice", "problem"].map(|v| format!("{} {v}", counted(v)));
         let _ = writeln!(out, "\n{} checks: {}", checks.len(), verdicts.join(", "));

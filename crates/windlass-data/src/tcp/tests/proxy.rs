@@ -179,6 +179,11 @@ impl Hand {
         self.socket.write_all(&message.encode(stream).unwrap()).unwrap();
     }
 
+    pub(super) fn ping(&mut self, number: u64) {
+        let frame = self.pull.ping(number).unwrap();
+        self.socket.write_all(&frame).unwrap();
+    }
+
     /// The next frame that is not payload; payload goes to `payload`.
     pub(super) fn event(&mut self, payload: &mut Vec<u8>) -> std::io::Result<PullEvent> {
         loop {
