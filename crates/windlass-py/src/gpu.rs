@@ -11,7 +11,7 @@ use windlass_core::delta::{Delta, DeltaHeader};
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, StateDigest};
-use windlass_data::cuda::driver::{self};
+use windlass_data::cuda::driver;
 use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
 use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
 use windlass_data::cuda::memory::Registration;
