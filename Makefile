@@ -148,7 +148,7 @@ pytest: develop ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a t
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
-	$(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	.venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension

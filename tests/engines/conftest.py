@@ -20,6 +20,25 @@ _vllm = importlib.util.find_spec("vllm")
 collect_ignore = ["plugin", "stubs", *([] if _vllm and _vllm.origin else ["vllm/inside"])]
 
 
+#: Files that take longest come first, so that nobody waits for one that was begun last; `make engines` runs two at a time.
+LONGEST = (
+    "test_sidecar.py",
+    "test_broadcast.py",
+    "test_adapters.py",
+    "test_gpu_bench.py",
+    "test_sidecar_parallel.py",
+    "test_endpoint.py",
+    "test_dense.py",
+    "test_embedded.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files in that order; the tests of one stay as they are."""
+    rank = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Kind], Path]:
     """The directory of a tiny model's first checkpoint, made once for each kind."""
