@@ -241,7 +241,7 @@ class WeightManager:
         """Tells the controller that ``version`` (the newest if not given) is there, and returns its answer.
 
         With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
-        should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits for the agent to seal the version,
+        should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits until the agent hands the version out,
         and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 

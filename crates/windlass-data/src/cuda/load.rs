@@ -166,6 +166,18 @@ pub struct DevicePlan {
     index: Option<HostBuffer>,
 }
 
+/// Tables that are made when they are first needed are not there.
+const NO_TABLES: CudaError = CudaError::Count { what: "tables of blocks", expected: 1, found: 0 };
+
+/// Finishes a stream when dropped.
+struct Drain<'a>(&'a Stream);
+
+impl Drop for Drain<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.finish("copying a delta to the device");
+    }
+}
+
 struct Sparse {
     places: Places,
     place_table: DeviceBuffer,
@@ -397,8 +409,7 @@ impl DevicePlan {
                 sums: None,
             });
         }
-        let missing = CudaError::Count { what: "tables of blocks", expected: 1, found: 0 };
-        self.sparse.as_ref().ok_or(missing)
+        self.sparse.as_ref().ok_or(NO_TABLES)
     }
 
     /// The sums of the blocks of the version that the parameters hold, all blocks of the layout in order, by which records
@@ -463,6 +474,9 @@ impl DevicePlan {
     }
 
     /// [`DevicePlan::stage`] of a container that nobody has read yet: `read` does while the bytes are on their way.
+    ///
+    /// # Panics
+    /// If `read` gives the delta of other bytes.
     pub fn stage_unread<'a, D: Borrow<Delta<'a>>, E: From<CudaError>>(
         &mut self,
         bytes: &'a [u8],
@@ -475,13 +489,18 @@ impl DevicePlan {
         let chosen = self.plan.chosen(only).map_err(CudaError::from)?;
         let spare = Arc::clone(&self.spare);
         let payload = spare.take(&self.gpu, bytes.len() as u64 + 16, "a delta")?;
+        self.sparse()?;
+        let kept = self.index.take();
         let sent = self.send(bytes, payload.address(), stop);
-        // Whatever is wrong, the device may be reading `bytes` until the link is finished.
+        // Whatever is wrong, the device may be reading `bytes` until the link is finished: also if this panics.
+        let drain = Drain(&self.link);
         let made = read().and_then(|delta| {
-            let read_ms = lap(&mut begun);
-            let (index, groups) = self.index(delta.borrow(), &chosen)?;
+            let (delta, read_ms) = (delta.borrow(), lap(&mut begun));
+            assert!(std::ptr::eq(delta.bytes(), bytes), "the delta of other bytes than those that were sent");
+            let (index, groups) = self.indexed(delta, &chosen, kept)?;
             Ok((index, groups, read_ms, lap(&mut begun)))
         });
+        std::mem::forget(drain);
         self.link.finish("copying a delta to the device")?;
         sent?;
         let (index, groups, read_ms, index_ms) = made?;
@@ -507,14 +526,19 @@ impl DevicePlan {
         })
     }
 
-    /// The records of a delta that reach this worker, in pinned memory that is kept for the next one.
-    fn index(&mut self, delta: &Delta<'_>, chosen: &[bool]) -> Result<(HostBuffer, Vec<Group>), CudaError> {
-        delta.header.check(self.plan.manifest())?;
-        let manifest = Arc::clone(self.plan.manifest());
-        let sparse = self.sparse()?;
-        let sorted = Sorted::new(delta, &manifest, &sparse.places, sparse.sums.is_some(), chosen)?;
+    /// The records of a delta that reach this worker, in pinned memory: what is kept of the last one, if that is enough.
+    fn indexed(
+        &self,
+        delta: &Delta<'_>,
+        chosen: &[bool],
+        kept: Option<HostBuffer>,
+    ) -> Result<(HostBuffer, Vec<Group>), CudaError> {
+        let manifest = self.plan.manifest();
+        delta.header.check(manifest)?;
+        let Some(sparse) = &self.sparse else { return Err(NO_TABLES) };
+        let sorted = Sorted::new(delta, manifest, &sparse.places, sparse.sums.is_some(), chosen)?;
         let bytes = (sorted.count() * size_of::<Patch>()) as u64;
-        let mut index = match self.index.take().filter(|i| i.bytes().len() as u64 >= bytes) {
+        let mut index = match kept.filter(|i| i.bytes().len() as u64 >= bytes) {
             Some(index) => index,
             None => HostBuffer::new(&self.gpu, bytes + bytes / 4, "the index of a delta")?,
         };

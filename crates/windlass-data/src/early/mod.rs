@@ -35,7 +35,8 @@
 //!
 //! A rank that has the records from `base`, the newest committed version, to `version`
 //!
-//! 1. puts its delta into `parts/` and rings the region's bell;
+//! 1. puts its delta into `parts/` and rings the region's bell; engines are then given a moment to fetch it, unless somebody
+//!    waits for the rest;
 //! 2. begins an attempt for `version` with all other ranks, as in copy mode, and brings its blocks of the target slot to
 //!    `version`: the slot holds the version before `base`, so the records of the last two versions are applied to it, and
 //!    the sum of every block is checked on the way. Where it is not known what the slot holds (the version before came as
