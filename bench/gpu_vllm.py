@@ -10,15 +10,17 @@ Needs vLLM (in this Python, or in another one by ``--vllm-python``), transformer
 A trainer (this process, ``--trainer-device``) holds a Qwen3 layout with random weights and changes about 1 % of them for
 each step; the changes are larger than those of training, so that answers change. It publishes by
 ``WeightManager(offload_mode=...)``. A sidecar (``windlass receive --from``) pulls over TCP on loopback and has the server
-load, while requests are answered all the time. The server starts from the configuration alone, with weights of no
-meaning: all that it answers by came through Windlass. In the end it is asked for greedy answers, stopped, and a second
-server is started on a checkpoint that the trainer wrote: answers must be equal.
+load, while requests are answered all the time: prompts of 8 to 700 tokens, streamed answers. The server starts from the
+configuration alone, with weights of no meaning: all that it answers by came through Windlass. In the end the digest of its live
+weights must be that of the last version. With ``--eager`` a second server is started on a checkpoint that the trainer wrote, and
+greedy answers must be equal; compiled servers of one checkpoint differ among themselves, so that tokens prove nothing there.
 
 | figure | from | to |
 |---|---|---|
 | trainer blocked | `offload()` is called, the GPU idle | it returns |
 | step to visible | the same | the sidecar says that the server serves the version |
-| engine pause | the server stops generating | it goes on, as the server measured it |
+| engine pause | the end of the last step with the old weights | the next one may begin, as the server measured it |
+| tokens a second | without a new version for ``--seconds`` | with one every two seconds for as long |
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +64,10 @@ SIZES = {
 ROOM = 4.4
 #: How long a server may take to start, and one version to arrive.
 START, PATIENCE = 900.0, 600.0
+#: What the server says that it took before the pause.
+PARTS = ("stage_ms", "drain_ms")
+#: Tokens of prompts and answers, in turn.
+PROMPTS, ANSWERS = (8, 32, 128, 700), (64, 128, 256)
 
 
 class Missing(Exception):
@@ -83,6 +91,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--share", type=needs.share, default=0.01, help="of elements that change")
     parser.add_argument("--offload-mode", choices=("delta", "copy", "auto"), default="delta")
+    parser.add_argument("--clients", type=needs.whole(1), default=8, help="requests at the same time")
+    parser.add_argument(
+        "--seconds", type=needs.whole(0), default=60, help="how long tokens are counted, with and without"
+    )
+    parser.add_argument("--eager", action="store_true", help="no compilation, and compare tokens at the end")
     parser.add_argument("--pause", choices=("keep", "wait", "abort"), default="keep")
     parser.add_argument("--memory", type=float, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--vllm-python", default=os.environ.get("WINDLASS_VLLM_PYTHON", sys.executable))
@@ -201,8 +214,10 @@ def step(model: Any, share: float) -> int:
     count = 0
     with torch.no_grad():
         for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, device=parameter.device) < share
-            parameter += chosen * (0.1 * torch.randn_like(parameter))
+            # Piece by piece: an optimizer's step takes no memory of its own either.
+            for piece in parameter.view(-1).split(1 << 24):
+                chosen = torch.rand(piece.shape, device=piece.device) < share
+                piece += chosen * (0.1 * torch.randn_like(piece))
             count += parameter.numel()
     return count
 
@@ -223,6 +238,7 @@ class Engine(servers.Vllm):
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
         command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
         command += ["--load-format", "dummy"] if dummy else []
+        command += ["--enforce-eager"] if given.eager and given.device != "cpu" else []
         paths, plugins = [str(ROOT / "python")], "windlass"
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WINDLASS_TOKEN": token}
         if given.device == "cpu":
@@ -239,36 +255,81 @@ class Engine(servers.Vllm):
             if index:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
                 env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+        # What Windlass says in the server's processes is in the log, too.
+        told = {"class": "logging.StreamHandler"}
+        logging = {"version": 1, "disable_existing_loggers": False, "handlers": {"told": told}}
+        logging["root"] = {"level": "INFO", "handlers": ["told"]}
+        (model.parent / "logging.json").write_text(json.dumps(logging))
+        env["VLLM_LOGGING_CONFIG_PATH"] = str(model.parent / "logging.json")
         env |= {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(paths)}
         env["PATH"] = os.pathsep.join([str(Path(given.vllm_python).parent), os.environ["PATH"]])
         servers.Server.__init__(self, command, env, port=port, deadline=START)
 
 
 class Requests:
-    """Requests one after the other until it ends, as rollouts would be."""
+    """Requests at the same time until it ends, as rollouts would be: short prompts and long ones, short answers and long ones.
+    Answers are streamed, and every token counts when it comes."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, clients: int, vocabulary: int) -> None:
         self._engine = engine
+        self._vocabulary = vocabulary
         self._end = threading.Event()
+        self._lock = threading.Lock()
         self.tokens = 0
         self.failure: str | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)]
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self) -> None:
+    def _run(self, client: int) -> None:
+        turn = client
         while not self._end.is_set():
+            prompt = [
+                3 + (turn * 7919 + i * 104_729) % (self._vocabulary - 3) for i in range(PROMPTS[turn % 4])
+            ]
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWERS[turn % 3], "temperature": 1.0}
+            body |= {"ignore_eos": True, "stream": True}
+            turn += 1
             try:
-                self.tokens += len(self._engine.generate((7, 8, 9), 64, timeout=PATIENCE))
+                for _ in stream(self._engine.url, body):
+                    with self._lock:
+                        self.tokens += 1
+                    if self._end.is_set():
+                        return
             except Exception as e:
                 self.failure = f"{type(e).__name__}: {e}"
                 return
+
+    def rate(self, seconds: float, meanwhile: Any = None) -> float:
+        """Tokens a second, over so many, while something else is done every two."""
+        began, tokens = time.perf_counter(), self.tokens
+        while (elapsed := time.perf_counter() - began) < seconds:
+            if meanwhile is not None:
+                meanwhile()
+            passed = time.perf_counter() - began
+            time.sleep(max(0.0, min(2.0 - (passed - elapsed), seconds - passed)))
+            if self.failure:
+                raise RuntimeError(f"a request failed meanwhile: {self.failure}")
+        return (self.tokens - tokens) / (time.perf_counter() - began)
 
     def __enter__(self) -> Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._thread.join(PATIENCE)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+
+
+def stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+    """The events of a streamed answer, one for each token."""
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield line.decode()
 
 
 def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> dict[str, Any]:
@@ -281,6 +342,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
     secret.touch(0o600)
     secret.write_text(token)
     rows: list[dict[str, Any]] = []
+    rates: dict[str, float] = {}
     manager = WeightManager(model_id="policy", region_dir=str(home), offload_mode=given.offload_mode)
     with manager, Engine(given, folder, token, dummy=True) as engine:
         say(f"vLLM serves at {engine.url}")
@@ -295,9 +357,16 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
         ]
         options += [f"--engine=vllm={engine.url}", f"--engine-token-file={secret}", f"--config={folder}"]
         options += [f"--pause={given.pause}"]
-        with Sidecar(*options) as sidecar, Requests(engine) as requests:
-            sidecar.wait("loaded", PATIENCE, version=1)
-            for version in range(2, given.steps + 3):
+        began = time.perf_counter()
+        with Sidecar(*options) as sidecar, Requests(engine, given.clients, SIZES[given.size][5]) as requests:
+            first = sidecar.wait("loaded", PATIENCE, version=1)
+            first |= {"seconds": time.perf_counter() - began}
+            say(f"version 1 is served: {json.dumps(first)}")
+            version = 1
+
+            def sync() -> None:
+                nonlocal version
+                version += 1
                 step(model, given.share)
                 idle(given.trainer_device)
                 start = time.perf_counter()
@@ -310,22 +379,64 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                         "version": version,
                         "offload": told.mode,
                         "how": loaded["how"],
+                        "ahead": loaded["ahead"],
+                        "slow": loaded["slow"],
                         "trainer_blocked_ms": 1e3 * blocked,
                         "step_to_visible_ms": 1e3 * visible,
                         "engine_pause_ms": loaded["pause_ms"],
                         "load_ms": loaded["load_ms"],
+                        "stage_ms": loaded.get("stage_ms"),
+                        "drain_ms": loaded.get("drain_ms"),
                     }
                 )
                 if requests.failure:
                     raise RuntimeError(f"a request failed meanwhile: {requests.failure}")
+
+            for _ in range(given.steps + 2):
+                sync()
+                # The trainer's next step; its slot and the host's image are written meanwhile.
+                manager.wait_delta_ready()
+                sidecar.wait("synced", PATIENCE)
+            timed = rows[2:]
+            if given.seconds:
+                rates["without"] = requests.rate(given.seconds)
+                rates["with"] = requests.rate(given.seconds, sync)
+            proved = prove(engine, token, home / "images" / "policy", version)
+            requests_made = requests.tokens
         after = engine.answers()
+        log = engine.log.read_text(errors="replace")
+        served = [
+            line[line.index("windlass: version") :] for line in log.splitlines() if "is served:" in line
+        ]
     return {
         "parameters": model_step,
-        "rows": rows[1:],
-        "tokens_meanwhile": requests.tokens,
+        "rows": timed,
+        "all_rows": rows,
+        "first": first,
+        "rates": rates,
+        "proved": proved,
+        "served": served,
+        "tokens_meanwhile": requests_made,
         "answers_before": before,
         "answers": after,
     }
+
+
+def prove(engine: Any, token: str, image: Path, version: int) -> bool:
+    """Whether the digest of the weights that the server's workers hold is that of the version in the image."""
+    from windlass import _windlass
+
+    held = _windlass.open_image(str(image), 60.0, 60.0)
+    try:
+        request = urllib.request.Request(engine.url + "/windlass/v1/verify", b"{}", method="POST")
+        request.add_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            workers = json.load(answer)["workers"]
+        parts = [json.dumps(worker["parts"]) for worker in workers]
+        combined = json.loads(_windlass.combine_digests(held.layout(), parts))
+        return held.version == version and combined["digest"] == held.digest
+    finally:
+        held.finish()
 
 
 def fresh_answers(given: argparse.Namespace, model: Any, folder: Path, checkpoint: Path) -> Any:
@@ -339,9 +450,10 @@ def fresh_answers(given: argparse.Namespace, model: Any, folder: Path, checkpoin
 def figures(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each."""
     found = {}
-    for name in ("trainer_blocked_ms", "step_to_visible_ms", "engine_pause_ms", "load_ms"):
-        values = [row[name] for row in rows]
-        found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    for name in ("trainer_blocked_ms", "step_to_visible_ms", "engine_pause_ms", "load_ms", *PARTS):
+        values = [row[name] for row in rows if row[name] is not None]
+        if values:
+            found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return found
 
 
@@ -357,11 +469,14 @@ def main() -> int:
     try:
         model = make(given, home / "model")
         found = measure(given, home, model, home / "model")
-        say("a second server loads the trainer's checkpoint")
-        fresh = fresh_answers(given, model, home / "model", home / "checkpoint")
+        fresh = None
+        # Compiled engines of one checkpoint differ among themselves: only eager ones can be compared by tokens.
+        if given.eager or given.device == "cpu":
+            say("a second server loads the trainer's checkpoint")
+            fresh = fresh_answers(given, model, home / "model", home / "checkpoint")
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    equal = fresh == found["answers"]
+    equal = found["proved"] and (fresh is None or fresh == found["answers"])
     changed = found["answers"] != found["answers_before"]
     summary = figures(found["rows"])
     say(
@@ -374,11 +489,24 @@ def main() -> int:
         say(f"  {name:20} median {row['median']:9.2f}   {row['min']:9.2f} .. {row['max']:9.2f}")
     kinds = {key: sorted({row[key] for row in found["rows"]}) for key in ("offload", "how")}
     say(f"  offloaded by {', '.join(kinds['offload'])}; loaded {', '.join(kinds['how'])}")
+    ahead = sum(row["ahead"] for row in found["rows"])
+    say(f"  {ahead} of {len(found['rows'])} versions were loaded before the host's image held them")
+    for why in sorted({row["slow"] for row in found["all_rows"] if row["slow"]}):
+        say(f"  WARNING: vLLM's own loader was used: {why}")
+    for line in found["served"][-3:]:
+        say(f"  {line}")
     say(f"  {found['tokens_meanwhile']} tokens were generated meanwhile")
+    if found["rates"]:
+        with_, without = found["rates"]["with"], found["rates"]["without"]
+        say(f"  {with_:.0f} tokens/s with a version every 2 s, {without:.0f} without: {with_ / without:.3f}")
     say(
-        f"  greedy answers {'EQUAL' if equal else 'DIFFER FROM'} those of a fresh server"
-        + ("" if changed else " (and of no weights at all)")
+        f"  digest of the live weights: {'that of the version' if found['proved'] else 'ANOTHER THAN THE VERSION'}"
     )
+    if fresh is not None:
+        say(
+            f"  greedy answers {'EQUAL' if fresh == found['answers'] else 'DIFFER FROM'} those of a fresh server"
+            + ("" if changed else " (and of no weights at all)")
+        )
     if given.json:
         everything = {
             "arguments": vars(given),
@@ -389,7 +517,8 @@ def main() -> int:
         }
         everything["fresh_answers"] = fresh
         Path(given.json).write_text(json.dumps(everything, indent=1) + "\n")
-    say(json.dumps({"size": given.size, "equal": equal, "changed": changed, **kinds, **summary}))
+    told = {"size": given.size, "equal": equal, "changed": changed, "rates": found["rates"]}
+    say(json.dumps({**told, **kinds, **summary}))
     return 0 if equal else 1
 
 

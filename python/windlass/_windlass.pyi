@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "rank_offsets", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -128,6 +128,21 @@ class CopyTable:
         """
 
 @final
+class DeltaOnItsWay:
+    """
+    A delta that is being brought to the device. Nothing outlives it: letting go of it calls it off.
+    """
+    @property
+    def done(self, /) -> bool:
+        """
+        Whether it is there, or failed.
+        """
+    def take(self, /) -> list[StagedDelta]:
+        """
+        The delta, to be applied part after part, once it is there.
+        """
+
+@final
 class DeltaRecords:
     """
     What changed between two versions, in pinned host memory.
@@ -169,6 +184,12 @@ class DevicePlan:
         Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
         already). Corrupt if a record does not fit what is there; the parameters are a mixture then.
         """
+    def begin_handed(self, /, files: SupportsGetItem[int, tuple[str | PathLike[str], SupportsIndex]], model_id: str, base: tuple[SupportsIndex, SupportsIndex], target: tuple[SupportsIndex, SupportsIndex], timeout: SupportsFloat | SupportsIndex = 60.0) -> DeltaOnItsWay:
+        """
+        Begins to bring a delta that a receiver of this host has fetched, and handed over in files (path, bytes), to the device.
+        It leads from one version to another, each an incarnation and a version. A thread that needs no interpreter does it,
+        which an engine that computes in Python would give back late. Stale if the receiver took the delta back.
+        """
     def dense(self, /, image: SupportsIndex, stream: SupportsIndex = 0, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
         """
         Copies all of the image whose data begins at `image` on this device, or of the tensors in `only`, to the
@@ -186,6 +207,10 @@ class DevicePlan:
     def digest(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> str:
         """
         The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
+        """
+    def reserve(self, /, bytes: SupportsIndex) -> None:
+        """
+        Takes memory for deltas of up to so many bytes, so that the first of them need not wait for it.
         """
     def set_sums(self, /, sums: bytes | None) -> None:
         """
@@ -347,6 +372,10 @@ class Gpu:
     def uuid(self, /) -> str:
         """
         "GPU-" and its UUID.
+        """
+    def warm(self, /) -> None:
+        """
+        Has the driver load the kernels that loads need, which takes a moment where it sees them for the first time.
         """
 
 @final

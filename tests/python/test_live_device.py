@@ -30,6 +30,7 @@ from windlass.load import Live, LoadOrder, ModelSession, Report, take
 from windlass.load import device as device_module
 from windlass.load import live as live_module
 from windlass.load.device import DeviceWeights, device_weights
+from windlass.vllm.staging import Staging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
 
@@ -72,6 +73,21 @@ class Plan:
         self._called("stage")
         return [Records([t.clone() for t in self.tensors], self.fetched)]
 
+    def begin_handed(
+        self,
+        files: list[tuple[str, int]],
+        model_id: str,
+        base: tuple[int, int],
+        target: tuple[int, int],
+        timeout: float,
+    ) -> Job:
+        self._called("begin")
+        self.handed = (files, model_id, base, target)
+        return Job(self)
+
+    def reserve(self, size: int) -> None:
+        self._called("reserve")
+
     def apply(self, records: Records, stream: int, timeout: float) -> tuple[int, int]:
         self._called("apply")
         if not all(torch.equal(a, b) for a, b in zip(records.before, self.tensors)):
@@ -89,6 +105,19 @@ class Plan:
         return str(self.native.digest(self.addresses))
 
 
+class Job:
+    """A delta on its way, which has arrived when the test says so."""
+
+    done = False
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def take(self) -> list[Any]:
+        self._plan._called("arrive")
+        return [Records([t.clone() for t in self._plan.tensors], self._plan.fetched)]
+
+
 class Records:
     bytes = 100
 
@@ -100,7 +129,7 @@ class Bench:
     """A trainer, its receiver, and an engine on the made-up device."""
 
     def __init__(self, home: Path, wm: WeightManager, receiver: Receiver) -> None:
-        self.wm, self.receiver = wm, receiver
+        self.wm, self.receiver, self.image = wm, receiver, home / "image" / "p"
         self.trainer = reference.plain("tiny", "cpu", 1)
         self.model = reference.fuse(reference.plain("tiny", "cpu", 99))
         self.live = Live(reference.ReferenceSession(self.model), verify_every=3)
@@ -162,9 +191,17 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Bench]]:
         def open(ordinal: int) -> Gpu:
             return Gpu()
 
-        def load_plan(self, native: Any, addresses: list[int]) -> Plan:
-            return Plan(native, tensors)
+        def warm(self) -> None:
+            """There is nothing to compile."""
 
+        def register(self, memory: Any) -> Any:
+            return SimpleNamespace(close=lambda: None)
+
+        def load_plan(self, native: Any, addresses: list[int]) -> Plan:
+            plans.append(Plan(native, tensors))
+            return plans[-1]
+
+    plans: list[Plan] = []
     tensors: Sequence[torch.Tensor] = ()
 
     def made(native: Any, given: Sequence[torch.Tensor]) -> DeviceWeights:
@@ -258,7 +295,7 @@ def test_a_device_without_room_falls_back_to_the_engine(
     bench.check(bench.live.load(order), "dense")
     bench.plan.fails["dense"] = full
     bench.check(bench.live.load(bench.publish()), "session")
-    assert "loaded by the engine: a delta needs" in caplog.text
+    assert "own loader was used, which is slow: a delta needs" in caplog.text
     # As soon as there is room again, it is used.
     bench.plan.fails.clear()
     order = bench.publish()
@@ -418,7 +455,7 @@ def test_a_version_that_comes_late_has_as_much_time_as_any(
 
     monkeypatch.setattr(bench.receiver, "fetch", fetch)
     # What is there already comes with the last moment of the wait.
-    loop.take("sparse", timeout=0.01)
+    loop.take("sparse", timeout=5.0)
     assert given and given[0] > 60.0, given
 
 
@@ -479,3 +516,119 @@ def test_a_plain_model_follows_without_a_session_of_its_own(tmp_path: Path) -> N
                 assert report.plan.session == 0, report.plan
                 for name, p in model.named_parameters():
                     assert torch.equal(p, weights[name]), name
+
+
+def handed(bench: Bench) -> tuple[LoadOrder, Any]:
+    """The next version as an order of a receiver that hands the delta over in files, before its image has it."""
+    bench.announce()
+    newer = bench.receiver.wait_newer(60.0)
+    assert newer is not None
+    fetched = bench.receiver.fetch(60.0, newer)
+    assert fetched is not None
+    bench.plan.fetched = bench.fused()
+    order = LoadOrder.from_dict(
+        {
+            "image": str(bench.image),
+            "model_id": "p",
+            "incarnation": int(fetched.incarnation, 16),
+            "version": fetched.version,
+            "digest": fetched.digest,
+            "delta": {"base": fetched.version - 1, "files": [["/dev/shm/1.delta", 4096]]},
+        }
+    )
+    return order, fetched
+
+
+def test_a_delta_that_is_handed_over_is_applied_before_the_image(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    order, fetched = handed(bench)
+    with pytest.raises(WindlassInvalid, match="is not staged"):
+        bench.live.load(order)
+    staging = Staging(bench.live, order)
+    assert not staging.done and bench.calls() == ["sums", "begin"]
+    (files, model_id, base, target) = bench.plan.handed
+    assert (files, model_id, base[1], target[1]) == ([("/dev/shm/1.delta", 4096)], "p", 1, 2)
+    assert staging._arriving is not None
+    staging._arriving.job.done = True
+    assert staging.done and staging.error is None and bench.calls() == ["arrive"]
+    report = bench.live.load(order)
+    bench.check(report, "sparse")
+    assert bench.calls() == ["apply"]
+    assert report.plan is not None and report.plan.ahead and report.loads == {"session": 1, "sparse": 1}
+    # The image follows, and is what the next delta is loaded from.
+    bench.receiver.show(fetched, 60.0)
+    bench.check(bench.live.load(bench.publish()), "sparse")
+
+
+def test_a_delta_for_other_weights_is_refused_and_nothing_is_written(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    order, fetched = handed(bench)
+    before = [p.clone() for p in bench.model.parameters()]
+    other = LoadOrder.from_dict({**order.to_dict(), "delta": {"base": 7, "files": [["/dev/shm/1.delta", 1]]}})
+    for given, calls in ((other, []), (order, ["begin", "arrive"])):
+        if calls:
+            bench.plan.fails["arrive"] = WindlassStale("the receiver took it back")
+        staging = Staging(bench.live, given)
+        staging.join(60.0)
+        assert staging.done and isinstance(staging.error, WindlassStale)
+        assert [c for c in bench.calls() if c != "sums"] == calls
+        with pytest.raises(WindlassInvalid, match="is not staged"):
+            bench.live.load(given)
+    assert all(torch.equal(a, b) for a, b in zip(before, bench.model.parameters()))
+    assert bench.live.report().state == "clean"
+    # From the image it is loaded as ever.
+    bench.receiver.show(fetched, 60.0)
+    with bench.receiver.hold() as image:
+        bench.check(bench.live.load(LoadOrder.of(image)), "sparse")
+
+
+def test_a_module_that_the_engine_changes_is_found_by_the_sums_of_the_device(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    # As on a GPU: what was loaded is not compared byte by byte with the image.
+    monkeypatch.setattr(Live, "_device", lambda self: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    session: Any = bench.live._session
+    finish = session.finish
+
+    def changing() -> None:
+        finish()
+        dict(bench.model.named_parameters())["model.norm.weight"].data += 1.0
+
+    monkeypatch.setattr(session, "finish", changing)
+    report = bench.live.load(bench.publish())
+    assert report.plan is not None and report.plan.session == 1
+    assert "the engine changes it afterwards" in report.plan.why["model.norm"]
+    assert bench.calls() == ["sums", "reserve"]
+    # The rest is written directly, and it is said that this one is not.
+    report = bench.live.load(bench.publish())
+    assert report.last is not None and report.last.how == "sparse"
+    assert "model.norm: weight is not model.norm.weight as it was loaded" in report.last.why
+    assert report.loads == {"session": 1, "sparse": 1, "unplanned": 1} and not report.plan.ahead
+
+
+def test_a_load_that_misses_the_plan_is_told_counted_and_in_the_report(
+    make: Callable[[], Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    bench.start()
+    assert bench.live.report().loads == {"session": 1}, "the first load of a layout is its reference"
+    session: Any = bench.live._session
+    monkeypatch.setattr(session, "refuses_plan", lambda: "expert rebalancing is on")
+    caplog.set_level(logging.WARNING, "windlass")
+    for count in (1, 2):
+        report = bench.live.load(bench.publish())
+        bench.check(report, "session")
+        assert report.last is not None and report.last.why == "expert rebalancing is on"
+        assert report.loads["unplanned"] == count
+    told = [r.getMessage() for r in caplog.records if "own loader was used, which is slow" in r.getMessage()]
+    assert told == ["rank 0: the engine's own loader was used, which is slow: expert rebalancing is on"]
+    # Once it may be planned again, it is judged anew, and goes by plan from then on.
+    monkeypatch.setattr(session, "refuses_plan", lambda: None)
+    bench.check(bench.live.load(bench.publish()), "session")
+    report = bench.live.load(bench.publish())
+    bench.check(report, "sparse")
+    assert report.last is not None and not report.last.why

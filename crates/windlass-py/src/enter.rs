@@ -99,7 +99,7 @@ fn is_over(end: &mut Receiver<()>) -> bool {
 }
 
 /// The stop of a call. `None` is no deadline.
-fn stop_after(timeout: Option<f64>) -> Result<Stop, Failure> {
+pub(crate) fn stop_after(timeout: Option<f64>) -> Result<Stop, Failure> {
     let Some(seconds) = timeout else { return Ok(Stop::never()) };
     if seconds.is_nan() || seconds < 0.0 {
         return Err(Failure::invalid(format!(

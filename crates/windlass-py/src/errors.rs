@@ -86,6 +86,7 @@ impl From<SyncInfoError> for Failure {
     }
 }
 failures!(windlass_core::manifest::ManifestError, SuperviseError, windlass_data::early::EarlyError);
+failures!(windlass_data::receiver::HandedError);
 
 impl From<RegionError> for Failure {
     fn from(e: RegionError) -> Failure {

@@ -3,14 +3,16 @@
 //! Tensors go in as addresses and streams as handles (`torch.cuda.Stream.cuda_stream`); the package keeps the tensors
 //! for the duration of a call. Every call waits for the stream once, and has nothing under way when it returns.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use windlass_core::delta::{Delta, DeltaHeader};
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
-use windlass_core::identity::{Incarnation, StateDigest};
+use windlass_core::identity::{Identity, Incarnation, ModelId, StateDigest, Version};
 use windlass_data::cuda::driver;
 use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
 use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
@@ -19,9 +21,11 @@ use windlass_data::cuda::nvtx::Named;
 use windlass_data::cuda::{self, StreamHandle};
 use windlass_data::history::Trail;
 use windlass_data::load::combine;
+use windlass_data::receiver::{Handed, MappedFiles};
 use windlass_data::region::Region;
+use windlass_data::stop::Stop;
 
-use crate::enter::{Home, enter};
+use crate::enter::{Home, enter, stop_after};
 use crate::errors::Failure;
 use crate::held::Held;
 use crate::load::LoadPlan;
@@ -106,6 +110,11 @@ impl Gpu {
         Ok(self.0.can_reach(&other.0).map_err(Failure::from)?)
     }
 
+    /// Has the driver load the kernels that loads need, which takes a moment where it sees them for the first time.
+    fn warm(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| Ok(self.0.warm()?))
+    }
+
     /// Pins host memory for DMA, until the answer is closed. Exhausted if the system refuses.
     fn register(&self, py: Python<'_>, memory: &Memory) -> PyResult<Registered> {
         let (address, bytes, writable) = memory.place();
@@ -139,7 +148,7 @@ impl Gpu {
     fn load_plan(&self, py: Python<'_>, plan: &LoadPlan, addresses: Vec<usize>) -> PyResult<DevicePlan> {
         enter(py, None, |_| {
             let made = Plan::new(&self.0, plan.plan(), &wide(&addresses))?;
-            Ok(DevicePlan { made: Mutex::new(made), home: Home::here() })
+            Ok(DevicePlan { made: Arc::new(Mutex::new(made)), mapped: Arc::default(), home: Home::here() })
         })
     }
 }
@@ -329,7 +338,9 @@ impl DeltaRecords {
 /// again, whole.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct DevicePlan {
-    made: Mutex<Plan>,
+    made: Arc<Mutex<Plan>>,
+    /// The files in which deltas of a receiver of this host come.
+    mapped: Arc<Mutex<MappedFiles>>,
     home: Home,
 }
 
@@ -489,7 +500,7 @@ impl DevicePlan {
                     return Err(Failure::new(Kind::Stale, text));
                 }
                 let mut made = lock(&self.made);
-                fetched.memory().iter().for_each(|memory| made.pin(memory));
+                fetched.memory().for_each(|memory| made.pin(memory));
                 let stage = |bytes| {
                     let read = || fetched.part(bytes, crate::held::hands()).map_err(Failure::from);
                     Ok(StagedDelta(made.stage_unread(bytes, read, only.as_deref(), stop)?))
@@ -497,6 +508,51 @@ impl DevicePlan {
                 fetched.containers().map(stage).collect()
             })
         })
+    }
+
+    /// Begins to bring a delta that a receiver of this host has fetched, and handed over in files (path, bytes), to the device.
+    /// It leads from one version to another, each an incarnation and a version. A thread that needs no interpreter does it,
+    /// which an engine that computes in Python would give back late. Stale if the receiver took the delta back.
+    #[pyo3(signature = (files, model_id, base, target, timeout = 60.0))]
+    fn begin_handed(
+        &self,
+        files: Vec<(PathBuf, u64)>,
+        model_id: &str,
+        base: (u64, Version),
+        target: (u64, Version),
+        timeout: f64,
+    ) -> PyResult<DeltaOnItsWay> {
+        self.home.check("plan")?;
+        let model_id = ModelId::new(model_id).map_err(Failure::from)?;
+        let identity = |(incarnation, version)| Identity {
+            model_id: model_id.clone(),
+            incarnation: Incarnation(incarnation),
+            version,
+        };
+        let leads = (identity(base), identity(target));
+        let stop = stop_after(Some(timeout))?;
+        let (made, mapped, theirs) = (Arc::clone(&self.made), Arc::clone(&self.mapped), stop.clone());
+        let work = move || -> Result<Vec<Staged>, Failure> {
+            let handed = Handed::open(&files, leads, &mut lock(&mapped))?;
+            let mut made = lock(&made);
+            handed.memory().for_each(|memory| made.pin(memory));
+            let stage = |bytes| {
+                let read = || handed.part(bytes, crate::held::hands()).map_err(Failure::from);
+                made.stage_unread(bytes, read, None, &theirs)
+            };
+            handed.containers().map(stage).collect()
+        };
+        let thread = std::thread::Builder::new()
+            .name("windlass-stage".into())
+            .spawn(work)
+            .map_err(|e| Failure::new(Kind::Exhausted, format!("cannot start a thread: {e}")))?;
+        Ok(DeltaOnItsWay { thread: Mutex::new(Some(thread)), stop, home: self.home })
+    }
+
+    /// Takes memory for deltas of up to so many bytes, so that the first of them need not wait for it.
+    fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
+        self.home.check("plan")?;
+        enter(py, None, |_| Ok(lock(&self.made).reserve(bytes)?))
     }
 
     /// Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
@@ -518,6 +574,43 @@ impl DevicePlan {
             let proof = lock(&self.made).digest(StreamHandle(stream), stop)?;
             serde_json::to_string(&proof).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
         })
+    }
+}
+
+/// A delta that is being brought to the device. Nothing outlives it: letting go of it calls it off.
+#[pyclass(frozen, module = "windlass._windlass")]
+pub(crate) struct DeltaOnItsWay {
+    thread: Mutex<Option<JoinHandle<Result<Vec<Staged>, Failure>>>>,
+    stop: Stop,
+    home: Home,
+}
+
+#[pymethods]
+impl DeltaOnItsWay {
+    /// Whether it is there, or failed.
+    #[getter]
+    fn done(&self) -> bool {
+        lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// The delta, to be applied part after part, once it is there.
+    fn take(&self, py: Python<'_>) -> PyResult<Vec<StagedDelta>> {
+        self.home.check("delta")?;
+        let thread = lock(&self.thread).take();
+        let thread = thread.ok_or_else(|| Failure::invalid("the delta was taken before"))?;
+        let ended = py.detach(|| thread.join());
+        let staged = ended.map_err(|_| Failure::new(Kind::Bug, "a thread panicked; see standard error"))??;
+        Ok(staged.into_iter().map(StagedDelta).collect())
+    }
+}
+
+impl Drop for DeltaOnItsWay {
+    fn drop(&mut self) {
+        self.stop.set();
+        if let Some(thread) = lock(&self.thread).take().filter(|_| self.home.is_here()) {
+            // It looks at the stop between any two pieces of its work.
+            let _ = thread.join();
+        }
     }
 }
 

@@ -117,6 +117,7 @@ impl Receiver {
                 pull: PullConfig::default(),
                 allow: None,
                 keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
+                share: None,
             };
             Ok(Inner::open(config, control, None, stop)?)
         })?;

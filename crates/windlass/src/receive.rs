@@ -38,13 +38,13 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
-use windlass_core::identity::ModelId;
+use windlass_core::identity::{Incarnation, ModelId, Version};
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
 use windlass_data::receiver::{
-    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Synced,
+    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Share, Start, Synced,
 };
 use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::stop::Stop;
@@ -160,6 +160,7 @@ impl Receive {
     }
 
     fn config(&self, model_id: ModelId) -> ReceiverConfig {
+        let place = Place::of(self.dir.join(model_id.as_str()));
         ReceiverConfig {
             image: ImageSpec {
                 dir: self.dir.join(model_id.as_str()),
@@ -176,6 +177,7 @@ impl Receive {
             pull: PullConfig::default(),
             allow: None,
             keep: self.engines.as_ref().map(|_| KEEP),
+            share: self.engines.as_ref().map(|_| Share { dir: place.incoming() }),
         }
     }
 
@@ -211,7 +213,7 @@ impl Receive {
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
             attempts.at((news.incarnation, version));
-            let synced = match receiver.sync(stop) {
+            let synced = match bring(&mut receiver, engines.as_ref(), (news.incarnation, version), stop) {
                 Ok(synced) => synced,
                 Err(e) => {
                     attempts.failed(e, &*asked, session, stop)?;
@@ -306,6 +308,36 @@ impl Receive {
     fn enough(&self, got: u64, image: Option<&Known>) -> bool {
         self.versions.is_some_and(|n| got >= n)
             || self.until.is_some_and(|v| image.is_some_and(|k| k.identity.version >= v))
+    }
+}
+
+/// Brings the image to the newest version. Engines that can load it from a delta before the image holds it do so first.
+fn bring(
+    receiver: &mut Receiver,
+    engines: Option<&Engines>,
+    to: (Incarnation, Version),
+    stop: &Stop,
+) -> Result<Synced, ReceiverError> {
+    let Some(engines) = engines.filter(|e| e.may_lead(receiver.current())) else {
+        return receiver.sync(stop);
+    };
+    let fetched = match receiver.fetch(None, to, stop) {
+        Ok(Start::Delta(fetch)) => fetch.run(stop),
+        Ok(Start::Whole { why, .. }) => {
+            tracing::info!(version = to.1, why, "engines load this version from the image");
+            return receiver.sync(stop);
+        }
+        Err(e) => Err(e),
+    };
+    match fetched {
+        Ok(fetched) => {
+            engines.lead(&fetched, stop);
+            receiver.show(vec![fetched], stop)
+        }
+        Err(error) => {
+            tracing::info!(version = to.1, %error, "the delta could not be fetched by itself");
+            receiver.sync(stop)
+        }
     }
 }
 

@@ -14,6 +14,7 @@ touches, the digest of all parameters shows.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,9 +26,11 @@ from windlass import _windlass
 from windlass.errors import WindlassCorrupt, WindlassExhausted, WindlassStale, WindlassUnsupported
 
 if TYPE_CHECKING:
-    from windlass.load.order import LiveVersion
+    from windlass.load.order import DeltaFiles, LiveVersion
 
-__all__ = ["DeviceWeights", "device_weights"]
+__all__ = ["Arriving", "DeviceWeights", "device_weights"]
+
+log = logging.getLogger("windlass")
 
 
 @dataclass
@@ -41,6 +44,15 @@ class _Staged:
     @property
     def bytes(self) -> int:
         return sum(int(r.bytes) for r in self.records)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Records on their way to the device."""
+
+    base: LiveVersion
+    target: LiveVersion
+    job: Any
 
 
 def device_weights(native: Any, tensors: Sequence[torch.Tensor]) -> DeviceWeights | None:
@@ -63,6 +75,7 @@ class DeviceWeights:
     def __init__(self, native: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self.device = device
         gpu = _windlass.Gpu.open(device.index or 0)
+        gpu.warm()
         self._plan = gpu.load_plan(native, [tensor.data_ptr() for tensor in tensors])
         self._staged: _Staged | None = None
         #: Records that were applied. Freeing device memory takes a moment, which is not that of the pause.
@@ -95,13 +108,17 @@ class DeviceWeights:
         copied, _ = self._plan.dense_held(held, self._stream, threads, timeout=timeout)
         return int(copied)
 
+    def sum_up(self, timeout: float) -> None:
+        """Takes the sums of what the parameters hold, which must be a version whole, unless they are known."""
+        if not self._summed:
+            self._plan.sum_blocks(self._stream, timeout=timeout)
+            self._summed = True
+
     def stage(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
         """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is; how many
         bytes. The parameters are only read."""
         self._staged = self._spent = None
-        if not self._summed:
-            self._plan.sum_blocks(self._stream, timeout=timeout)
-            self._summed = True
+        self.sum_up(timeout)
         records = self._plan.stage_held(held, base.incarnation, base.version, timeout=timeout)
         self._staged = _Staged(base, target, records)
         return self._staged.bytes
@@ -109,12 +126,31 @@ class DeviceWeights:
     def stage_fetched(self, fetched: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
         """:meth:`stage` of a delta that no image shows yet."""
         self._staged = self._spent = None
-        if not self._summed:
-            self._plan.sum_blocks(self._stream, timeout=timeout)
-            self._summed = True
+        self.sum_up(timeout)
         records = self._plan.stage_fetched(fetched, base.incarnation, base.version, timeout=timeout)
         self._staged = _Staged(base, target, records)
         return self._staged.bytes
+
+    def begin(self, delta: DeltaFiles, base: LiveVersion, target: LiveVersion, timeout: float) -> Arriving:
+        """:meth:`stage_fetched` of a delta that a receiver of this host hands over in files; it goes on by itself."""
+        self._staged = self._spent = None
+        self.sum_up(timeout)
+        leads = (base.incarnation, base.version), (target.incarnation, target.version)
+        files = [(path, size) for path, size in delta.files]
+        return Arriving(
+            base, target, self._plan.begin_handed(files, target.model_id, *leads, timeout=timeout)
+        )
+
+    def arrived(self, delta: Arriving) -> None:
+        """Waits for a delta that was begun: it is staged then."""
+        self._staged = _Staged(delta.base, delta.target, delta.job.take())
+
+    def reserve(self, size: int) -> None:
+        """Takes memory for deltas of up to so many bytes, if there is any: the first delta need not wait for it."""
+        try:
+            self._plan.reserve(size)
+        except (WindlassExhausted, WindlassUnsupported) as e:
+            log.info("the first delta takes longer: %s", e)
 
     def sparse(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
         """Applies what was staged for this, or stages it first; how many bytes. Stale if the parameters must be loaded

@@ -31,11 +31,13 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,11 +52,12 @@ from windlass.errors import (
     WindlassInvalid,
     WindlassStale,
     WindlassTimeout,
+    WindlassUnsupported,
 )
-from windlass.load.device import DeviceWeights, device_weights
+from windlass.load.device import Arriving, DeviceWeights, device_weights
 from windlass.load.fit import check_changed, check_missing, check_reads, listed
 from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
-from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot
+from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.session import Session
 from windlass.load.trace import Trace, trace
 from windlass.receiver import _Tensors
@@ -67,6 +70,8 @@ log = logging.getLogger("windlass")
 VERIFY_EVERY = 50
 #: How many elements a sparse load looks at before it trusts the weights.
 SAMPLE = 4096
+#: Memory for a delta is taken ahead, of this share of the weights, as a divisor: what 1 % of changes take and some more.
+DELTA_SHARE = 80
 #: How long summing the weights may take.
 DIGEST_S = 600.0
 
@@ -91,10 +96,27 @@ class _Plan:
     #: Names of the replayed parameters, in the order of the plan's targets, and where they were.
     names: list[str] = field(default_factory=list)
     places: list[tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    #: The modules' own tables that hold them: looking there takes no walk through the model.
+    holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    #: Why it was dropped, until modules are judged anew.
+    dropped: str = ""
 
-    def drop(self) -> None:
+    def drop(self, why: str) -> None:
         """The plan is not to be used any more; modules are judged anew with the next load."""
         self.verdict = self.native = self.device = None
+        self.dropped = why
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a delta can be loaded before the image holds what it leads to."""
+        return self.device is not None and self.verdict is not None and not self.verdict.session
+
+    def in_place(self) -> bool:
+        """Whether the parameters are still where they were, as far as their modules are the model's."""
+        return all(
+            (tensor := table.get(name)) is not None and tensor.data_ptr() == place[0]
+            for (table, name), place in zip(self.holders, self.places)
+        )
 
 
 class Live:
@@ -135,6 +157,8 @@ class Live:
         self._error: Failure | None = None
         self._since_verified = 0
         self._told_extras: list[str] | None = None
+        self._loads: dict[str, int] = {}
+        self._told_why = ""
 
     # What a driver asks.
 
@@ -145,7 +169,22 @@ class Live:
             self._fit(held)
         finally:
             held.finish()
+        self._warm()
         return self.report()
+
+    def _warm(self) -> None:
+        """Has the driver load the kernels, which it compiles for a GPU that it sees for the first time."""
+        device = self._device()
+        if device is not None:
+            try:
+                _windlass.Gpu.open(device.index or 0).warm()
+            except WindlassError as e:
+                log.warning("rank %d: nothing will be written directly on %s: %s", self._rank, device, e)
+
+    def _device(self) -> torch.device | None:
+        """The GPU that the weights are on, if they are on one."""
+        first = next((p for p in self._session.model.parameters() if p.numel()), None)
+        return first.device if first is not None and first.device.type == "cuda" else None
 
     def load(self, order: LoadOrder) -> Report:
         """Carries out an order. Raises before the first write only; see the module."""
@@ -162,7 +201,11 @@ class Live:
         return report
 
     def check(self, order: LoadOrder) -> Report:
-        """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write."""
+        """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write. An order
+        with a delta must have been staged."""
+        if order.delta is not None:
+            self._check_staged(order.identity)
+            return self.report()
         held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
         try:
             self._check_identity(order, held)
@@ -171,10 +214,26 @@ class Live:
             _let_go(held)
         return self.report()
 
+    def knows(self, order: LoadOrder) -> bool:
+        """Whether an order can be checked and staged while the model computes: its image has the layout of the last one."""
+        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        try:
+            return self._plan is not None and self._plan.key == self._key(held.layout())
+        finally:
+            _let_go(held)
+
+    def _key(self, layout: Any) -> str:
+        return f"{layout.hash}.{self._session.parallelism}"
+
     def stage(self, order: LoadOrder) -> bool:
         """Brings what changed up to an order to the GPU, while the model goes on computing; nothing of the model is
         written. The next :meth:`load` of the same order only applies it. False, and nothing lost, where that is not
-        possible or of no use, as on a CPU."""
+        possible or of no use, as on a CPU. An order with a delta is staged from that: see :meth:`stage_fetched`."""
+        if order.delta is not None:
+            arriving = self.begin_delta(order)
+            if arriving is not None:
+                self.delta_arrived(arriving)
+            return arriving is not None
         plan, base = self._plan, self._base_of(order)
         if plan is None or plan.device is None or base is None or not self._in_place(plan):
             return False
@@ -197,7 +256,7 @@ class Live:
         self, plan: _Plan, device: DeviceWeights, held: Any, base: LiveVersion, order: LoadOrder
     ) -> bool:
         layout = held.layout()
-        if f"{layout.hash}.{self._session.parallelism}" != plan.key:
+        if self._key(layout) != plan.key:
             return False
         found = device.state_digest(layout, order.timeout)
         if found is not None and self._digest is not None:
@@ -218,48 +277,88 @@ class Live:
         modules are written directly, on a CPU, or if the weights are not the version that the delta begins from. Then show it,
         and load from the image.
         """
-        plan, base = self._plan, self._live
-        if plan is None or plan.device is None or plan.verdict is None or plan.verdict.session:
-            return False
-        if (
-            base is None
-            or self._dirty
-            or self._session.refuses_plan() is not None
-            or not self._in_place(plan)
-        ):
-            return False
+        target = _version_of(fetched)
         try:
-            if self._since_verified + 1 >= self._verify_every:
-                found = plan.device.state_digest(plan.layout, timeout)
-                if found is not None and self._digest is not None and found != self._digest:
-                    self.forget(
-                        f"they have the digest {found}, and version {base.version} has {self._digest}"
-                    )
-                    return False
-                self._since_verified = 0
-            plan.device.stage_fetched(fetched, base, _version_of(fetched), timeout)
+            ready = self._ready_for_delta(timeout)
+            if ready is None:
+                return False
+            ready[0].stage_fetched(fetched, ready[1], target, timeout)
         except Exception as e:
-            plan.device.forget()
-            log.info("rank %d: version %d is not staged: %s", self._rank, fetched.version, e)
+            self._not_staged(target, e)
             return False
         return True
+
+    def _ready_for_delta(self, timeout: float) -> tuple[DeviceWeights, LiveVersion] | None:
+        """The device and the version that a delta is applied to before the image holds what it leads to, if that is
+        possible. Every so often the weights are proved first."""
+        plan, base = self._plan, self._live
+        if plan is None or plan.device is None or not plan.ahead or base is None or self._dirty:
+            return None
+        if self._session.refuses_plan() is not None or not self._in_place(plan):
+            return None
+        if self._since_verified + 1 >= self._verify_every:
+            found = plan.device.state_digest(plan.layout, timeout)
+            if found is not None and self._digest is not None and found != self._digest:
+                self.forget(f"they have the digest {found}, and version {base.version} has {self._digest}")
+                return None
+            self._since_verified = 0
+        return plan.device, base
+
+    def _not_staged(self, target: LiveVersion, why: Exception) -> None:
+        if self._plan is not None and self._plan.device is not None:
+            self._plan.device.forget()
+        log.warning("rank %d: version %d is not staged: %s", self._rank, target.version, why)
+
+    def begin_delta(self, order: LoadOrder) -> Arriving | None:
+        """Begins to stage the delta of an order, which goes on by itself while the model computes; ``None`` if the weights are
+        not what it begins from, or nothing can be applied before the image."""
+        assert order.delta is not None
+        try:
+            ready = self._ready_for_delta(order.timeout)
+            if ready is None or _begins(order) != ready[1]:
+                return None
+            return ready[0].begin(order.delta, ready[1], order.identity, order.timeout)
+        except Exception as e:
+            self._not_staged(order.identity, e)
+            return None
+
+    def delta_arrived(self, arriving: Arriving) -> None:
+        """Waits for what :meth:`begin_delta` began. Raises if it failed: load from the image then."""
+        plan = self._plan
+        if plan is None or plan.device is None:
+            raise WindlassStale("the plan does not hold any more", "load from the image")
+        try:
+            plan.device.arrived(arriving)
+        except Exception as e:
+            self._not_staged(arriving.target, e)
+            raise
 
     def load_fetched(self, fetched: Any, timeout: float = 60.0) -> Report:
         """Applies what :meth:`stage_fetched` has brought, of which each record is checked. Raises before the first write
         only; if the report says ``dirty``, load from the image, whole."""
-        began, plan, base, target = time.monotonic(), self._plan, self._live, _version_of(fetched)
+        return self._load_staged(_version_of(fetched), fetched.digest, timeout)
+
+    def _check_staged(self, target: LiveVersion) -> tuple[DeviceWeights, LiveVersion]:
+        """What is staged for a version, and the one that the weights are. Invalid or stale if it cannot be applied."""
+        plan, base = self._plan, self._live
         if plan is None or plan.device is None or base is None or plan.device.staged != (base, target):
             raise WindlassInvalid(
                 f"the delta to version {target.version} is not staged for what the weights are",
-                "call stage_fetched() first, and load from the image where it says no",
+                "stage it first, and load from the image where that says no",
+                name="not_staged",
             )
-        if self._session.refuses_plan() is not None or not self._in_place(plan):
+        if self._session.refuses_plan() is not None or not plan.in_place():
             plan.device.forget()
             raise WindlassStale("the plan does not hold any more", "load from the image")
+        return plan.device, base
+
+    def _load_staged(self, target: LiveVersion, digest: str | None, timeout: float) -> Report:
+        began = time.monotonic()
+        device, base = self._check_staged(target)
         self._dirty, self._error = True, None
         self._since_verified += 1
         try:
-            size = plan.device.sparse(None, base, target, timeout)
+            size = device.sparse(None, base, target, timeout)
         except Exception as e:
             self._live = None
             self._last = Last(how="sparse", ms=_since(began))
@@ -267,8 +366,8 @@ class Live:
             log.error("rank %d: loading version %d failed halfway: %s", self._rank, target.version, e)
             return self.report()
         self._dirty = False
-        self._live, self._digest = target, fetched.digest
-        self._last = Last(how="sparse", ms=_since(began), bytes=size)
+        self._live, self._digest = target, digest
+        self._count(Last(how="sparse", ms=_since(began), bytes=size))
         return self.report()
 
     # Tensors that come another way than by an image.
@@ -330,7 +429,18 @@ class Live:
             last=self._last,
             extras=tuple((plan.extras if plan is not None else [])[:EXTRAS]),
             error=self._error,
+            loads=dict(self._loads),
         )
+
+    def _count(self, done: Last) -> None:
+        """Notes how an order was carried out. What a plan was expected to do and did not is said aloud."""
+        self._last = done
+        self._loads[done.how] = self._loads.get(done.how, 0) + 1
+        if done.why:
+            self._loads["unplanned"] = self._loads.get("unplanned", 0) + 1
+            tell = log.warning if done.why != self._told_why else log.info
+            tell("rank %d: the engine's own loader was used, which is slow: %s", self._rank, done.why)
+        self._told_why = done.why
 
     def digest(self) -> dict[str, Any]:
         """Sums of what the parameters hold, by source tensor and box, for those that are kept as they were loaded."""
@@ -363,22 +473,25 @@ class Live:
     # Before the first write.
 
     def _load(self, order: LoadOrder, began: float) -> Report:
+        if order.delta is not None:
+            return self._load_staged(order.identity, order.digest or None, order.timeout)
         # A minute beyond the deadline: the hold must not end while the last bytes are read.
         held = _windlass.open_image(order.image, order.timeout + 60.0, min(order.timeout, 60.0))
         finished = False
         try:
             self._check_identity(order, held)
             if self._live == order.identity and not self._dirty and order.how == "auto":
-                self._last = Last(how="skipped", ms=_since(began))
+                self._count(Last(how="skipped", ms=_since(began)))
                 self._error = None
                 return self.report()
             plan = self._fit(held)
-            how, base = self._decide(order, plan, held)
+            how, base, why = self._decide(order, plan)
             # Nothing is refused from here on.
             self._dirty = True
             self._error = None
             try:
                 done = self._write(how, base, plan, held, order, began)
+                done = dataclasses.replace(done, why=done.why or why)
                 finished = True
                 # What was read may be of two versions if the hold was taken back.
                 held.finish()
@@ -390,7 +503,7 @@ class Live:
                 return self.report()
             self._dirty = False
             self._live, self._digest = order.identity, held.digest
-            self._last = done
+            self._count(done)
             self._accepted.update(plan.table)
             return self.report()
         finally:
@@ -416,7 +529,7 @@ class Live:
     def _fit(self, held: Any) -> _Plan:
         """The plan for an image's layout, rehearsed if it is new. An error that names what does not fit."""
         layout = held.layout()
-        key = f"{layout.hash}.{self._session.parallelism}"
+        key = self._key(layout)
         if self._plan is not None and self._plan.key == key:
             return self._plan
         tensors = _Tensors(held)
@@ -458,21 +571,27 @@ class Live:
             )
 
     def _decide(
-        self, order: LoadOrder, plan: _Plan, held: Any
-    ) -> tuple[Literal["sparse", "dense", "session"], LiveVersion | None]:
-        """How an order is carried out, and from which version on if it is by its changes alone."""
-        if order.how == "session" or plan.verdict is None or plan.native is None:
-            return "session", None
+        self, order: LoadOrder, plan: _Plan
+    ) -> tuple[Literal["sparse", "dense", "session"], LiveVersion | None, str]:
+        """How an order is carried out, from which version on if it is by its changes alone, and why the engine's own loader
+        does what a plan was expected to do, if so."""
+        if order.how == "session":
+            return "session", None, ""
         refusal = self._session.refuses_plan()
-        if refusal is None and not self._in_place(plan):
+        if plan.verdict is None:
+            # The first load of a layout is the reference, and by the engine's own loader.
+            return "session", None, refusal or plan.dropped
+        if refusal is None and plan.native is not None and not self._in_place(plan):
             refusal = "parameters are not where they were"
         if refusal is not None:
-            log.info("rank %d: no plan is used: %s", self._rank, refusal)
             self.forget(refusal)
-            plan.drop()
-            return "session", None
+            plan.drop(refusal)
+            return "session", None, refusal
+        why = _reasons(plan.verdict)
+        if plan.native is None:
+            return "session", None, why
         base = self._base_of(order)
-        return ("dense", None) if base is None else ("sparse", base)
+        return ("dense", None, why) if base is None else ("sparse", base, why)
 
     def _base_of(self, order: LoadOrder) -> LiveVersion | None:
         """The version that the weights are, if an order may be carried out by what changed since."""
@@ -502,9 +621,10 @@ class Live:
             if plan.device is not None:
                 plan.device.forget()
             tensors, before = _Tensors(held), self._before(plan)
-            size = self._by_session(plan, tensors, sorted({*plan.table}))
-            self._judge(plan, before, tensors, held)
-            return Last(how="session", ms=_since(began), bytes=size)
+            with self._pinned(held):
+                size = self._by_session(plan, tensors, sorted({*plan.table}))
+            why = self._judge(plan, before, tensors, held)
+            return Last(how="session", ms=_since(began), bytes=size, why=why)
         verdict = plan.verdict
         assert verdict is not None
         until = began + order.timeout
@@ -525,9 +645,8 @@ class Live:
         except (WindlassTimeout, WindlassCancelled, WindlassStale):
             raise
         except WindlassError as e:
-            log.warning("rank %d: version %d is loaded by the engine: %s", self._rank, held.version, e)
             done = self._by_session(plan, _Tensors(held), sorted(verdict.replayed))
-            return Last(how="session", ms=_since(began), bytes=size + done)
+            return Last(how="session", ms=_since(began), bytes=size + done, why=str(e))
         return Last(how="dense", ms=_since(began), bytes=size + done)
 
     def _sparsely(
@@ -578,6 +697,24 @@ class Live:
             raise
         return size
 
+    @contextmanager
+    def _pinned(self, held: Any) -> Iterator[None]:
+        """Lets a GPU read an image by itself, while the engine's own loader copies tensor by tensor from it."""
+        device, registered = self._device(), None
+        if device is not None:
+            try:
+                registered = _windlass.Gpu.open(device.index or 0).register(held.memory())
+            except WindlassError as e:
+                log.warning(
+                    "rank %d: the first load takes longer: the image cannot be pinned: %s", self._rank, e
+                )
+        try:
+            yield
+        finally:
+            if registered is not None:
+                torch.cuda.synchronize(device)
+                registered.close()
+
     def _before(self, plan: _Plan) -> Snapshot | None:
         if plan.verdict is not None or self._session.refuses_plan() is not None:
             return None
@@ -586,29 +723,64 @@ class Live:
 
     def _judge(
         self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
-    ) -> None:
-        """After the engine's own reload: which modules can be written to directly from now on."""
+    ) -> str:
+        """After the engine's own reload: which modules can be written to directly from now on. Why none can, if nothing but
+        an error keeps them from it."""
         if before is None:
-            return
+            return ""
         try:
             self._qualify(plan, before, tensors, held)
         except Exception as e:
             # The weights are right, which is what was asked for; they can go the same way next time.
-            log.warning("rank %d: no plan could be made: %s: %s", self._rank, type(e).__name__, e)
-            plan.drop()
+            why = f"no plan could be made: {type(e).__name__}: {e}"
+            log.debug("rank %d: %s", self._rank, why, exc_info=True)
+            plan.drop(why)
             if not isinstance(e, (WindlassExhausted, torch.cuda.OutOfMemoryError)):
                 # Otherwise there may be room next time.
-                why = {"": f"no plan could be made: {e}"}
-                plan.verdict = Verdict(session=set(plan.table), why=why)
+                plan.verdict = Verdict(session=set(plan.table), why={"": why})
+            return why
+        return ""
 
     def _qualify(self, plan: _Plan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
-        verdict = qualify(self._session.model, self._session, plan.trace, before, tensors.__getitem__)
-        plan.verdict = verdict
+        # On a GPU the sums of the live weights, which take milliseconds, say whether they are what was loaded.
+        on_gpu = self._device() is not None
+        source = None if on_gpu else tensors.__getitem__
+        verdict = qualify(self._session.model, self._session, plan.trace, before, source)
+        self._make(plan, verdict, held)
+        if on_gpu and plan.device is not None:
+            wrong = plan.device.difference(held, self._threads, DIGEST_S)
+            if wrong:
+                self._make(plan, without(plan.trace, verdict, wrong), held)
+            if plan.device is not None:
+                # The first delta need not.
+                plan.device.sum_up(DIGEST_S)
+                plan.device.reserve(held.memory().length // DELTA_SHARE)
+        elif on_gpu and verdict.copies:
+            raise WindlassUnsupported("the parameters are not on one GPU")
+        made = plan.verdict
+        assert made is not None
+        for module, reason in list(made.why.items())[:REASONS]:
+            log.debug("rank %d: %s is loaded by the engine: %s", self._rank, module, reason)
+        log.info(
+            "rank %d: %d modules are written directly, %d by the engine's own loader",
+            self._rank,
+            made.modules,
+            len(made.why),
+        )
+
+    def _make(self, plan: _Plan, verdict: Verdict, held: Any) -> None:
+        """The plan of a verdict."""
+        plan.verdict, plan.native, plan.device, plan.dropped = verdict, None, None, ""
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
         used = sorted({copy.target for copy in verdict.copies})
         index = {target: i for i, target in enumerate(used)}
         plan.names = [plan.trace.targets[i].name for i in used]
         plan.places = [_place(live[name]) for name in plan.names]
+        modules = dict(self._session.model.named_modules())
+        plan.holders = [
+            (modules[target.module]._parameters, target.attribute)
+            for target in (plan.trace.targets[i] for i in used)
+        ]
         if used:
             copies = [
                 (
@@ -625,14 +797,6 @@ class Live:
             rows = [(name, live[name].numel(), dtype_name(live[name].dtype)) for name in plan.names]
             plan.native = _windlass.LoadPlan(held.layout(), rows, copies)
             plan.device = device_weights(plan.native, [live[name] for name in plan.names])
-        for module, reason in list(verdict.why.items())[:REASONS]:
-            log.debug("rank %d: %s is loaded by the engine: %s", self._rank, module, reason)
-        log.info(
-            "rank %d: %d modules are written directly, %d by the engine's own loader",
-            self._rank,
-            verdict.modules,
-            len(verdict.why),
-        )
 
     def _addresses(self, plan: _Plan) -> list[int]:
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
@@ -660,7 +824,18 @@ def _summary(plan: _Plan) -> PlanSummary:
         modules = {plan.trace.targets[i].module for reached in plan.trace.reached.values() for i in reached}
         return PlanSummary(key=plan.key, replayed=0, session=len(modules), why={})
     why = dict(list(verdict.why.items())[:REASONS])
-    return PlanSummary(key=plan.key, replayed=verdict.modules, session=len(verdict.why), why=why)
+    return PlanSummary(
+        key=plan.key, replayed=verdict.modules, session=len(verdict.why), why=why, ahead=plan.ahead
+    )
+
+
+def _reasons(verdict: Verdict) -> str:
+    """Why some modules are not written directly, in one line; empty if all are."""
+    if not verdict.why:
+        return ""
+    module, reason = next(iter(verdict.why.items()))
+    more = f", and {len(verdict.why) - 1} more modules" if len(verdict.why) > 1 else ""
+    return f"{module}: {reason}{more}" if module else reason
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
@@ -671,6 +846,12 @@ def _version_of(fetched: Any) -> LiveVersion:
     return LiveVersion(
         model_id=fetched.model_id, incarnation=_number(fetched.incarnation), version=fetched.version
     )
+
+
+def _begins(order: LoadOrder) -> LiveVersion:
+    """The version that the delta of an order begins from."""
+    assert order.delta is not None
+    return dataclasses.replace(order.identity, version=order.delta.base)
 
 
 def _number(incarnation: Any) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.receiver import Image
 
 __all__ = [
+    "DeltaFiles",
     "Failure",
     "Last",
     "LiveVersion",
@@ -65,8 +66,39 @@ def version_of(text: str) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaFiles(Config):
+    """A delta that a receiver of this host has fetched and its image does not hold yet: the version of the order's
+    incarnation that it begins from, and its parts, each a file and how many bytes of it.
+
+    >>> DeltaFiles.from_dict({"base": 6, "files": [["/dev/shm/images/policy.engines/incoming/1.delta", 4096]]}).files
+    (('/dev/shm/images/policy.engines/incoming/1.delta', 4096),)
+    """
+
+    base: int
+    files: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        self._count("base", 0, 2**64 - 1)
+        rows = self.files
+        if not isinstance(rows, (list, tuple)) or not rows:
+            raise self._bad("files", "at least one pair of a path and a length")
+        for row in rows:
+            if (
+                not isinstance(row, (list, tuple))
+                or len(row) != 2
+                or not isinstance(row[0], str)
+                or not row[0]
+                or not isinstance(row[1], int)
+                or isinstance(row[1], bool)
+                or not 0 < row[1] < 2**63
+            ):
+                raise self._bad("files", "pairs of a path and a length in bytes")
+        object.__setattr__(self, "files", tuple((path, size) for path, size in rows))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadOrder(Config):
-    """Which version to load from which image.
+    """Which version to load from which image. With ``delta``, from that delta, before the image holds the version.
 
     >>> LoadOrder.from_dict({"image": "/dev/shm/w/policy", "model_id": "policy", "incarnation": 1, "version": 3})
     ... # doctest: +ELLIPSIS
@@ -83,6 +115,9 @@ class LoadOrder(Config):
     #: A directory for reports.
     reports: str | None = None
     timeout: float = 300.0
+    delta: DeltaFiles | None = None
+
+    _parts = {"delta": DeltaFiles.from_dict}
 
     def __post_init__(self) -> None:
         self._text("image", "model_id")
@@ -136,6 +171,8 @@ class PlanSummary(Config):
     replayed: int
     session: int
     why: Mapping[str, str] = field(default_factory=dict)
+    #: Whether a delta can be loaded before the image holds the version: on a GPU, if all modules are replayed.
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +183,9 @@ class Last(Config):
     ms: float
     bytes: int = 0
     elements: int = 0
+    #: Why the engine's own loader wrote what a plan was expected to write; empty if it did not, and for the first load
+    #: of a layout, which is its reference.
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +247,8 @@ class Report(Config):
     last: Last | None = None
     extras: tuple[str, ...] = ()
     error: Failure | None = None
+    #: Orders that were carried out, by how, and as ``unplanned`` those with a :attr:`Last.why`.
+    loads: Mapping[str, int] = field(default_factory=dict)
 
     _parts = {
         "live": LiveVersion.from_dict,

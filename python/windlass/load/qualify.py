@@ -29,7 +29,7 @@ import torch
 
 from windlass.load.trace import Copy, Trace, box_count
 
-__all__ = ["Judge", "Snapshot", "Verdict", "own_tensors", "qualify", "snapshot"]
+__all__ = ["Judge", "Snapshot", "Verdict", "own_tensors", "qualify", "snapshot", "without"]
 
 #: Plain values, which hold no tensor.
 _PLAIN = (
@@ -67,15 +67,18 @@ class _Seen:
     @classmethod
     def of(cls, tensor: torch.Tensor, *, keep: bool) -> _Seen:
         where = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        small = keep and tensor.numel() * tensor.element_size() <= _KEEP_BYTES
+        small = keep and not tensor.is_meta and tensor.numel() * tensor.element_size() <= _KEEP_BYTES
         return cls(where, _bytes(tensor).clone() if small else None)
 
     def same(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the same now: by its bytes, wherever they are, or by its place if it was too large."""
+        """Whether a tensor is the same now: by its bytes, wherever and on which device they are, or by its place if it was
+        too large."""
         now = _Seen.of(tensor, keep=False)
-        if self.bytes is None:
+        if self.bytes is None or tensor.is_meta:
             return now.where == self.where
-        return now.where[1:3] == self.where[1:3] and torch.equal(self.bytes, _bytes(tensor))
+        if now.where[1:3] != self.where[1:3]:
+            return False
+        return torch.equal(self.bytes, _bytes(tensor).to(self.bytes.device))
 
 
 @dataclass
@@ -96,8 +99,9 @@ class Verdict:
     replayed: set[str] = field(default_factory=set)
     session: set[str] = field(default_factory=set)
     modules: int = 0
-    #: Why the others did not, by module.
+    #: Why the others did not, by module: those that take tensors, and all.
     why: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
 
 
 def own_tensors(module: torch.nn.Module, judge: Judge) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,9 +177,10 @@ def qualify(
     judge: Judge,
     trace: Trace,
     before: Snapshot,
-    sources: Callable[[str], torch.Tensor],
+    sources: Callable[[str], torch.Tensor] | None,
 ) -> Verdict:
-    """The verdict after a full reload of ``sources``."""
+    """The verdict after a full reload of ``sources``. Without them, whether parameters hold what the copies would write is
+    left to be found out: see :func:`without`."""
     live = dict(model.named_parameters(remove_duplicate=False))
     bad: dict[str, str] = {}
     targets = dict(enumerate(trace.targets))
@@ -261,7 +266,7 @@ def _of_target(
     tensor: torch.Tensor | None,
     seen: _Seen | None,
     copied: Mapping[int, list[Copy]],
-    sources: Callable[[str], torch.Tensor],
+    sources: Callable[[str], torch.Tensor] | None,
 ) -> str | None:
     """Why one parameter cannot be replayed."""
     if i in trace.reasons:
@@ -294,6 +299,8 @@ def _of_target(
         if bool(mark.any()):
             return "is written twice in some places"
         mark.fill_(True)
+        if sources is None:
+            continue
         there = torch.as_strided(
             tensor, copy.sizes, copy.target_strides, tensor.storage_offset() + copy.target_offset
         )
@@ -302,8 +309,23 @@ def _of_target(
             source, copy.sizes, copy.source_strides, source.storage_offset() + copy.source_offset
         )
         if not torch.equal(_bytes(there), _bytes(wanted).to(tensor.device)):
-            return f"is not {copy.source} as it was loaded: the engine changes it afterwards"
+            return _changed(copy.source)
     return None if bool(written.all()) else "is not written wholly by copies"
+
+
+def without(trace: Trace, verdict: Verdict, wrong: Iterable[str]) -> Verdict:
+    """The verdict once it is known which sources the parameters do not hold as the copies would write them."""
+    bad = dict(verdict.bad)
+    found = set(wrong)
+    for copy in trace.copies:
+        if copy.source in found:
+            target = trace.targets[copy.target]
+            bad.setdefault(target.module, f"{target.attribute} {_changed(copy.source)}")
+    return _settle(trace, bad)
+
+
+def _changed(source: str) -> str:
+    return f"is not {source} as it was loaded: the engine changes it afterwards"
 
 
 def _settle(trace: Trace, bad: dict[str, str]) -> Verdict:
@@ -319,7 +341,7 @@ def _settle(trace: Trace, bad: dict[str, str]) -> Verdict:
                 for module in modules - bad.keys():
                     bad[module] = f"shares {source} with a module that is not replayed"
                 changed = True
-    out = Verdict()
+    out = Verdict(bad=bad)
     kept = {target.module for target in trace.targets} - bad.keys()
     for source, modules in modules_of.items():
         (out.replayed if modules and modules <= kept else out.session).add(source)

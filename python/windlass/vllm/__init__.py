@@ -41,6 +41,7 @@ BACKEND = "windlass"
 
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once."""
+    from windlass.vllm.core import install as install_core
     from windlass.vllm.extension import install
 
     try:
@@ -60,6 +61,7 @@ def register() -> None:
                 BACKEND, "windlass.vllm.trainer", "WindlassTrainerWeightTransferEngine"
             )
     install()
+    install_core()
 
 
 def __getattr__(name: str) -> Any:

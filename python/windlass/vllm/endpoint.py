@@ -20,7 +20,9 @@ A load goes through these phases::
 
     checking ─► pausing ─► loading ─► cache ─► resuming
 
-``checking`` asks every worker whether it would take the order, while the engine serves. ``pausing`` is under the lease:
+``checking`` asks every worker whether it would take the order and brings what it needs to GPUs, while the engine serves. With
+the pause mode ``keep`` the rest is one call of the engine core (:mod:`windlass.vllm.core`), where the core has it: it is called
+``loading``. Otherwise ``pausing`` is under the lease:
 if the engine is not paused by its end, it is resumed with the old version. The first write is in ``loading``. If a
 worker fails there, the order is given once more, whole (``dense``); if that fails as well, the engine stays paused:
 *fenced*, and ``/status`` says why. A worker that refuses the order in ``loading`` while no other took it counts as
@@ -46,6 +48,7 @@ from windlass.config import Config
 from windlass.errors import WindlassDenied, WindlassError, WindlassInvalid, WindlassStale, WindlassTimeout
 from windlass.load.order import Failure, LoadOrder
 from windlass.plain import Plain
+from windlass.vllm.core import METHOD
 
 __all__ = ["PREFIX", "PauseOptions", "WindlassEndpoint"]
 
@@ -68,6 +71,8 @@ STATUS = {
     "cancelled": 409,
     "bug": 500,
 }
+#: How often workers are asked whether they have staged.
+STAGED_S = 0.001
 #: How long a cache that is still in use is asked again.
 CACHE_S = 2.0
 
@@ -112,6 +117,8 @@ class _Engine:
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        #: Whether the core has our method, once it was asked.
+        self._between_steps: bool | None = None
 
     async def workers(self, method: str, *args: Any) -> list[Plain]:
         """Calls a method of every worker of every replica."""
@@ -125,9 +132,32 @@ class _Engine:
             told = await self.client.collective_rpc(method, args=args)
         return [dict(worker) for worker in told]
 
+    async def can_load_between_steps(self) -> bool:
+        """Whether a load can be one call of the core. Replicas have cores of their own, which pause together."""
+        if self._between_steps is None:
+            core = getattr(self.client, "engine_core", None)
+            one = self.client.vllm_config.parallel_config.data_parallel_size == 1
+            self._between_steps = False
+            if one and hasattr(core, "call_utility_async"):
+                try:
+                    await core.call_utility_async(METHOD, None)  # type: ignore[union-attr]
+                    self._between_steps = True
+                except Exception as e:
+                    log.warning("windlass: pauses take longer than they could: %s", e)
+        return self._between_steps
+
+    async def load_between_steps(self, order: Plain, reset: bool, label: str, lift: bool) -> Plain:
+        """See :func:`windlass.vllm.core.windlass_load_between_steps`."""
+        return dict(await self.client.engine_core.call_utility_async(METHOD, order, reset, label, lift))
+
     async def pause(self, mode: str) -> None:
         # The cache is reset once the weights are new: what is cached before that is of the old ones.
-        await self.client.pause_generation(mode=mode, clear_cache=False)
+        core = getattr(self.client, "engine_core", None)
+        if hasattr(core, "pause_scheduler_async"):
+            # The client's own sleeps afterwards, for callers that want to see the last answers first.
+            await core.pause_scheduler_async(mode=mode, clear_cache=False)  # type: ignore[union-attr]
+        else:
+            await self.client.pause_generation(mode=mode, clear_cache=False)
 
     async def resume(self) -> None:
         await self.client.resume_generation()
@@ -306,7 +336,10 @@ class WindlassEndpoint:
 
     async def _carry_out(self, run: _Transaction) -> Plain:
         engine, order = self._asked(), run.order
-        self._agreed(await engine.workers("windlass_check", order.to_dict()))
+        await engine.workers("windlass_stage", order.to_dict())
+        if run.pause.mode == "keep" and await engine.can_load_between_steps():
+            return await self._between_steps(engine, run)
+        await self._staged(engine, order)
         run.phase = "pausing"
         run.paused_before = self._fenced is None and await engine.paused()
         paused = time.monotonic()
@@ -339,6 +372,72 @@ class WindlassEndpoint:
             "ms": (time.monotonic() - run.began) * 1e3,
         }
 
+    async def _staged(self, engine: _Engine, order: LoadOrder) -> None:
+        """Waits until workers have checked the order and brought what it needs to their GPUs, while they serve."""
+        until = time.monotonic() + order.timeout
+        told = await engine.workers("windlass_staged")
+        while any(report["staging"] for report in told):
+            await self._wait(order, until)
+            told = await engine.workers("windlass_staged")
+        if any(report["unknown_layout"] for report in told):
+            # It is rehearsed, which must not be while a step runs.
+            told = await engine.workers("windlass_check", order.to_dict())
+        self._agreed([_plain_report(report) for report in told])
+
+    @staticmethod
+    async def _wait(order: LoadOrder, until: float) -> None:
+        if time.monotonic() > until:
+            raise WindlassTimeout(f"version {order.version} was not staged within {order.timeout:g} s")
+        await asyncio.sleep(STAGED_S)
+
+    async def _between_steps(self, engine: _Engine, run: _Transaction) -> Plain:
+        """The rest of a load as one call of the core."""
+        order, reset = run.order, run.pause.cache == "reset"
+        until = time.monotonic() + order.timeout
+        run.phase = "loading"
+        # What is to be loaded before the image holds it cannot be repeated from there.
+        hows = (order.how, "dense") if order.delta is None else (order.how,)
+        failure = Failure(kind="bug", text="nothing was tried")
+        for how in hows:
+            given = {**order.to_dict(), "how": how}
+            lift = self._fenced is not None
+            try:
+                # The core itself says whether workers are ready: asking it takes as long as a load.
+                while (told := await engine.load_between_steps(given, reset, order.label, lift)).get(
+                    "staging"
+                ):
+                    await self._wait(order, until)
+                if told.get("unknown_layout"):
+                    # It is rehearsed, which must not be while a step runs.
+                    self._agreed(await engine.workers("windlass_check", order.to_dict()))
+                    told = await engine.load_between_steps(given, reset, order.label, lift)
+            except WindlassError:
+                # Nothing was written.
+                raise
+            except Exception as e:
+                # What the workers did is not known.
+                failure, self._paused = Failure.of(e), True
+                continue
+            self._reports, self._paused = told["reports"], bool(told["paused"])
+            errors = (Failure.from_dict(r["error"]) for r in self._reports if r["error"] is not None)
+            error = next(errors, None)
+            if not told["paused"] and error is None and told["error"] is None:
+                self._fenced, self._label = None, order.label
+                times = {name: told[name] for name in ("pause_ms", "drain_ms", "load_ms")}
+                times["ms"] = (time.monotonic() - run.began) * 1e3
+                times["stage_ms"] = times["ms"] - times["pause_ms"] - times["drain_ms"]
+                listed = ", ".join(f"{name} {value:.1f}" for name, value in times.items())
+                log.info("windlass: version %d is served: %s", order.version, listed)
+                return {"weight_version": order.label, "workers": self._reports, **times}
+            failure = error or Failure(kind="bug", text=told["error"] or "a worker does not say what failed")
+            if not told["paused"]:
+                # Nothing was written.
+                if self._fenced is None:
+                    raise failure.error()
+                break
+            log.warning("windlass: version %d was not loaded: %s", order.version, failure.text)
+        raise self._fence(failure)
+
     async def _pause(self, engine: _Engine, run: _Transaction) -> None:
         pausing = asyncio.get_running_loop().create_task(engine.pause(run.pause.mode))
         done, _ = await asyncio.wait({pausing}, timeout=run.pause.lease)
@@ -367,7 +466,7 @@ class WindlassEndpoint:
         """Has all workers load. Raises :class:`_Fenced` if they are not whole afterwards, and anything else if none of
         them was touched."""
         failure: Failure | None = None
-        for how in (order.how, "dense"):
+        for how in (order.how, "dense") if order.delta is None else (order.how,):
             given = LoadOrder.from_dict({**order.to_dict(), "how": how})
             try:
                 self._reports = await engine.workers("windlass_load", given.to_dict())
@@ -444,6 +543,11 @@ async def _body(request: Any) -> Plain:
     if not isinstance(body, dict):
         raise WindlassInvalid("the body is not a JSON object", name="not_json")
     return body
+
+
+def _plain_report(told: Plain) -> Plain:
+    """A report without what staging says beside it."""
+    return {name: value for name, value in told.items() if name not in ("staging", "unknown_layout")}
 
 
 def _part(body: Plain, name: str) -> Plain:

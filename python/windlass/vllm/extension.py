@@ -2,7 +2,7 @@
 
 Owns: the worker's methods ``windlass_*`` and the one :class:`~windlass.load.live.Live` of each model. Called by the
 endpoint plugin, by :class:`~windlass.vllm.loader.VLLMWeightLoader` and by anything else that reaches workers by name.
-Must not: start a thread; raise for an order that is refused (an exception of one worker looks to vLLM like a worker
+Must not: start a thread but the one that stages (:mod:`windlass.vllm.staging`); raise for an order that is refused (an exception of one worker looks to vLLM like a worker
 that failed): what went wrong stands in the report.
 
 The methods are there without a flag where vLLM loads its general plugins (:func:`install` puts them on the worker
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 from windlass.errors import WindlassError, WindlassInvalid
@@ -38,11 +39,25 @@ def live_of(model: Any, vllm_config: Any, model_config: Any | None = None, rank:
     if rank is None:
         index = getattr(parallel, "data_parallel_index", 0) or 0
         rank = index * parallel.world_size + getattr(parallel, "rank", 0)
-    live = Live(VllmSession(model, vllm_config, model_config), rank=rank, engine=f"vllm {_version()}")
+    live = Live(
+        VllmSession(model, vllm_config, model_config),
+        rank=rank,
+        engine=f"vllm {_version()}",
+        threads=_threads(model, parallel.world_size),
+    )
     # The model owns it: both end together.
     model.__dict__["_windlass_live"] = live
     watch()
     return live
+
+
+def _threads(model: Any, workers: int) -> int:
+    """How many threads read an image for a GPU: half of the host's cores, divided among the workers. On a CPU one: the
+    others are the model's."""
+    first = next(iter(model.parameters()), None)
+    if first is None or first.device.type == "cpu":
+        return 1
+    return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * max(1, workers))))
 
 
 def _version() -> str:
@@ -64,6 +79,7 @@ def windlass_check(self: Any, order: Plain) -> Plain:
     given = LoadOrder.from_dict(order)
 
     def check(live: Any) -> Any:
+        _settled(self, None)
         report = live.check(given)
         live.stage(given)
         return report
@@ -71,11 +87,38 @@ def windlass_check(self: Any, order: Plain) -> Plain:
     return _told(self, check)
 
 
+def windlass_stage(self: Any, order: Plain) -> Plain:
+    """Begins what :func:`windlass_check` does, in a thread, while the model goes on computing; :func:`windlass_staged` says
+    when it is done. The report, with ``staging``: whether it goes on."""
+    from windlass.load.order import LoadOrder
+    from windlass.vllm.staging import Staging
+
+    def begin(live: Any) -> Any:
+        _settled(self, None)
+        self.__dict__["_windlass_staging"] = Staging(live, LoadOrder.from_dict(order))
+        return live.report()
+
+    return {**_told(self, begin), **_staging(self)}
+
+
+def windlass_staged(self: Any) -> Plain:
+    """The report, with an error if what was begun by :func:`windlass_stage` failed, and ``staging``: whether it goes on."""
+    staging = self.__dict__.get("_windlass_staging")
+    if staging is not None and staging.done and staging.error is not None:
+        return {**_failed(self, staging.error), **_staging(self)}
+    return {**_told(self, lambda live: live.report()), **_staging(self)}
+
+
 def windlass_load(self: Any, order: Plain) -> Plain:
     """Carries out an order; the report, with an error if it was refused or failed."""
     from windlass.load.order import LoadOrder
 
-    return _told(self, lambda live: _then(self, live.load(LoadOrder.from_dict(order))))
+    def load(live: Any) -> Any:
+        given = LoadOrder.from_dict(order)
+        _settled(self, given.timeout)
+        return _then(self, live.load(given))
+
+    return _told(self, load)
 
 
 def windlass_report(self: Any) -> Plain:
@@ -141,6 +184,8 @@ def windlass_finish(self: Any) -> Plain:
 METHODS = (
     windlass_prepare,
     windlass_check,
+    windlass_stage,
+    windlass_staged,
     windlass_load,
     windlass_report,
     windlass_digest,
@@ -192,6 +237,7 @@ def _watched(name: str, original: Any) -> Any:
             except Exception:
                 live = None
             if live is not None:
+                _settled(self, None)
                 live.forget(f"{name} was called")
         return original(self, *args, **kwargs)
 
@@ -205,6 +251,21 @@ def _then(worker: Any, report: Any) -> Any:
     if reset is not None and not (report.last is not None and report.last.how == "skipped"):
         reset()
     return report
+
+
+def _settled(worker: Any, timeout: float | None) -> None:
+    """Waits for staging that is under way: nothing else may touch what it works on."""
+    staging = worker.__dict__.pop("_windlass_staging", None)
+    if staging is not None:
+        staging.join(timeout)
+
+
+def _staging(worker: Any) -> Plain:
+    staging = worker.__dict__.get("_windlass_staging")
+    return {
+        "staging": staging is not None and not staging.done,
+        "unknown_layout": staging is not None and staging.unknown_layout,
+    }
 
 
 def _live(worker: Any) -> Any:

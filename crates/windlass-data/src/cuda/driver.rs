@@ -16,7 +16,7 @@ use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUresult};
 use libloading::Library;
 
 use super::error::{CudaError, CudaVersion};
-use super::kernels::Kernels;
+use super::kernels::{Kernel, Kernels, Unit};
 use super::memory::{DeviceBuffer, Plain, bytes_of};
 use crate::stop::Stop;
 
@@ -328,6 +328,13 @@ impl Gpu {
         let code = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
         check(code, "cuMemGetInfo_v2", "asking for free memory")?;
         Ok((free as u64, total as u64))
+    }
+
+    /// Has the driver load the kernels that an engine's loads need, so that none of them waits for its compiler. What was
+    /// compiled once is in the driver's cache.
+    pub fn warm(&self) -> Result<(), CudaError> {
+        let apply = [Unit::One, Unit::Two, Unit::Four, Unit::Eight].map(Kernel::Apply);
+        self.kernels().prepare(self, &[&[Kernel::Copy, Kernel::Sum], &apply[..]].concat())
     }
 
     /// Whether kernels of this device can reach memory of the other.

@@ -462,6 +462,22 @@ impl DevicePlan {
         Ok(())
     }
 
+    /// Takes the memory that deltas of up to so many bytes need, so that the first of them need not wait for it.
+    pub fn reserve(&mut self, bytes: u64) -> Result<(), CudaError> {
+        let blocks = self.sparse()?.places.blocks.len();
+        let index = (blocks * size_of::<Patch>()) as u64;
+        let spare = Arc::clone(&self.spare);
+        let sizes = [(bytes + 16, "a delta"), (index, "the index of a delta"), (blocks as u64 * 4, "the outcomes of a delta")];
+        let taken = sizes.map(|(bytes, what)| spare.take(&self.gpu, bytes, what));
+        for buffer in taken {
+            spare.put(buffer?);
+        }
+        if self.index.is_none() {
+            self.index = Some(HostBuffer::new(&self.gpu, index + index / 4, "the index of a delta")?);
+        }
+        Ok(())
+    }
+
     /// Brings the records of a delta of this layout to the device, those of the tensors in `only` or all; the parameters are
     /// not touched.
     pub fn stage(

@@ -208,6 +208,7 @@ fn receiver(home: &std::path::Path, server: &Arc<Server>) -> Receiver {
         pull: crate::tcp::PullConfig::default(),
         allow: None,
         keep: None,
+        share: None,
     };
     Receiver::open(config, Arc::clone(server) as _, None, &stop()).unwrap()
 }

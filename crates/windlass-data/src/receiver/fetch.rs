@@ -4,9 +4,10 @@
 //! [`Fetch`] and [`Fetched`], a delta before and after its transfer. Called by the receiver, and by whoever stages a
 //! version before it may be shown. Must not: touch an image.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
-use std::{fmt, io};
 
 use windlass_core::address::{Host, HostPort};
 use windlass_core::delta::Delta;
@@ -14,6 +15,7 @@ use windlass_core::identity::{Identity, Version};
 use windlass_core::wire::control::{TransferDone, VersionInfo};
 use windlass_core::wire::{Mode, Ticket};
 
+use super::shelf::{Buffer, Shelf};
 use super::status::{Event, Listener, Stage, StatusHandle};
 use super::{Control, ReceiverError, Synced, millis};
 use crate::image::Known;
@@ -78,7 +80,7 @@ pub struct Fetched {
     ticket: Ticket,
     base: Identity,
     /// Where it landed, each at least as long as its payload.
-    buffers: Vec<Arc<Mapping>>,
+    buffers: Vec<Buffer>,
     shelf: Arc<Shelf>,
     /// What the publisher said when it was asked for.
     info: VersionInfo,
@@ -118,20 +120,19 @@ impl Fetched {
             Mode::Delta { payloads, .. } => &payloads[..],
             Mode::Full => &[],
         };
-        self.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.bytes(0..p.bytes))
+        self.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.memory.bytes(0..p.bytes))
+    }
+
+    /// The files that its parts are in, each with the length of its part, for other processes of this host
+    /// ([`Handed`](super::Handed)). None if it is in memory of this process alone.
+    pub fn files(&self) -> Option<Vec<(PathBuf, u64)>> {
+        let lengths = self.containers().map(|c| c.len() as u64);
+        self.buffers.iter().zip(lengths).map(|(b, bytes)| Some((b.publish()?.to_owned(), bytes))).collect()
     }
 
     /// One of [`Fetched::containers`], checked by so many threads.
     pub fn part<'a>(&self, bytes: &'a [u8], threads: usize) -> Result<Delta<'a>, ReceiverError> {
-        let peer = || self.peer.clone();
-        let part = crate::container::parse(bytes, threads)
-            .map_err(|source| ReceiverError::Delta { peer: peer(), source })?;
-        let (from, to) = (part.header.base_identity(), part.header.target_identity());
-        if (&from, &to) != (&self.base, &self.ticket.identity) {
-            let what = format!("a delta from {from} to {to}");
-            return Err(ReceiverError::OtherTicket { peer: peer(), what });
-        }
-        Ok(part)
+        check_part(bytes, threads, (&self.base, &self.ticket.identity), &self.peer)
     }
 
     /// Its length. The memory that it is in may be longer.
@@ -142,8 +143,8 @@ impl Fetched {
 
     /// The memory that it is in, which later deltas of the receiver come to as well: registering it with a device is worth
     /// the time.
-    pub fn memory(&self) -> &[Arc<Mapping>] {
-        &self.buffers
+    pub fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
+        self.buffers.iter().map(|b| &b.memory)
     }
 
     /// What it took to fetch it.
@@ -163,38 +164,6 @@ impl Fetched {
 impl Drop for Fetched {
     fn drop(&mut self) {
         self.buffers.drain(..).for_each(|buffer| self.shelf.put(buffer));
-    }
-}
-
-/// Memory in which deltas landed, kept for the next ones: touching fresh pages takes as long as filling them.
-#[derive(Debug, Default)]
-pub(super) struct Shelf(Mutex<Vec<Arc<Mapping>>>);
-
-impl Shelf {
-    /// Buffers that are kept: one is read while the next is filled.
-    const KEPT: usize = 2;
-    /// Larger ones are rare, and given back.
-    const LARGE: u64 = 1 << 30;
-
-    fn take(&self, bytes: u64) -> io::Result<Arc<Mapping>> {
-        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |b: &Arc<Mapping>| b.len() >= bytes && b.len() / 4 <= bytes.max(1 << 20);
-        match free.iter().position(fits) {
-            Some(i) => Ok(free.swap_remove(i)),
-            // The next one is a little longer, as often as not.
-            None => Mapping::anonymous(bytes.saturating_add(bytes / 4).max(1)).map(Arc::new),
-        }
-    }
-
-    fn put(&self, buffer: Arc<Mapping>) {
-        if buffer.len() > Shelf::LARGE {
-            return;
-        }
-        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        free.push(buffer);
-        if free.len() > Shelf::KEPT {
-            free.remove(0);
-        }
     }
 }
 
@@ -276,8 +245,9 @@ impl Puller {
         let base = base.identity.clone();
         let shelf = Arc::clone(&self.shelf);
         let fetched = Fetched { ticket, base, buffers, shelf, info, peer: peer(), synced: Synced::default() };
-        let Fetched { ticket, buffers, .. } = &fetched;
-        self.pull(ticket, &PayloadLanding { buffers }, bytes, synced, stop)?;
+        let Fetched { ticket, .. } = &fetched;
+        let buffers: Vec<_> = fetched.memory().cloned().collect();
+        self.pull(ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
         self.report_done(ticket, stop);
         Ok(fetched)
     }
@@ -289,4 +259,21 @@ impl Puller {
             tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
         }
     }
+}
+
+/// A part of a delta, checked by so many threads, that leads from one version to another.
+pub(super) fn check_part<'a>(
+    bytes: &'a [u8],
+    threads: usize,
+    (base, target): (&Identity, &Identity),
+    peer: &str,
+) -> Result<Delta<'a>, ReceiverError> {
+    let part = crate::container::parse(bytes, threads)
+        .map_err(|source| ReceiverError::Delta { peer: peer.to_owned(), source })?;
+    let (from, to) = (part.header.base_identity(), part.header.target_identity());
+    if (&from, &to) != (base, target) {
+        let what = format!("a delta from {from} to {to}");
+        return Err(ReceiverError::OtherTicket { peer: peer.to_owned(), what });
+    }
+    Ok(part)
 }

@@ -36,6 +36,7 @@ mod control;
 mod error;
 mod fetch;
 mod kept;
+mod shelf;
 mod status;
 
 use std::collections::BTreeMap;
@@ -57,9 +58,11 @@ use windlass_core::wire::{Mode, Ticket};
 
 pub use self::control::{Control, ControlError};
 pub use self::error::ReceiverError;
+use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
-use self::fetch::{Puller, Shelf};
 use self::kept::Kept;
+use self::shelf::Shelf;
+pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::history::Limits;
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
@@ -90,6 +93,9 @@ pub struct ReceiverConfig {
     /// How many of the deltas that were applied are kept beside the image, for workers that load only what changed;
     /// without it, none.
     pub keep: Option<Limits>,
+    /// Where deltas land that other processes of this host may read before the image has them; without it, they land in
+    /// memory of this process alone.
+    pub share: Option<Share>,
 }
 
 /// How long the parts of a sync took, and what it carried.
@@ -173,6 +179,7 @@ impl Receiver {
         stop: &Stop,
     ) -> Result<Receiver, ReceiverError> {
         let kept = Kept::new(config.keep);
+        let shelf = Arc::new(Shelf::new(config.share.clone()));
         let mut receiver = Receiver {
             config,
             control,
@@ -184,7 +191,7 @@ impl Receiver {
             status: StatusHandle::default(),
             listener,
             kept,
-            shelf: Arc::default(),
+            shelf,
         };
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),

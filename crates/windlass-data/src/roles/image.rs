@@ -57,6 +57,7 @@ impl ImageReceiver {
             pull: config.pull,
             allow: config.allow,
             keep: None,
+            share: None,
         };
         let receiver = Receiver::open(config, Arc::clone(&control), None, stop)?;
         Ok(ImageReceiver { receiver, control: Box::new(ControlHandle(control)), load_timeout, waiting })

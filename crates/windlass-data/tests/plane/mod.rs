@@ -212,6 +212,7 @@ pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig
         pull: PullConfig::default(),
         allow: None,
         keep: None,
+        share: None,
     }
 }
 

@@ -209,6 +209,7 @@ impl<'a> Publisher<'a> {
             pull: PullConfig::default(),
             allow: None,
             keep: None,
+            share: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))

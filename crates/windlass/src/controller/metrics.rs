@@ -176,6 +176,10 @@ pub(super) fn text(status: &Status, counters: &Counters, orders: usize) -> Strin
     page.one("orders_waiting", GAUGE, "Orders that receivers have not taken yet.", orders as f64);
     let rate = status.receivers.iter().fold(0.0, |all, r| all + r.rate);
     page.one("receive_bytes_per_second", GAUGE, "What all receivers pull, by their own words.", rate);
+    let doings = status.receivers.iter().flat_map(|r| r.models.iter().filter_map(|m| m.doing.as_ref()));
+    let unplanned: u64 = doings.flat_map(|d| &d.engines).map(|e| e.unplanned).fold(0, u64::saturating_add);
+    let what = "Loads of present receivers' engines by the engine's own loader, where a plan was expected.";
+    page.one("unplanned_loads", GAUGE, what, unplanned as f64);
     page.one("memory_bytes", GAUGE, "Resident memory of the controller.", resident() as f64);
     counts(&mut page, counters);
     page.head("sync_seconds", "histogram", "From the last announcement of a version until it was served.");

@@ -296,6 +296,16 @@ pub struct EngineDoing {
     /// The last failure, until a load succeeds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// Loads by the engine's own loader where a plan was expected.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub unplanned: u64,
+    /// Why the last of them was, until a load goes by plan again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slow: Option<String>,
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 /// The answer to a poll.

@@ -21,8 +21,14 @@ pub enum EngineEvent {
         pause_ms: Option<f64>,
         /// How long the writing took.
         load_ms: f64,
+        /// What came before the pause, where it is known: staging, and steps that were under way.
+        before_ms: (Option<f64>, Option<f64>),
         /// Why it was written twice, if it was.
         retried: Option<String>,
+        /// Why the engine's own loader was used where a plan was expected.
+        slow: Option<String>,
+        /// It was loaded before the image held it.
+        ahead: bool,
     },
     /// A load failed; it serves what it had.
     Failed {
@@ -99,9 +105,20 @@ impl EngineEvent {
             })
         };
         match self {
-            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => json!({
+            EngineEvent::Loaded {
+                engine,
+                label,
+                how,
+                pause_ms,
+                load_ms,
+                before_ms,
+                retried,
+                slow,
+                ahead,
+            } => json!({
                 "event": "loaded", "engine": engine, "incarnation": label.incarnation, "version": label.version,
                 "how": how, "pause_ms": pause_ms, "load_ms": load_ms, "retried": retried,
+                "stage_ms": before_ms.0, "drain_ms": before_ms.1, "slow": slow, "ahead": ahead,
             }),
             EngineEvent::Failed { engine, label, failure, given_up } => {
                 failed("engine_failed", engine, label.as_ref(), failure, *given_up)
@@ -123,12 +140,15 @@ impl EngineEvent {
         let again =
             |given_up: bool| if given_up { "; not tried again with this version" } else { "; trying again" };
         match self {
-            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => {
+            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried, slow, .. } => {
                 let paused = pause_ms.map_or_else(String::new, |ms| format!(", paused for {ms:.1} ms"));
                 let twice =
                     retried.as_ref().map_or_else(String::new, |why| format!(", at the second try: {why}"));
+                let slow = slow.as_ref().map_or_else(String::new, |why| {
+                    format!("\n  warning: the engine's own loader was used, which is slow: {why}")
+                });
                 format!(
-                    "{engine}: loaded version {} ({how}) in {load_ms:.1} ms{paused}{twice}",
+                    "{engine}: loaded version {} ({how}) in {load_ms:.1} ms{paused}{twice}{slow}",
                     label.version
                 )
             }

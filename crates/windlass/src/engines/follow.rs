@@ -22,7 +22,7 @@ use super::error::{EngineError, Stage};
 use super::event::{EngineEvent, Failure};
 use super::guard::{Guard, Job, Lock, Routes, Target};
 use super::http::Http;
-use super::order::{How, Label, Order, how};
+use super::order::{How, Label, Order, can_lead, how, slow};
 use super::sglang::Sglang;
 use super::transaction::{self, ANSWER, Journal, Outcome};
 use super::vllm::{Native, Plugin, Status, is_denied};
@@ -145,7 +145,7 @@ impl Follower {
         let until = Instant::now() + most;
         let mut state = self.shared.state();
         let wanted = state.wanted;
-        while state.wanted == wanted && !state.ending {
+        while state.wanted == wanted && state.ahead.is_none() && !state.ending {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -156,6 +156,11 @@ impl Follower {
     }
 
     fn step(&mut self) -> Next {
+        let ahead = self.shared.state().ahead.clone();
+        if let Some(order) = ahead {
+            self.lead(&order);
+            self.shared.update(|s| s.ahead = None);
+        }
         let mut found = match self.ask() {
             Ok(found) => found,
             Err(e) => return self.unanswered(&e),
@@ -186,8 +191,19 @@ impl Follower {
             if self.announced.replace(live) != Some(live) {
                 // Loaded by an earlier receiver, its guard, or a load whose end was not heard of.
                 let (engine, how) = (self.name.clone(), "found".into());
-                let (pause_ms, load_ms, retried) = (None, 0.0, None);
-                self.tell(&EngineEvent::Loaded { engine, label: live, how, pause_ms, load_ms, retried });
+                let (pause_ms, load_ms, retried, slow, ahead) = (None, 0.0, None, None, false);
+                let before_ms = (None, None);
+                self.tell(&EngineEvent::Loaded {
+                    engine,
+                    label: live,
+                    how,
+                    pause_ms,
+                    load_ms,
+                    before_ms,
+                    retried,
+                    slow,
+                    ahead,
+                });
             }
             self.shared.update(|s| (s.status.error, s.error_kind, s.given_up) = (None, None, None));
             return Next::After(POLL);
@@ -363,25 +379,8 @@ impl Follower {
         tracing::debug!(engine = self.name, by = engine, ?outcome, "load");
         match outcome {
             Outcome::Loaded(done) => {
-                self.prepared = true;
-                let label = done.version.parse().unwrap_or(label);
                 let _ = Baseline::note(&self.taken(), &manifest);
-                (self.told, self.tries) = (None, Tries::default());
-                self.list(done.extras);
-                self.announced = Some(label);
-                self.tell(&EngineEvent::Loaded {
-                    engine: self.name.clone(),
-                    label,
-                    how: done.how,
-                    pause_ms: Some(done.pause_ms).filter(|ms| !ms.is_nan()),
-                    load_ms: done.load_ms,
-                    retried: done.retried,
-                });
-                // After that, so that whoever waits for the load has heard what it took.
-                self.shared.update(|s| {
-                    (s.live, s.given_up, s.error_kind) = (Some(label), None, None);
-                    (s.status.error, s.status.condition) = (None, Condition::Serving);
-                });
+                self.loaded(done.version.parse().unwrap_or(label), done, false);
                 Next::Now
             }
             // The image went on meanwhile, or could not be had; the engine was not touched.
@@ -396,6 +395,68 @@ impl Follower {
             }
             Outcome::Kept(e) | Outcome::Lost(e) => self.failed(Some(label), &e, false),
         }
+    }
+
+    fn loaded(&mut self, label: Label, done: transaction::Done, ahead: bool) {
+        self.prepared = true;
+        (self.told, self.tries) = (None, Tries::default());
+        self.list(done.extras);
+        self.announced = Some(label);
+        let slow = done.slow.clone();
+        self.tell(&EngineEvent::Loaded {
+            engine: self.name.clone(),
+            label,
+            how: done.how,
+            pause_ms: Some(done.pause_ms).filter(|ms| !ms.is_nan()),
+            load_ms: done.load_ms,
+            before_ms: (done.stage_ms, done.drain_ms),
+            retried: done.retried,
+            slow: done.slow,
+            ahead,
+        });
+        // After that, so that waiters for the load have heard what it took.
+        self.shared.update(|s| {
+            (s.live, s.given_up, s.error_kind) = (Some(label), None, None);
+            (s.status.error, s.status.condition) = (None, Condition::Serving);
+            s.status.unplanned += u64::from(slow.is_some());
+            s.status.slow = slow;
+        });
+    }
+
+    /// A version from the delta that leads to it, before the image holds it. What is refused is loaded from the image.
+    fn lead(&mut self, order: &Order) {
+        let plugin = Plugin::new(self.http.with_key(self.options.token.clone()));
+        self.shared.update(|s| s.status.condition = Condition::Loading);
+        match self.ask_to_load(&plugin, order) {
+            Ok(done) => self.loaded(order.label(), done, true),
+            Err(error) => {
+                let (engine, version) = (&self.name, order.version);
+                tracing::warn!(engine, version, %error, "the version is loaded from the image, which takes longer");
+                // What the engine has, and whether it serves, is asked next.
+                self.shared.update(|s| s.leads = false);
+            }
+        }
+    }
+
+    /// The whole load, as a task of the engine.
+    fn ask_to_load(&self, plugin: &Plugin, order: &Order) -> Result<transaction::Done, EngineError> {
+        let stop = self.stop.with_timeout(self.options.lease + self.options.timeout + GRACE);
+        let pause = (self.options.mode, self.options.cache, self.options.lease);
+        let begun = Instant::now();
+        let loaded = plugin.load(order, pause, &stop)?;
+        let leads = can_lead(&loaded.workers);
+        self.shared.update(|s| s.leads = leads);
+        Ok(transaction::Done {
+            version: order.label().to_string(),
+            how: how(&loaded.workers),
+            pause_ms: loaded.pause_ms.unwrap_or(f64::NAN),
+            load_ms: loaded.ms.unwrap_or(begun.elapsed().as_secs_f64() * 1e3),
+            stage_ms: loaded.stage_ms,
+            drain_ms: loaded.drain_ms,
+            extras: loaded.workers.first().map_or_else(Vec::new, |w| w.extras.clone()),
+            retried: None,
+            slow: slow(&loaded.workers),
+        })
     }
 
     /// Tells of tensors that the engine does not take, once.
@@ -512,13 +573,10 @@ impl Follower {
         let how_to = if found.label.is_none() || status.fenced { How::Dense } else { How::Auto };
         let timeout = self.options.timeout.as_secs_f64();
         let order = Order::new(&self.place.image, view.known(), how_to, None, timeout);
-        let pause = (self.options.mode, self.options.cache, self.options.lease);
-        let begun = Instant::now();
-        let loaded = plugin.load(&order, pause, &stop);
-        let took = begun.elapsed().as_secs_f64() * 1e3;
+        let done = self.ask_to_load(plugin, &order);
         let held = view.finish();
-        let loaded = match loaded {
-            Ok(loaded) => loaded,
+        let done = match done {
+            Ok(done) => done,
             // Whether it serves, only it knows.
             Err(e) => match plugin.status(&self.stop) {
                 Ok(Some(status)) if status.fenced => return Outcome::Fenced(e),
@@ -530,13 +588,6 @@ impl Follower {
             // What was read may be of two versions; the engine is told again, dense, with the next look.
             return Outcome::Kept(e.into());
         }
-        Outcome::Loaded(transaction::Done {
-            version: order.label().to_string(),
-            how: how(&loaded.workers),
-            pause_ms: loaded.pause_ms.unwrap_or(f64::NAN),
-            load_ms: loaded.ms.unwrap_or(took),
-            extras: loaded.workers.first().map_or_else(Vec::new, |w| w.extras.clone()),
-            retried: None,
-        })
+        Outcome::Loaded(done)
     }
 }

@@ -56,6 +56,7 @@ use windlass_core::address::{Endpoint, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_data::image::Known;
+use windlass_data::receiver::Fetched;
 use windlass_data::stop::Stop;
 
 use self::check::Baseline;
@@ -63,6 +64,7 @@ pub use self::error::EngineError;
 pub use self::event::EngineEvent;
 use self::follow::Follower;
 pub use self::order::Label;
+use self::order::{DeltaFiles, How, Order};
 pub use self::pause::{CachePolicy, PauseMode};
 use crate::error::Error;
 
@@ -219,6 +221,10 @@ pub struct EngineStatus {
     pub error: Option<String>,
     /// The name of the version that is not tried again.
     pub given_up: Option<String>,
+    /// Loads by the engine's own loader where a plan was expected.
+    pub unplanned: u64,
+    /// Why the last of them was, until a load goes by plan again.
+    pub slow: Option<String>,
 }
 
 /// What an engine's thread and everybody else share.
@@ -235,7 +241,18 @@ struct State {
     given_up: Option<Label>,
     error_kind: Option<Kind>,
     wanted: Option<Label>,
+    /// A version to load before the image holds it, until that is done or refused.
+    ahead: Option<Order>,
+    /// Whether the engine loads such versions: it did its last load by plan, on a GPU.
+    leads: bool,
     ending: bool,
+}
+
+impl State {
+    /// Whether a delta from this version can be loaded before the image holds what it leads to.
+    fn leads_from(&self, base: Label) -> bool {
+        self.leads && self.live == Some(base) && self.status.condition == Condition::Serving
+    }
 }
 
 impl Shared {
@@ -269,7 +286,17 @@ impl Place {
         name.push(".engines");
         Place { engines: image.with_file_name(name), image }
     }
+
+    /// Where deltas land that engines load before the image holds them.
+    pub fn incoming(&self) -> PathBuf {
+        self.engines.join(INCOMING)
+    }
 }
+
+/// The directory of [`Place::incoming`].
+const INCOMING: &str = "incoming";
+/// How long an image waits for engines that load a version before it.
+const LEAD: Duration = Duration::from_secs(5);
 
 /// Told of what happens.
 pub type Teller = Arc<dyn Fn(&EngineEvent) + Send + Sync>;
@@ -313,9 +340,19 @@ impl Engines {
                 live: None,
                 error: None,
                 given_up: None,
+                unplanned: 0,
+                slow: None,
             };
-            let state =
-                State { status, live: None, given_up: None, error_kind: None, wanted: None, ending: false };
+            let state = State {
+                status,
+                live: None,
+                given_up: None,
+                error_kind: None,
+                wanted: None,
+                ahead: None,
+                leads: false,
+                ending: false,
+            };
             let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
             let follower = Follower::new(
                 spec,
@@ -338,6 +375,34 @@ impl Engines {
         let label = Label::from(known);
         for shared in &self.shared {
             shared.update(|s| s.wanted = s.wanted.max(Some(label)));
+        }
+    }
+
+    /// Whether some engine would load what follows on the version that the image holds before the image has it.
+    pub fn may_lead(&self, image: Option<&Known>) -> bool {
+        let Some(base) = image.map(Label::from) else { return false };
+        self.shared.iter().any(|s| s.state().leads_from(base))
+    }
+
+    /// Has the engines that can load a version from the delta that leads to it, before the image holds it. Answers when they
+    /// have, or have said no, or after a while; those that have not load it from the image, as ever.
+    pub fn lead(&self, fetched: &Fetched, stop: &Stop) {
+        let Some(files) = fetched.files() else { return };
+        let (base, known) = (fetched.base(), fetched.known());
+        let mut order = Order::new(&self.place.image, &known, How::Auto, None, self.timeout.as_secs_f64());
+        order.delta = Some(DeltaFiles { base: base.version, files });
+        let base = Label { incarnation: base.incarnation, version: base.version };
+        for shared in &self.shared {
+            shared.update(|s| s.ahead = s.leads_from(base).then(|| order.clone()));
+        }
+        // The files stay as they are while workers read them, also beyond this.
+        let stop = stop.with_timeout(LEAD);
+        for shared in &self.shared {
+            let mut state = shared.state();
+            while state.ahead.is_some() && !stop.is_set() {
+                let waited = shared.changed.wait_timeout(state, stop.nap());
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
         }
     }
 
@@ -424,7 +489,7 @@ fn tidy(engines: &Path) {
     let mut left = false;
     for entry in entries.flatten() {
         let dir = entry.path();
-        if entry.file_name() == "model" {
+        if entry.file_name() == "model" || entry.file_name() == INCOMING {
             continue;
         }
         let lock = guard::Lock::take(&dir).ok().flatten();

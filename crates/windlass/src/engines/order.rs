@@ -24,6 +24,15 @@ pub enum How {
     Dense,
 }
 
+/// A delta that this receiver has fetched and its image does not hold yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeltaFiles {
+    /// The version that it begins from, of the order's incarnation.
+    pub base: Version,
+    /// Its parts: files of this host, and how many bytes of each.
+    pub files: Vec<(PathBuf, u64)>,
+}
+
 /// Which version to load from which image.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Order {
@@ -43,6 +52,9 @@ pub struct Order {
     pub reports: Option<PathBuf>,
     /// Within how many seconds.
     pub timeout: f64,
+    /// Load from this, before the image holds the version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delta: Option<DeltaFiles>,
 }
 
 impl Order {
@@ -57,6 +69,7 @@ impl Order {
             how,
             reports,
             timeout,
+            delta: None,
         }
     }
 
@@ -119,6 +132,9 @@ pub struct Report {
     /// What it did last.
     #[serde(default)]
     pub last: Option<Last>,
+    /// What of the model it writes directly.
+    #[serde(default)]
+    pub plan: Option<Plan>,
     /// Tensors of the image that the engine does not take.
     #[serde(default)]
     pub extras: Vec<String>,
@@ -142,6 +158,17 @@ pub struct Last {
     /// `sparse`, `dense`, `session` or `skipped`.
     #[serde(default)]
     pub how: String,
+    /// Why the engine's own loader wrote what a plan was expected to write; empty if nothing of the kind happened.
+    #[serde(default)]
+    pub why: String,
+}
+
+/// What of a worker's model is written directly.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Plan {
+    /// Whether a delta can be applied before the image holds it.
+    #[serde(default)]
+    pub ahead: bool,
 }
 
 /// An error as our parts in other processes tell it.
@@ -192,6 +219,17 @@ pub(super) fn check_reports(engine: &str, order: &Order, reports: &[Report]) -> 
         }
         error => Err(error),
     }
+}
+
+/// Why the workers fell to the engine's own loader, if they did.
+pub(super) fn slow(reports: &[Report]) -> Option<String> {
+    let last = reports.iter().filter_map(|r| r.last.as_ref());
+    last.map(|l| &l.why).find(|why| !why.is_empty()).cloned()
+}
+
+/// Whether every worker can apply a delta before the image holds it.
+pub(super) fn can_lead(reports: &[Report]) -> bool {
+    !reports.is_empty() && reports.iter().all(|r| r.plan.as_ref().is_some_and(|p| p.ahead))
 }
 
 /// How the workers loaded, in a word.

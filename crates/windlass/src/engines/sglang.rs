@@ -89,7 +89,7 @@ impl Plain for Sglang {
             "abort_all_requests": false,
         });
         self.http.tell(Stage::Load, "/update_weights_from_disk", body, UNTIL_STOP, stop)?;
-        Ok(Written { how: "disk".into(), extras: Vec::new() })
+        Ok(Written { how: "disk".into(), extras: Vec::new(), slow: None })
     }
 
     fn clear(&self, _: &Stop) -> Result<(), EngineError> {

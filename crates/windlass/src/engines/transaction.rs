@@ -57,6 +57,8 @@ pub struct Written {
     pub how: String,
     /// Tensors of the image that the engine did not take.
     pub extras: Vec<String>,
+    /// Why the engine's own loader was used where a plan was expected.
+    pub slow: Option<String>,
 }
 
 /// An engine that is driven step by step through its own routes. Every call ends with its [`Stop`].
@@ -181,12 +183,21 @@ pub struct Done {
     pub how: String,
     /// From the pause to the end of it.
     pub pause_ms: f64,
-    /// Writing alone.
+    /// Writing alone, or all of it where the engine says only that.
     pub load_ms: f64,
+    /// What came before the pause, where the engine says so: bringing what is needed to GPUs.
+    #[serde(default)]
+    pub stage_ms: Option<f64>,
+    /// The steps that were under way, where the engine says so.
+    #[serde(default)]
+    pub drain_ms: Option<f64>,
     /// Tensors of the image that the engine did not take.
     pub extras: Vec<String>,
     /// Why it was written twice, if it was.
     pub retried: Option<String>,
+    /// Why the engine's own loader was used where a plan was expected.
+    #[serde(default)]
+    pub slow: Option<String>,
 }
 
 /// Takes a map lease on the image until a [`Stop`], and says what is to be loaded from it.
@@ -347,8 +358,19 @@ fn finish(load: &Load<'_>, view: ImageView, order: Order, paused: Instant) -> Ou
         }
         Err(e) => return Outcome::Lost(e),
     }
-    let Written { how, extras } = written;
-    Outcome::Loaded(Done { version: label, how, pause_ms, load_ms, extras, retried })
+    let Written { how, extras, slow } = written;
+    let (stage_ms, drain_ms) = (None, None);
+    Outcome::Loaded(Done {
+        version: label,
+        how,
+        pause_ms,
+        load_ms,
+        stage_ms,
+        drain_ms,
+        extras,
+        retried,
+        slow,
+    })
 }
 
 /// Lets an engine go on, whoever lives; several tries, because nothing else ends the pause.

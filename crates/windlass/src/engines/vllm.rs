@@ -32,7 +32,7 @@ use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
 use super::http::{Http, UNTIL_STOP};
-use super::order::{Order, Report, check_reports, how};
+use super::order::{Order, Report, check_reports, how, slow};
 use super::pause::{CachePolicy, PauseMode, vllm_pause, vllm_reset};
 use super::transaction::{ANSWER, Plain, Written};
 
@@ -156,6 +156,7 @@ impl Plain for Native {
         Ok(Written {
             how: how(&reports),
             extras: reports.first().map_or_else(Vec::new, |r| r.extras.clone()),
+            slow: slow(&reports),
         })
     }
 
@@ -225,6 +226,10 @@ pub struct Loaded {
     pub pause_ms: Option<f64>,
     /// How long all of it took.
     pub ms: Option<f64>,
+    /// How long it took before the pause.
+    pub stage_ms: Option<f64>,
+    /// How long the steps took that were under way.
+    pub drain_ms: Option<f64>,
     /// Its workers.
     pub workers: Vec<Report>,
 }

@@ -360,6 +360,8 @@ impl Model {
                 version: s.live.and_then(|l| l.parse::<Label>().ok()).map(|l| l.version),
                 engine: s.engine,
                 error: s.error,
+                unplanned: s.unplanned,
+                slow: s.slow,
             });
             told.collect()
         });
@@ -619,18 +621,29 @@ impl Model {
         let (mut took, mut pause_ms) = (Vec::new(), None);
         let stop = Stop::after(self.timeout);
         self.state().settling = Some(stop.clone());
-        let applied = self.apply(deltas, &mut took);
-        if let (Err(_), Some(together)) = (&applied, together) {
-            together.fail(self.id.as_str());
-        }
-        let result = applied.and_then(|known| {
+        let meet = || {
             together.map_or(Ok(()), |t| t.meet(&stop)).map_err(|why| Error::Plane {
                 doing: "load the models of one order together",
                 kind: Kind::Stale,
                 source: why.into(),
-            })?;
-            self.settle(&known, &stop, &mut took, &mut pause_ms)
-        });
+            })
+        };
+        let result = match self.may_lead(&deltas) {
+            // The engines first, and the image while they serve.
+            true => meet().and_then(|()| {
+                let ahead = self.lead(&deltas, &stop);
+                self.apply(deltas, &mut took).map(|known| (known, ahead))
+            }),
+            false => {
+                let applied = self.apply(deltas, &mut took);
+                if let (Err(_), Some(together)) = (&applied, together) {
+                    together.fail(self.id.as_str());
+                }
+                applied.and_then(|known| meet().map(|()| (known, Vec::new())))
+            }
+        };
+        let result =
+            result.and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut took, &mut pause_ms));
         let mut state = self.state();
         state.settling = None;
         let text = result.as_ref().err().map(Error::chain);
@@ -657,10 +670,26 @@ impl Model {
         }
     }
 
-    /// Lets the engines load what the image holds, and waits for them. Without engines there is nothing to do.
+    /// Whether engines would load the one delta of a load before the image holds what it leads to.
+    fn may_lead(&self, deltas: &[Fetched]) -> bool {
+        let Some((engines, _)) = &self.engines else { return false };
+        deltas.len() == 1 && engines.may_lead(self.receiver().current())
+    }
+
+    /// Has engines load it so; what they said of it.
+    fn lead(&self, deltas: &[Fetched], stop: &Stop) -> Vec<EngineLoad> {
+        let Some((engines, loads)) = &self.engines else { return Vec::new() };
+        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        deltas.iter().for_each(|delta| engines.lead(delta, stop));
+        std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Lets the engines load what the image holds, and waits for them; `ahead` is what they loaded before it did. Without
+    /// engines there is nothing to do.
     fn settle(
         &self,
         known: &Known,
+        ahead: Vec<EngineLoad>,
         stop: &Stop,
         took: &mut Vec<Took>,
         pause_ms: &mut Option<f64>,
@@ -671,7 +700,7 @@ impl Model {
         engines.want(known);
         let settled = engines.settle(known, stop);
         let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
-        for load in done.iter().filter(|l| l.label == Label::from(known)) {
+        for load in ahead.iter().chain(&done).filter(|l| l.label == Label::from(known)) {
             if let Some(ms) = load.pause_ms {
                 took.push(Took::of(Lane::Engine, "pause", load.ended, ms, None));
                 *pause_ms = Some(pause_ms.map_or(ms, |p| p.max(ms)));

@@ -377,6 +377,9 @@ fn doing_of(receiver: &ReceiverStatus, held: &HeldStatus) -> String {
         } else {
             others.push(format!("{} {}", clean(&engine.engine), clean(&engine.condition)));
         }
+        if let Some(why) = &engine.slow {
+            others.push(format!("{} slow, not by plan: {}", clean(&engine.engine), clean(why)));
+        }
     }
     if !doing.engines.is_empty() {
         let _ = write!(text, "; {serving} of {} engines serve", doing.engines.len());

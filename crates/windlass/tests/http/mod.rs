@@ -112,6 +112,8 @@ fn a_flood_of_refused_and_repeated_requests_does_not_grow_the_controller() {
                     condition: "c".into(),
                     version: None,
                     error: None,
+                    unplanned: 0,
+                    slow: None,
                 }],
             }];
             let poll = Poll { peer: light.peer.clone(), after: 0, timeout_ms: 0, doing };
@@ -339,6 +341,8 @@ fn the_description_names_every_route_and_field() {
             condition: "away".into(),
             version: None,
             error: Some("x".into()),
+            unplanned: 2,
+            slow: Some("y".into()),
         }],
     };
     controller
