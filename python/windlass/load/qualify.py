@@ -29,7 +29,7 @@ import torch
 
 from windlass.load.trace import Copy, Trace, box_count
 
-__all__ = ["Judge", "Snapshot", "Verdict", "own_tensors", "qualify", "snapshot"]
+__all__ = ["Holds", "Judge", "Snapshot", "Verdict", "own_tensors", "qualify", "snapshot"]
 
 #: Plain values, which hold no tensor.
 _PLAIN = (
@@ -39,6 +39,10 @@ _PLAIN = (
 _DEPTH = 5
 #: Tensors up to this size are compared by their bytes before and after; larger ones by where they are.
 _KEEP_BYTES = 64 << 20
+
+
+#: Whether elements of a parameter are, bit by bit, those of a copy's source.
+Holds = Callable[[Copy, torch.Tensor], bool]
 
 
 class Judge(Protocol):
@@ -173,9 +177,14 @@ def qualify(
     judge: Judge,
     trace: Trace,
     before: Snapshot,
-    sources: Callable[[str], torch.Tensor],
+    sources: Callable[[str], torch.Tensor] | None = None,
+    *,
+    holds: Holds | None = None,
 ) -> Verdict:
-    """The verdict after a full reload of ``sources``."""
+    """The verdict after a full reload of ``sources``, or, where these are gone, of what ``holds`` remembers of them."""
+    if holds is None:
+        assert sources is not None
+        holds = _as_in(sources)
     live = dict(model.named_parameters(remove_duplicate=False))
     bad: dict[str, str] = {}
     targets = dict(enumerate(trace.targets))
@@ -206,7 +215,7 @@ def qualify(
         if target.module in bad:
             continue
         reason_here = _of_target(
-            i, trace, live.get(target.name), before.parameters.get(target.name), copied, sources
+            i, trace, live.get(target.name), before.parameters.get(target.name), copied, holds
         )
         if reason_here is not None:
             bad[target.module] = f"{target.attribute} {reason_here}"
@@ -261,7 +270,7 @@ def _of_target(
     tensor: torch.Tensor | None,
     seen: _Seen | None,
     copied: Mapping[int, list[Copy]],
-    sources: Callable[[str], torch.Tensor],
+    holds: Holds,
 ) -> str | None:
     """Why one parameter cannot be replayed."""
     if i in trace.reasons:
@@ -297,13 +306,20 @@ def _of_target(
         there = torch.as_strided(
             tensor, copy.sizes, copy.target_strides, tensor.storage_offset() + copy.target_offset
         )
+        if not holds(copy, there):
+            return f"is not {copy.source} as it was loaded: the engine changes it afterwards"
+    return None if bool(written.all()) else "is not written wholly by copies"
+
+
+def _as_in(sources: Callable[[str], torch.Tensor]) -> Holds:
+    def holds(copy: Copy, there: torch.Tensor) -> bool:
         source = sources(copy.source)
         wanted = torch.as_strided(
             source, copy.sizes, copy.source_strides, source.storage_offset() + copy.source_offset
         )
-        if not torch.equal(_bytes(there), _bytes(wanted).to(tensor.device)):
-            return f"is not {copy.source} as it was loaded: the engine changes it afterwards"
-    return None if bool(written.all()) else "is not written wholly by copies"
+        return torch.equal(_bytes(there), _bytes(wanted).to(there.device))
+
+    return holds
 
 
 def _settle(trace: Trace, bad: dict[str, str]) -> Verdict:
