@@ -31,6 +31,7 @@ from windlass import (
 from windlass.chunk import WeightChunk
 from windlass.strategies.arena import HEAD, HostArena, HostOpener
 from windlass.strategies.device import DeviceArena
+from windlass.strategies.lending import Look
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def test_a_released_arena_is_made_again_by_the_next_chunk() -> None:
     layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
     try:
         for _ in range(3):
-            (handle,) = arena.lend(chunk, layout, 16)
+            (handle,) = arena.lend(chunk, layout, 16, Look())
             assert opener.open(handle).view(torch.float32).tolist() == [0, 1, 2, 3]
             arena.release()
             assert arena.path is None

@@ -65,7 +65,8 @@ class PlannedLoader(WeightLoader):
         ):
             names = [name for name, _ in pairs]
             dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs]
-            self.load_at(names, dtypes, [tensor.data_ptr() for _, tensor in pairs])
+            shapes = [tensor.shape for _, tensor in pairs]
+            self.load_at(names, dtypes, shapes, [tensor.data_ptr() for _, tensor in pairs])
             return
         with torch.no_grad():
             for name, tensor in pairs:
@@ -87,7 +88,13 @@ class PlannedLoader(WeightLoader):
         if self._gpu is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
-    def load_at(self, names: Sequence[str], dtypes: Sequence[str], addresses: Sequence[int]) -> int:
+    def load_at(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        addresses: Sequence[int],
+    ) -> int:
         """Contiguous tensors at addresses of this loader's GPU, in one launch; how many bytes."""
         key = tuple(zip(names, addresses, strict=True))
         table = self._tables.get(key)

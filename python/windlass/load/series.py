@@ -184,10 +184,12 @@ class Series:
         plan = self._plan
         assert plan is not None and plan.loader is not None
         if not plan.idle.isdisjoint(names):
-            kept = [row for row in zip(names, dtypes, addresses, strict=True) if row[0] not in plan.idle]
-            names, dtypes, addresses = ([row[i] for row in kept] for i in range(3))  # type: ignore[assignment]
-        if names:
-            self._bytes += plan.loader.load_at(names, dtypes, addresses)
+            rows = zip(names, dtypes, shapes, addresses, strict=True)
+            kept = [row for row in rows if row[0] not in plan.idle]
+            if not kept:
+                return
+            names, dtypes, shapes, addresses = zip(*kept)
+        self._bytes += plan.loader.load_at(names, dtypes, shapes, addresses)
 
     def finish(self) -> None:
         """Ends the series. An error if it was not all: what did not come is not what it was."""
