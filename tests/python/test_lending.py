@@ -506,4 +506,14 @@ def test_requests_of_several_chunks_are_read_as_any_other(kind: str) -> None:
         sender.close()
         receiver.close()
     assert sizes == [1, 2, 4, 8, 16, 16, 13]
+    # A request has a name once.
+    sizes.clear()
+    again = [WeightChunk.of([pair]) for pair in [*weights.items()][:3] * 2]
+    sender = (PackedCudaIpcTransferSender if packed else CudaIpcTransferSender)(TrainerRanks(), Firm(), 20.0)
+    try:
+        asyncio.run(sender.send_chunks(again, Client()))  # type: ignore[arg-type]
+    finally:
+        sender.close()
+        receiver.close()
+    assert sizes == [1, 2, 3]
     assert loader.bytes == {n: t.numpy().tobytes() for n, t in weights.items()}

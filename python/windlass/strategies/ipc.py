@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -57,6 +58,8 @@ __all__ = [
 
 #: The most chunks in one request.
 MOST_TOGETHER = 16
+#: Requests that a sender remembers.
+REQUESTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,7 @@ class IpcSender(WeightTransferSender):
         except BaseException:
             arena.close()
             raise
+        self._requests: OrderedDict[tuple[str, ...], _Announced] = OrderedDict()
         #: One copy on a device is enough for all engines there.
         self._exports = devices.index(arena.device) == ranks.rank
 
@@ -157,6 +161,12 @@ class IpcSender(WeightTransferSender):
     ) -> WeightUpdateRequest:
         """The announcement, with the handles of all devices."""
 
+    @abstractmethod
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        """The same announcement with other handles."""
+
     async def send_chunks(
         self, chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk], inference_client: InferenceClient
     ) -> None:
@@ -168,9 +178,10 @@ class IpcSender(WeightTransferSender):
                     sync.number += 1
                     self._arena.follow()
                     look = await self._look(chunk, sync)
-                    if not look.settled:
+                    if not (look.settled and sync.names.isdisjoint(chunk.names)):
                         await self._put_out(sync)
                     sync.held.append((chunk, look))
+                    sync.names.update(chunk.names)
                     del chunk
                     if not look.settled or len(sync.held) >= sync.room:
                         await self._put_out(sync)
@@ -228,7 +239,7 @@ class IpcSender(WeightTransferSender):
         """Exports the chunks that are held, and announces them when the request before is answered."""
         if not sync.held:
             return
-        held, sync.held = sync.held, []
+        held, sync.held, sync.names = sync.held, [], set()
         chunk, look = held[0] if len(held) == 1 else _together(held)
         del held
         if look.settled:
@@ -254,11 +265,11 @@ class IpcSender(WeightTransferSender):
     def _export(self, chunk: WeightChunk, look: Look, sync: _Sync) -> WeightUpdateRequest:
         """Puts the chunk out and gathers the handles of all ranks."""
         number = sync.number
-        layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
-        total = max((record.offset + record.bytes for record in layout), default=0)
+        known = self._known(chunk)
+        layout, total = known.layout, known.total
         if self._ranks.count == 1:
             handles = self._handles(chunk, layout, total, look)
-            return self._request(chunk, layout, [{self._arena.device: handle} for handle in handles])
+            return self._announced(chunk, known, [{self._arena.device: handle} for handle in handles])
         mine: dict[str, Any] = {}
         failure: Exception | None = None
         try:
@@ -283,7 +294,33 @@ class IpcSender(WeightTransferSender):
         by_device = {words["device"]: _handles(words["handles"]) for words in said if words}
         count = len(next(iter(by_device.values())))
         merged = [{device: handles[i] for device, handles in by_device.items()} for i in range(count)]
-        return self._request(chunk, layout, merged)
+        return self._announced(chunk, known, merged)
+
+    def _known(self, chunk: WeightChunk) -> _Announced:
+        """What is the same as in the sync before, if the chunk is: its layout and its request."""
+        key = tuple(chunk.names)
+        known = self._requests.get(key)
+        if known is not None and (known.dtypes, known.shapes) == (chunk.dtypes, chunk.shapes):
+            self._requests.move_to_end(key)
+            return known
+        layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
+        total = max((record.offset + record.bytes for record in layout), default=0)
+        known = self._requests[key] = _Announced(chunk.dtypes, chunk.shapes, layout, total)
+        if len(self._requests) > REQUESTS:
+            self._requests.popitem(last=False)
+        return known
+
+    def _announced(
+        self, chunk: WeightChunk, known: _Announced, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        """The request, judged by the core when it is first made; later only what its handles say differs."""
+        plain = [
+            {device: (handle.size, handle.offset) for device, handle in each.items()} for each in handles
+        ]
+        if known.request is None or known.places != plain:
+            known.request, known.places = self._request(chunk, known.layout, handles), plain
+            return known.request
+        return self._again(known.request, handles)
 
     def release(self) -> None:
         """Gives the arena's memory back until the next sync. Not during one."""
@@ -299,6 +336,19 @@ async def _told(client: InferenceClient, request: WeightUpdateRequest) -> object
 
 
 @dataclass
+class _Announced:
+    """What requests with the same parameters have in common."""
+
+    dtypes: list[str]
+    shapes: list[list[int]]
+    layout: list[PackedTensor]
+    total: int
+    request: WeightUpdateRequest | None = None
+    #: Sizes and offsets of its handles.
+    places: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+
+
+@dataclass
 class _Sync:
     """One sync under way."""
 
@@ -306,6 +356,7 @@ class _Sync:
     number: int = 0
     #: Chunks that were looked at and not put out yet; how many may be.
     held: list[tuple[WeightChunk, Look]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     room: int = 1
     #: Whether all ranks found every chunk so far settled.
     together: bool = True
@@ -319,14 +370,8 @@ def _together(held: Sequence[tuple[WeightChunk, Look]]) -> tuple[WeightChunk, Lo
     """Several chunks as one."""
     from windlass.chunk import WeightChunk
 
-    chunks, looks = [chunk for chunk, _ in held], [look for _, look in held]
-    merged = WeightChunk(
-        names=[name for chunk in chunks for name in chunk.names],
-        tensors=[tensor for chunk in chunks for tensor in chunk.tensors],
-        dtypes=[dtype for chunk in chunks for dtype in chunk.dtypes],
-        shapes=[shape for chunk in chunks for shape in chunk.shapes],
-    )
-    return merged, sum(looks[1:], looks[0])
+    looks = [look for _, look in held]
+    return WeightChunk.joined([chunk for chunk, _ in held]), sum(looks[1:], looks[0])
 
 
 def _plain(handles: Sequence[IpcHandle]) -> dict[str, Any]:
@@ -361,6 +406,11 @@ class CudaIpcTransferSender(IpcSender):
         return CudaIpcWeightUpdateRequest(
             chunk.names, chunk.dtypes, chunk.shapes, [dict(by_device) for by_device in handles]
         )
+
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        return request.again(ipc_handles=list(handles))
 
 
 class AddressLoader(Protocol):

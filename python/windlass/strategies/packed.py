@@ -68,6 +68,11 @@ class PackedCudaIpcTransferSender(IpcSender):
             chunk.names, chunk.dtypes, chunk.shapes, list(layout), dict(handles[0])
         )
 
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        return request.again(ipc_handles=handles[0])
+
 
 class PackedCudaIpcTransferReceiver(IpcReceiver):
     """Opens one handle, and takes the parameters out of it by the layout."""
