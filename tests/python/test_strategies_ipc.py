@@ -72,6 +72,19 @@ def test_handles_of_all_training_ranks_are_merged_by_device(kind: str) -> None:
     assert one["requests"] == []
 
 
+@pytest.mark.parametrize("kind", ["cuda_ipc", "packed_cuda_ipc"])
+def test_chunks_share_requests_while_all_ranks_find_them_settled(kind: str) -> None:
+    zero, one, engine = run_ranks(3, "ipc_ranks:sync", [kind, 2, 3, True], timeout=100, group=False)
+    assert engine["digests"] == zero["digests"] == one["digests"]
+    first, second, third = zero["counts"]
+    # Doubling: one, two, four, ... In the last version one rank has a chunk that is not settled: from there on each
+    # chunk is a request of its own, on both ranks.
+    assert first == second < third
+    names = [len(request["names"]) for request in zero["requests"][:first]]
+    assert names[0] < names[1] < names[2]
+    assert one["requests"] == []
+
+
 def test_the_source_outlives_a_slow_copy_and_the_next_chunk_is_packed_meanwhile(pool: Ranks) -> None:
     trainer, engine = pool.run("ipc_ranks:slow_engine", timeout=100)
     assert engine == trainer["digests"]
