@@ -479,6 +479,35 @@ def test_a_tensor_is_settled_in_the_sync_after_and_not_after_a_pause() -> None:
     assert (lent.settled, lent.memories, lent.firm) == (False, [memory], [False])
 
 
+def test_a_driver_that_refuses_everything_is_asked_once_in_a_sync() -> None:
+    asked: list[torch.Tensor] = []
+    answer: list[Any] = [None]
+
+    def export(tensor: torch.Tensor) -> Any:
+        asked.append(tensor)
+        return answer[0]
+
+    ledger = Ledger(export)
+    for sync in range(3):
+        # Elsewhere each time.
+        tensors = [torch.ones(4) for _ in range(5)]
+        ledger.look([f"w{i}" for i in range(5)], tensors, sync, all_=False)
+        tensors.clear()
+    assert len(asked) == 5 + 1 + 1
+    answer[0] = SimpleNamespace(base=0, size=1, is_there=lambda: True)
+    held = [torch.ones(4) for _ in range(5)]
+    names = [f"v{i}" for i in range(5)]
+    ledger.look(names, held, 3, all_=False)
+    assert ledger.look(names, held, 4, all_=False).settled
+    # What could not be lent is not asked for again where it is.
+    before = len(asked)
+    answer[0] = None
+    fixed = [torch.ones(2)]
+    for sync in (5, 6, 7):
+        ledger.look(["fixed"], fixed, sync, all_=False)
+    assert len(asked) == before + 1
+
+
 class Firm(HostArena):
     """An arena of the host that says that everything is settled."""
 

@@ -507,9 +507,10 @@ class IpcReceiver(WeightTransferReceiver):
         rows = self._rows(request)
         if rows is None:
             return True
+        # What cannot be read is refused before anything is begun.
+        addresses = opener.addresses(rows.handle, rows.begins, rows.sizes)
         if not given.fits(rows.names, rows.dtypes, rows.shapes):
             return False
-        addresses = opener.addresses(rows.handle, rows.begins, rows.sizes)
         try:
             given.load_at(rows.names, rows.dtypes, rows.shapes, addresses)
         finally:

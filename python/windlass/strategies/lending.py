@@ -75,6 +75,9 @@ class Ledger:
         self._shared: set[str] = set()
         #: The sync that is looked at, and whether anything lies elsewhere in it.
         self._sync, self._moved = -1, False
+        #: How often the driver was asked in this sync, and said yes; whether it never did in the one before.
+        self._tries = self._successes = 0
+        self._hopeless = False
         #: One object for each allocation.
         self._memories: dict[tuple[int, int], Any] = {}
 
@@ -83,17 +86,20 @@ class Ledger:
         if sync != self._sync:
             if self._moved:
                 self._shared, self._moved = _overlapping(self._seen, self._sync), False
-            self._sync = sync
+            self._hopeless = self._tries > 0 and not self._successes
+            self._sync, self._tries, self._successes = sync, 0, 0
         found = Look(settled=True)
         there: dict[int, bool] = {}
         for name, tensor in zip(names, tensors, strict=True):
             address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             seen = self._seen.get(name)
+            same = (
+                seen is not None and (seen.address, seen.bytes) == (address, size) and seen.sync >= sync - 1
+            )
             firm = (
-                seen is not None
+                same
+                and seen is not None
                 and seen.memory is not None
-                and (seen.address, seen.bytes) == (address, size)
-                and seen.sync >= sync - 1
                 and name not in self._shared
                 and tensor.is_contiguous()
                 and self._is_there(seen.memory, there)
@@ -101,8 +107,11 @@ class Ledger:
             if firm:
                 assert seen is not None
                 memory = seen.memory
+            elif same and seen is not None and seen.memory is None:
+                # It could not be lent, and will not be.
+                memory = None
             else:
-                memory = self._one(self._export(tensor))
+                memory = self._one(self._tried(tensor))
                 self._moved = True
             self._seen[name] = _Seen(address, size, memory, sync)
             # Nothing is nowhere, and need not be anywhere.
@@ -117,6 +126,15 @@ class Ledger:
         self._seen.clear()
         self._shared.clear()
         self._memories.clear()
+
+    def _tried(self, tensor: torch.Tensor) -> Any:
+        """Asks the driver; only once in a sync where it said no to everything, as with an allocator that does not share."""
+        if self._hopeless and self._tries and not self._successes:
+            return None
+        self._tries += 1
+        memory = self._export(tensor)
+        self._successes += memory is not None
+        return memory
 
     def _one(self, memory: Any) -> Any:
         """The same object for the same allocation, and another one for a later allocation in its place."""
