@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import importlib
 import json
 import os
 import statistics
@@ -134,9 +135,7 @@ def serve(model: str, device: str, memory: float) -> None:
     on_cpu = device == "cpu"
     if on_cpu:
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", WINDLASS_TEST_PLAIN_WEIGHTS="1")
-        import plain_weights
-
-        plain_weights.register()
+        importlib.import_module("plain_weights").register()
     questions, answers = (os.fdopen(int(n), m) for n, m in zip(os.environ["ENGINE_PIPES"].split(), "rw"))
 
     from vllm import LLM, SamplingParams

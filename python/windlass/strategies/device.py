@@ -177,6 +177,8 @@ class DeviceArena(Arena):
         self._share.set_turn(half, self._turns[half])
         if not settled:
             self._share.wait(half, self._timeout)
+            if self._old is not None:
+                self._old.wait(half, self._timeout)
             self._kept[half] = []
         return self._share, half
 

@@ -203,6 +203,9 @@ class Table:
         #: Numbers of the allocations that it needs, besides the arena.
         self.allocations = sorted({row[1] for row in rows if row[1]})
         self._index = {row[0]: i for i, row in enumerate(rows) if row[3]}
+        self._reach: dict[int, int] = {}
+        for _, number, offset, size in rows:
+            self._reach[number] = max(self._reach.get(number, 0), offset + size)
 
     @classmethod
     def read(cls, file: int) -> Table:
@@ -221,7 +224,7 @@ class Table:
 
     def reach(self, number: int) -> int:
         """How many bytes of an allocation, or with 0 of a half, it needs."""
-        return max((offset + size for _, n, offset, size in self._rows if n == number), default=0)
+        return self._reach.get(number, 0)
 
     def row(self, begin: int, size: int) -> int:
         """The row of the tensor that begins there in the layout."""
