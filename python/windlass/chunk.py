@@ -7,7 +7,7 @@ tensor is whatever has a dtype, a shape and a size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,16 @@ class WeightChunk:
             module_name=module_name,
             packed=packed,
         )
+
+    @classmethod
+    def joined(cls, chunks: Sequence[WeightChunk]) -> WeightChunk:
+        """Several chunks without a name in common as one; each was checked when it was made."""
+        joined = object.__new__(cls)
+        for column in ("names", "tensors", "dtypes", "shapes"):
+            object.__setattr__(joined, column, [item for c in chunks for item in getattr(c, column)])
+        object.__setattr__(joined, "module_name", None)
+        object.__setattr__(joined, "packed", False)
+        return joined
 
     @property
     def total_size_bytes(self) -> int:

@@ -93,6 +93,20 @@ class Record:
         record._fill(canonical)
         return record
 
+    def again(self: R, **changed: Any) -> R:
+        """The same with other values in some fields, which the caller vouches for: nobody judges them. What is the same is
+        written as text once, however often the record is sent."""
+        record = object.__new__(type(self))
+        kept = self.__dict__.get("_texts")
+        if kept is None:
+            kept = {}
+            object.__setattr__(self, "_texts", kept)
+        for field in fields(self):  # type: ignore[arg-type]
+            object.__setattr__(record, field.name, changed.get(field.name, getattr(self, field.name)))
+        object.__setattr__(record, "_texts", kept)
+        object.__setattr__(record, "_changes", frozenset(changed))
+        return record
+
     def to_dict(self) -> Plain:
         """The plain form, which JSON can carry."""
         values = {field.name: self._write(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
@@ -105,7 +119,20 @@ class Record:
 
     def to_json(self) -> str:
         """The plain form as JSON text."""
-        return text_of(self.to_dict(), self._what)
+        changes: frozenset[str] | None = self.__dict__.get("_changes")
+        if changes is None:
+            return text_of(self.to_dict(), self._what)
+        texts: dict[str, str] = self.__dict__["_texts"]
+        parts = [f'"type": {json.dumps(self.type_name)}']
+        for field in fields(self):  # type: ignore[arg-type]
+            name = field.name
+            text = None if name in changes else texts.get(name)
+            if text is None:
+                text = text_of(self._write(getattr(self, name)), self._what)
+                if name not in changes:
+                    texts[name] = text
+            parts.append(f'"{name}": {text}')
+        return "{" + ", ".join(parts) + "}"
 
     @classmethod
     def from_json(cls: type[R], text: str | bytes) -> R:

@@ -18,6 +18,7 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -215,7 +216,16 @@ def _as_is(value: Any) -> Any:
 def _read_handles(value: Any) -> Any:
     if isinstance(value, list):
         return [_read_handles(handles) for handles in value]
-    return {gpu: IpcHandle(**{**h, "handle": base64.b64decode(h["handle"])}) for gpu, h in value.items()}
+    return {
+        gpu: IpcHandle(h["kind"], _from_base64(h["handle"]), h["size"], h["offset"])
+        for gpu, h in value.items()
+    }
+
+
+@lru_cache(maxsize=64)
+def _from_base64(text: str) -> bytes:
+    # The handles of a request say the same, parameter after parameter.
+    return base64.b64decode(text)
 
 
 def _read_identity(value: Any) -> Identity:
@@ -258,6 +268,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=64)
 def _base64(handle: object) -> str:
     try:
         return base64.b64encode(handle).decode()  # type: ignore[arg-type]

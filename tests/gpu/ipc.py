@@ -272,6 +272,37 @@ def test_fused_parameters_in_one_launch() -> None:
                 same(weights, to)
 
 
+def test_parameters_that_stay_are_read_where_they_are() -> None:
+    for kind in KINDS:
+        with engine(kind, fused=True) as to, sender(kind) as made:
+            weights = {n: torch.randn(32, 40, device="cuda").bfloat16() for n in "qkv"}
+            weights["turned"] = torch.randn(50, 30, device="cuda").bfloat16()
+            gathered, gather = [0], made._arena._gather
+
+            def noted(
+                share: Any, half: int, tensors: Any, at: Any, count: Any = gathered, to_: Any = gather
+            ) -> None:
+                count[-1] += len(tensors)
+                to_(share, half, tensors, at)
+
+            made._arena._gather = noted
+            requests = []
+            for i in range(6):
+                step(weights)
+                if i == 4:
+                    # One moves, and is packed once.
+                    weights["k"] = weights["k"].clone()
+                to.requests.clear()
+                sync(made, weights, to, 4)
+                same(weights, to)
+                requests.append(len(to.requests))
+                gathered.append(0)
+            say(f"  {kind}: gathered {gathered[:-1]}, requests {requests}")
+            packs = kind == "packed_cuda_ipc"
+            assert gathered == [4 * packs, 0, 0, 0, 1 * packs, 0, 0], gathered
+            assert requests[:4] == [4, 3, 3, 3] and requests[5] == 3, requests
+
+
 def test_neither_side_waits_for_its_gpu_and_nothing_is_torn() -> None:
     for kind in KINDS:
         with engine(kind) as to, sender(kind) as made:

@@ -22,6 +22,7 @@ from windlass.client import InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
 from windlass.strategies import arena
 from windlass.strategies.arena import PREFIX
+from windlass.strategies.lending import Look
 from windlass.strategy import NamedTensors
 from windlass.sync_info import EngineShape
 
@@ -31,9 +32,10 @@ def arenas() -> list[str]:
     return sorted(str(path) for path in Path("/dev/shm").glob(f"{PREFIX}{os.getpid()}-*"))
 
 
-def sync(kind: str, trainers: int, versions: int) -> Any:
-    """Trainers with a device each, and an engine that is on the device of the last one."""
-    scene = f"{kind} {trainers}"
+def sync(kind: str, trainers: int, versions: int, settled: bool = False) -> Any:
+    """Trainers with a device each, and an engine that is on the device of the last one. With ``settled`` their arenas
+    say so of every chunk but one of the last trainer's in the last version."""
+    scene = f"{kind} {trainers} {settled}"
     conf = {"strategy": kind, "timeout": 30.0}
     here = f"GPU-{rank(scene):08d}-0000-0000-0000-000000000000"
     if rank() > trainers:
@@ -49,6 +51,16 @@ def sync(kind: str, trainers: int, versions: int) -> Any:
             "gloo", store=dist.PrefixStore(scene, board()), rank=rank(), world_size=trainers
         )
     requests: list[Any] = []
+    files: list[list[str]] = []
+    counts: list[int] = []
+    if settled:
+
+        def look(self: Any, chunk: Any, *, all_: bool) -> Look:
+            last = rank() == trainers - 1 and len(files) == versions - 1
+            firm = not (last and chunk.names[0].startswith("layers.1.attn.q_proj"))
+            return Look(firm, [None] * len(chunk), [firm] * len(chunk))
+
+        arena.HostArena.look = look  # type: ignore[method-assign]
 
     class Noted(Posted):
         async def update_weights(self, request: Any) -> None:
@@ -61,23 +73,26 @@ def sync(kind: str, trainers: int, versions: int) -> Any:
             if rank() == 0
             else None
         )
-        extractor = ModuleWeightExtractor(group_by_module=True, threshold_gb=600 / (1 << 30))
+        extractor = ModuleWeightExtractor(
+            group_by_module=True, threshold_gb=(60 if settled else 600) / (1 << 30)
+        )
         manager = WeightSyncManager(strategy_from_config(conf), extractor, client, timeout=60.0)
         await manager.initialize()
         model = policy()
-        files = []
         for _ in range(versions):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.5)
             await manager.sync_weights(model, "bfloat16")
             files.append(arenas())
+            counts.append(len(requests) - sum(counts))
         if client is not None:
             await client.aclose()
         manager.close()
         return {
             "digests": digests(reference(model, "bfloat16")),
             "files": files,
+            "counts": counts,
             "after": arenas(),
             "requests": requests,
         }

@@ -194,9 +194,17 @@ def test_a_closed_door_has_ended_its_visits_and_threads(folder: Path) -> None:
     [
         ("vmm_fd", b"not json", "says nothing of an arena"),
         ("vmm_fd", b"[]", "says nothing of an arena"),
-        ("vmm_fd", b'{"arena": "/etc/passwd", "half": 0, "turn": 1}', "no door in"),
-        ("vmm_fd", b'{"arena": "/dev/shm/windlass-door-x", "half": 2, "turn": 1}', "names half 2"),
-        ("vmm_fd", b'{"arena": "/dev/shm/windlass-arena-x", "half": 0, "turn": 1}', "no door in"),
+        ("vmm_fd", b'{"arena": "/etc/passwd", "half": 0, "turn": 1, "sync": 0, "table": 1}', "no door in"),
+        (
+            "vmm_fd",
+            b'{"arena": "/dev/shm/windlass-door-x", "half": 2, "turn": 1, "sync": 0, "table": 1}',
+            "names half 2",
+        ),
+        (
+            "vmm_fd",
+            b'{"arena": "/dev/shm/windlass-arena-x", "half": 0, "turn": 1, "sync": 0, "table": 1}',
+            "no door in",
+        ),
         ("legacy", bytes(64), "says nothing of when"),
     ],
 )
@@ -205,9 +213,9 @@ def test_a_handle_from_outside_opens_doors_only(kind: Any, handle: bytes, words:
     opener._folder = Path("/dev/shm")
     with pytest.raises((WindlassInvalid, WindlassUnsupported), match=words):
         opener._read(IpcHandle(kind, handle, 1, 0))
-    fine = json.dumps({"arena": f"/dev/shm/{PREFIX}1-a", "half": 1, "turn": 3, "sync": 2, "allocation": 4})
+    fine = json.dumps({"arena": f"/dev/shm/{PREFIX}1-a", "half": 1, "turn": 3, "sync": 2, "table": 4})
     place = opener._read(IpcHandle("vmm_fd", fine.encode(), 1, 0))
-    assert (place.half, place.turn, place.sync, place.allocation) == (1, 3, 2, 4)
+    assert (place.half, place.turn, place.sync, place.table) == (1, 3, 2, 4)
 
 
 def test_different_namespaces_are_named_where_something_cannot_be_opened() -> None:

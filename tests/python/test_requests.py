@@ -164,3 +164,26 @@ def test_the_older_names_of_sync_infos_are_the_same_classes() -> None:
     assert windlass.WeightSyncInitInfo is windlass.WeightSyncInfo
     assert windlass.TorchDistributedWeightSyncInitInfo is TorchDistributedWeightSyncInfo
     assert windlass.EmptyWeightSyncInitInfo is EmptyWeightSyncInfo
+
+
+def test_a_request_that_is_sent_again_is_written_as_a_new_one_would_be() -> None:
+    gpu = "GPU-00000000-0000-0000-0000-00000000000a"
+    first = PackedCudaIpcWeightUpdateRequest(
+        ["a", "b"],
+        ["bfloat16", "float32"],
+        [[3], [2]],
+        packed_layout(["a", "b"], ["bfloat16", "float32"], [[3], [2]]),
+        {gpu: IpcHandle("vmm_fd", b"one", 16)},
+    )
+    for words in (b"two", b"three"):
+        handles = {gpu: IpcHandle("vmm_fd", words, 16)}
+        fresh = PackedCudaIpcWeightUpdateRequest(
+            first.names, first.dtypes, first.shapes, first.layout, handles
+        )
+        again = first.again(ipc_handles=handles)
+        assert again == fresh != first
+        for _ in range(2):
+            assert again.to_json() == fresh.to_json()
+            assert again.to_dict() == fresh.to_dict()
+        assert parse_request(again.to_json()) == fresh
+        assert again.again(ipc_handles=first.ipc_handles).to_json() == first.to_json()

@@ -31,6 +31,7 @@ from windlass import (
 from windlass.chunk import WeightChunk
 from windlass.strategies.arena import HEAD, HostArena, HostOpener
 from windlass.strategies.device import DeviceArena
+from windlass.strategies.lending import Look
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,19 @@ def test_handles_of_all_training_ranks_are_merged_by_device(kind: str) -> None:
         assert [key[:12] for key in sorted(merged)] == ["GPU-00000000", "GPU-00000001"]
         paths = {json.loads(handle.handle)["arena"] for handle in merged.values()}
         assert len(paths) == 2
+    assert one["requests"] == []
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "packed_cuda_ipc"])
+def test_chunks_share_requests_while_all_ranks_find_them_settled(kind: str) -> None:
+    zero, one, engine = run_ranks(3, "ipc_ranks:sync", [kind, 2, 3, True], timeout=100, group=False)
+    assert engine["digests"] == zero["digests"] == one["digests"]
+    first, second, third = zero["counts"]
+    # Doubling: one, two, four, ... In the last version one rank has a chunk that is not settled: from there on each
+    # chunk is a request of its own, on both ranks.
+    assert first == second < third
+    names = [len(request["names"]) for request in zero["requests"][:first]]
+    assert names[0] < names[1] < names[2]
     assert one["requests"] == []
 
 
@@ -228,7 +242,7 @@ def test_a_released_arena_is_made_again_by_the_next_chunk() -> None:
     layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
     try:
         for _ in range(3):
-            (handle,) = arena.lend(chunk, layout, 16)
+            (handle,) = arena.lend(chunk, layout, 16, Look())
             assert opener.open(handle).view(torch.float32).tolist() == [0, 1, 2, 3]
             arena.release()
             assert arena.path is None

@@ -39,6 +39,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,7 @@ from windlass.load.device import Arriving, DeviceWeights, device_weights
 from windlass.load.fit import check_changed, check_missing, check_reads, listed
 from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
 from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
+from windlass.load.series import Series
 from windlass.load.session import Session
 from windlass.load.trace import Trace, trace
 from windlass.receiver import _Tensors
@@ -376,7 +378,7 @@ class Live:
         """Loads tensors by the engine's own reload: all of those of each layer that they touch."""
         with self._session.rehearsal() as targets:
             found = trace(self._session.load_weights, tensors, targets)
-        self._tell_extras(sorted(found.unexpected))
+        self.tell_extras(sorted(found.unexpected))
         self.begin_tensors()
         try:
             self.feed_tensors(
@@ -416,16 +418,52 @@ class Live:
         self._error = Failure.of(why)
         self._session.abandon()
 
+    # Tensors of requests: see :mod:`windlass.load.series`.
+
+    @cached_property
+    def series(self) -> Series:
+        """The updates whose tensors come in requests."""
+        return Series(self)
+
+    @property
+    def session(self) -> Session:
+        """The engine's own way to load."""
+        return self._session
+
+    @property
+    def rank(self) -> int:
+        """The worker's among those of its engine."""
+        return self._rank
+
+    def mark(self, why: str) -> None:
+        """The weights are about to be written: dirty until :meth:`settle`."""
+        self._unknown(why)
+        self._dirty, self._error = True, None
+
+    def settle(self, last: Last) -> None:
+        """What :meth:`mark` began is whole."""
+        self._dirty = False
+        self._count(last)
+
+    def broken(self, why: BaseException, session: bool) -> None:
+        """What :meth:`mark` began has failed, with a ``session`` open or not."""
+        self._dirty = True
+        if session:
+            self.abandon_tensors(why)
+        self._error = Failure.of(why)
+
     def report(self) -> Report:
         """What there is to say."""
         plan = self._plan
+        series = self.__dict__.get("series")
+        coming = None if series is None else series.summary()
         return Report(
             rank=self._rank,
             worker=self._worker,
             engine=self._engine,
             live=self._live,
             state="dirty" if self._dirty else "clean",
-            plan=None if plan is None else _summary(plan),
+            plan=coming if plan is None else _summary(plan),
             last=self._last,
             extras=tuple((plan.extras if plan is not None else [])[:EXTRAS]),
             error=self._error,
@@ -464,6 +502,11 @@ class Live:
 
     def forget(self, why: str) -> None:
         """Says that somebody else may have changed the weights: the next load is a whole one."""
+        self._unknown(why)
+        if "series" in self.__dict__:
+            self.series.drop(why)
+
+    def _unknown(self, why: str) -> None:
         if self._live is not None:
             log.info("rank %d: the weights are not known any more: %s", self._rank, why)
         self._live = None
@@ -545,13 +588,14 @@ class Live:
             extras = sorted(
                 {*extras, *(name for name in tensors if name not in taken and name not in aliases)}
             )
-        self._tell_extras(extras)
+        self.tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
         self._plan = _Plan(key, found, extras, table, layout)
         return self._plan
 
-    def _tell_extras(self, extras: list[str]) -> None:
+    def tell_extras(self, extras: list[str]) -> None:
+        """Says which tensors the engine does not take, or refuses them."""
         if not extras:
             return
         named = listed(extras)

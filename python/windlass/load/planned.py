@@ -28,6 +28,8 @@ __all__ = ["PlannedLoader"]
 
 #: Tables that are kept: one for each bucket and half of an arena.
 TABLES = 256
+#: Tensors of a request from which on a table is worth it.
+WORTH = 4
 
 
 class PlannedLoader(WeightLoader):
@@ -51,25 +53,49 @@ class PlannedLoader(WeightLoader):
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """The tensors of one request."""
-        pairs = [(name, tensor) async for name, tensor in each_tensor(named_tensors)]
-        if self._gpu is not None and all(
-            tensor.device == self._device and tensor.is_contiguous() for _, tensor in pairs
+        self.load([(name, tensor) async for name, tensor in each_tensor(named_tensors)])
+
+    def load(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """:meth:`load_weights` without an event loop."""
+        # One by one for few: tensors that come singly lie elsewhere each time, and a table would be of no use again.
+        if (
+            self._gpu is not None
+            and len(pairs) >= WORTH
+            and all(tensor.device == self._device and tensor.is_contiguous() for _, tensor in pairs)
         ):
             names = [name for name, _ in pairs]
             dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs]
-            self.load_at(names, dtypes, [tensor.data_ptr() for _, tensor in pairs])
+            shapes = [tensor.shape for _, tensor in pairs]
+            self.load_at(names, dtypes, shapes, [tensor.data_ptr() for _, tensor in pairs])
             return
         with torch.no_grad():
             for name, tensor in pairs:
                 for copy in self._of(name):
                     target = self._targets[copy.target]
+                    _same_dtype(name, tensor.dtype, target)
                     at = target.storage_offset() + copy.target_offset
                     into = target.as_strided(copy.sizes, copy.target_strides, at)
                     flat = tensor.contiguous()
-                    into.copy_(flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset))
+                    begin = flat.storage_offset() + copy.source_offset
+                    into.copy_(flat.as_strided(copy.sizes, copy.source_strides, begin))
 
-    def load_at(self, names: Sequence[str], dtypes: Sequence[str], addresses: Sequence[int]) -> None:
-        """Contiguous tensors at addresses of this loader's GPU, in one launch."""
+    def fits(self, *_: object) -> bool:
+        """Whether the parameters are on one GPU, so that :meth:`load_at` can be used."""
+        return self._gpu is not None
+
+    def wait(self) -> None:
+        """Until what was started is done."""
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def load_at(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        addresses: Sequence[int],
+    ) -> int:
+        """Contiguous tensors at addresses of this loader's GPU, in one launch; how many bytes."""
         key = tuple(zip(names, addresses, strict=True))
         table = self._tables.get(key)
         if table is None:
@@ -79,6 +105,7 @@ class PlannedLoader(WeightLoader):
         else:
             self._tables.move_to_end(key)
         table.start(None, None, int(torch.cuda.current_stream(self._device).cuda_stream))
+        return int(table.bytes)
 
     def _table(self, names: Sequence[str], dtypes: Sequence[str], addresses: Sequence[int]) -> Any:
         if self._gpu is None:
@@ -88,11 +115,7 @@ class PlannedLoader(WeightLoader):
             kind = torch_dtype(dtype)
             for copy in self._of(name):
                 target, item = self._targets[copy.target], kind.itemsize
-                if target.dtype != kind:
-                    raise WindlassInvalid(
-                        f"{name!r} comes as {dtype}, and its parameter is {target.dtype}",
-                        "publish it in the dtype of the engine (model_dtype)",
-                    )
+                _same_dtype(name, kind, target)
                 read = address + copy.source_offset * item
                 write = target.data_ptr() + copy.target_offset * item
                 rows.append(strided(read, write, copy.sizes, copy.target_strides, copy.source_strides, item))
@@ -106,3 +129,11 @@ class PlannedLoader(WeightLoader):
                 f"the plan has no copies of {name!r}", "trace the load again, with this tensor"
             )
         return self._copies[name]
+
+
+def _same_dtype(name: str, dtype: torch.dtype, target: torch.Tensor) -> None:
+    if target.dtype != dtype:
+        raise WindlassInvalid(
+            f"{name!r} comes as {dtype}, and its parameter is {target.dtype}",
+            "publish it in the dtype of the engine (model_dtype)",
+        )

@@ -29,7 +29,16 @@ import torch
 
 from windlass.load.trace import Copy, Trace, box_count
 
-__all__ = ["Judge", "Snapshot", "Verdict", "own_tensors", "qualify", "snapshot", "without"]
+__all__ = [
+    "Holds",
+    "Judge",
+    "Snapshot",
+    "Verdict",
+    "own_tensors",
+    "qualify",
+    "snapshot",
+    "without",
+]
 
 #: Plain values, which hold no tensor.
 _PLAIN = (
@@ -39,6 +48,10 @@ _PLAIN = (
 _DEPTH = 5
 #: Tensors up to this size are compared by their bytes before and after; larger ones by where they are.
 _KEEP_BYTES = 64 << 20
+
+
+#: Whether elements of a parameter are, bit by bit, those of a copy's source.
+Holds = Callable[[Copy, torch.Tensor], bool]
 
 
 class Judge(Protocol):
@@ -177,10 +190,14 @@ def qualify(
     judge: Judge,
     trace: Trace,
     before: Snapshot,
-    sources: Callable[[str], torch.Tensor] | None,
+    sources: Callable[[str], torch.Tensor] | None = None,
+    *,
+    holds: Holds | None = None,
 ) -> Verdict:
-    """The verdict after a full reload of ``sources``. Without them, whether parameters hold what the copies would write is
-    left to be found out: see :func:`without`."""
+    """The verdict after a full reload of ``sources``, or of what ``holds`` knows of them. Where neither is given, whether
+    parameters hold what the copies would write is left to be found out: see :func:`without`."""
+    if holds is None:
+        holds = _believed if sources is None else _as_in(sources)
     live = dict(model.named_parameters(remove_duplicate=False))
     bad: dict[str, str] = {}
     targets = dict(enumerate(trace.targets))
@@ -211,7 +228,7 @@ def qualify(
         if target.module in bad:
             continue
         reason_here = _of_target(
-            i, trace, live.get(target.name), before.parameters.get(target.name), copied, sources
+            i, trace, live.get(target.name), before.parameters.get(target.name), copied, holds
         )
         if reason_here is not None:
             bad[target.module] = f"{target.attribute} {reason_here}"
@@ -266,7 +283,7 @@ def _of_target(
     tensor: torch.Tensor | None,
     seen: _Seen | None,
     copied: Mapping[int, list[Copy]],
-    sources: Callable[[str], torch.Tensor] | None,
+    holds: Holds,
 ) -> str | None:
     """Why one parameter cannot be replayed."""
     if i in trace.reasons:
@@ -299,18 +316,27 @@ def _of_target(
         if bool(mark.any()):
             return "is written twice in some places"
         mark.fill_(True)
-        if sources is None:
-            continue
         there = torch.as_strided(
             tensor, copy.sizes, copy.target_strides, tensor.storage_offset() + copy.target_offset
         )
+        if not holds(copy, there):
+            return _changed(copy.source)
+    return None if bool(written.all()) else "is not written wholly by copies"
+
+
+def _as_in(sources: Callable[[str], torch.Tensor]) -> Holds:
+    def holds(copy: Copy, there: torch.Tensor) -> bool:
         source = sources(copy.source)
         wanted = torch.as_strided(
             source, copy.sizes, copy.source_strides, source.storage_offset() + copy.source_offset
         )
-        if not torch.equal(_bytes(there), _bytes(wanted).to(tensor.device)):
-            return _changed(copy.source)
-    return None if bool(written.all()) else "is not written wholly by copies"
+        return torch.equal(_bytes(there), _bytes(wanted).to(there.device))
+
+    return holds
+
+
+def _believed(_copy: Copy, _there: torch.Tensor) -> bool:
+    return True
 
 
 def without(trace: Trace, verdict: Verdict, wrong: Iterable[str]) -> Verdict:

@@ -48,6 +48,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.request import IpcHandle
+from windlass.strategies.lending import Look
 
 if TYPE_CHECKING:
     import torch
@@ -71,22 +72,25 @@ class Arena(ABC):
     #: Which device the memory is on: the key of its handles.
     device: str
 
+    def look(self, chunk: WeightChunk, *, all_: bool) -> Look:
+        """What of a chunk can be lent where it is; with ``all_`` also what will lie elsewhere in the next sync. Each chunk
+        is looked at once, in its order, and stays as it is until it was put out."""
+        return Look()
+
     @abstractmethod
-    def pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
-        """Puts a chunk of ``total`` bytes into the half whose turn it is, by its layout; answers the half's number.
+    def whole(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look) -> IpcHandle:
+        """Puts a chunk of ``total`` bytes out, in the half whose turn it is or where it lies; a handle to all of it, by
+        its layout.
 
         The other half stays as it is. May move the arena if it is too small; handles to the other half stay valid
         until the next call.
         """
 
     @abstractmethod
-    def handle(self, half: int, size: int, offset: int = 0) -> IpcHandle:
-        """A handle to ``size`` bytes from ``offset`` of what the half holds now."""
-
-    def lend(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
-        """A handle for each tensor of a chunk: where it is, if others can open that, or in a half."""
-        half = self.pack(chunk, layout, total)
-        return [self.handle(half, record.bytes, record.offset) for record in layout]
+    def lend(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
+        """The same, with a handle for each tensor of a chunk."""
 
     def follow(self) -> None:
         """Called where chunks are made, before one is packed elsewhere."""
@@ -111,6 +115,11 @@ class Opener(ABC):
     @abstractmethod
     def open(self, handle: IpcHandle) -> torch.Tensor:
         """The exported bytes as a flat tensor, not copied. Only valid until the request is answered."""
+
+    def parts(self, handle: IpcHandle, layout: Sequence[PackedTensor]) -> list[torch.Tensor]:
+        """The bytes of each tensor of a layout that the handle is to."""
+        data = self.open(handle)
+        return [data[record.offset : record.offset + record.bytes] for record in layout]
 
     def done(self, handle: IpcHandle) -> None:
         """Called when everything that reads the handle's half has been started."""
@@ -203,8 +212,18 @@ class HostArena(Arena):
         """The arena's file, once there is one."""
         return None if self._file is None else self._file.path
 
-    def pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
-        """Copies the chunk. See :meth:`Arena.pack`."""
+    def whole(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look) -> IpcHandle:
+        """Copies the chunk. See :meth:`Arena.whole`."""
+        return self.handle(self._pack(chunk, layout, total), total)
+
+    def lend(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
+        """Copies the chunk: a tensor of a process is its own. See :meth:`Arena.lend`."""
+        half = self._pack(chunk, layout, total)
+        return [self.handle(half, record.bytes, record.offset) for record in layout]
+
+    def _pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
         for name, tensor in chunk:
             _require_host(tensor, name)
         memory, half = self.fill(total)

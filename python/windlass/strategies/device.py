@@ -16,11 +16,13 @@ given, the sender is bound to find the signal, and to wait for the copies. If no
 engine says so. An engine that dies takes its copies with it; a trainer that dies is seen by the end of the
 connection.
 
-**A handle** is ``{"arena": path of the door, "half": 0, "turn": 3, "sync": 1}``, and with ``"allocation": 7`` one of the
-trainer's own memory: a parameter that lies contiguously is not copied by the sender at all. Its allocation is had at the
-door when it is first met, as a legacy handle or as descriptors of granules (expandable segments), and kept open for as
-long as the sync before still used it. What cannot be exported is gathered into the arena; why is logged once. Tensors
-that were lent are kept until every engine is done with them.
+**A handle** is ``{"arena": path of the door, "half": 0, "turn": 3, "sync": 1, "table": 7}``. The table says where each
+tensor of the request is: in that half, or in memory of the trainer's own, because a parameter that lies contiguously where it
+lay before is not copied by the sender at all (:mod:`windlass.strategies.lending`). A table is had at the door when it is
+first met, and so is an allocation, as a legacy handle or as descriptors of granules (expandable segments); it is kept open
+for as long as the sync before still used it. What cannot be exported is gathered into the arena; why is logged once.
+Tensors that were lent are kept until every engine is done with them: settled ones until the end of the sync, without a
+wait in between, others until the next turn of their half.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from windlass.errors import (
 from windlass.request import IpcHandle
 from windlass.strategies.arena import WHERE, Arena, Opener
 from windlass.strategies.door import PREFIX, Door, Guest, Visit
+from windlass.strategies.lending import Ledger, Look, Rows, Table, table_file
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +68,7 @@ log = logging.getLogger("windlass")
 Row = tuple[int, int, int, tuple[tuple[int, int, int], ...]]
 
 ROUND = 2 << 20
-#: Tables of copies that a sender keeps; a sync has one for each bucket.
+#: Tables, of copies and of tensors, that each side keeps; a sync has one for each request.
 TABLES = 256
 ALIGN = 256
 
@@ -144,7 +147,10 @@ class DeviceArena(Arena):
         #: The one before, while a half of it may still be read.
         self._old: _Share | None = None
         self._tables: OrderedDict[tuple[Row, ...], Any] = OrderedDict()
+        self._ledger = Ledger(self._export)
+        #: What was lent by a half and lies elsewhere in the next sync, and what does not.
         self._kept: list[list[torch.Tensor]] = [[], []]
+        self._settled: list[torch.Tensor] = []
         self._told = False
 
     def follow(self) -> None:
@@ -154,8 +160,9 @@ class DeviceArena(Arena):
         with torch.cuda.device(self._gpu.ordinal):
             self._stream = int(torch.cuda.current_stream().cuda_stream)
 
-    def _turn(self, size: int) -> tuple[_Share, int]:
-        """The half whose turn it is, free and with room for ``size`` bytes."""
+    def _turn(self, size: int, settled: bool) -> tuple[_Share, int]:
+        """The half whose turn it is, with room for ``size`` bytes; free, unless everything is ``settled`` and nothing of
+        it is written."""
         if self._old is not None:
             self._old.close(self._timeout)
             self._old = None
@@ -168,16 +175,49 @@ class DeviceArena(Arena):
                 self._share.set_turn(number, self._turns[number])
         self._turns[half] += 1
         self._share.set_turn(half, self._turns[half])
-        self._share.wait(half, self._timeout)
-        self._kept[half] = []
+        if not settled:
+            self._share.wait(half, self._timeout)
+            if self._old is not None:
+                self._old.wait(half, self._timeout)
+            self._kept[half] = []
         return self._share, half
 
-    def pack(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> int:
-        """Gathers the chunk by one launch."""
-        share, half = self._turn(max(total, 1))
-        self._gather(share, half, list(chunk.tensors), [record.offset for record in layout])
+    def look(self, chunk: WeightChunk, *, all_: bool) -> Look:
+        """What of a chunk is read where it is."""
+        return self._ledger.look(chunk.names, chunk.tensors, self._sync, all_=all_)
+
+    def whole(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look) -> IpcHandle:
+        """One handle to everything."""
+        return IpcHandle("vmm_fd", self._put_out(chunk, layout, look), total)
+
+    def lend(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
+        """A handle to each tensor. They differ in what of the layout they are to."""
+        words = self._put_out(chunk, layout, look)
+        return [IpcHandle("vmm_fd", words, record.bytes, record.offset) for record in layout]
+
+    def _put_out(self, chunk: WeightChunk, layout: Sequence[PackedTensor], look: Look) -> bytes:
+        """Gathers by one launch what is not lent; what handles say."""
+        tensors, memories = chunk.tensors, look.memories
+        apart = [i for i, memory in enumerate(memories) if memory is None and layout[i].bytes]
+        at, end = {}, 0
+        for i in apart:
+            at[i] = end
+            end += -(-layout[i].bytes // ALIGN) * ALIGN
+        share, half = self._turn(end, look.settled)
+        self._gather(share, half, [tensors[i] for i in apart], [at[i] for i in apart])
+        rows = []
+        for i, (record, tensor, memory) in enumerate(zip(layout, tensors, memories, strict=True)):
+            if memory is None or record.bytes == 0:
+                rows.append((record.offset, 0, at.get(i, 0), record.bytes))
+                continue
+            number = share.allocation(memory)
+            rows.append((record.offset, number, tensor.data_ptr() - memory.base, record.bytes))
+            (self._settled if look.firm[i] else self._kept[half]).append(tensor)
         share.ready[half].record(self._stream)
-        return half
+        where = {"arena": str(share.path), "half": half, "turn": self._turns[half], "sync": self._sync}
+        return json.dumps({**where, "table": share.table(tuple(rows))}).encode()
 
     def _gather(self, share: _Share, half: int, tensors: Sequence[torch.Tensor], at: Sequence[int]) -> None:
         rows: list[Row] = []
@@ -226,44 +266,6 @@ class DeviceArena(Arena):
             self._tables.popitem(last=False)
         return table
 
-    def handle(self, half: int, size: int, offset: int = 0) -> IpcHandle:
-        """A handle to what the half holds now."""
-        if self._share is None:
-            raise WindlassInvalid("nothing was packed yet")
-        return self._handle(self._share, half, size, half * self._share.half + offset)
-
-    def _handle(
-        self, share: _Share, half: int, size: int, offset: int, allocation: int | None = None
-    ) -> IpcHandle:
-        where: dict[str, Any] = {"arena": str(share.path), "half": half}
-        where |= {"turn": self._turns[half], "sync": self._sync}
-        if allocation is not None:
-            where["allocation"] = allocation
-        return IpcHandle("vmm_fd", json.dumps(where).encode(), size, offset)
-
-    def lend(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
-        """Handles to the tensors where they are; those that cannot be had there are gathered."""
-        found = [self._export(tensor) for tensor in chunk.tensors]
-        at, end = [], 0
-        for tensor, exported in zip(chunk.tensors, found, strict=True):
-            at.append(end)
-            if exported is None:
-                end += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
-        share, half = self._turn(end)
-        apart = [i for i, exported in enumerate(found) if exported is None]
-        self._gather(share, half, [chunk.tensors[i] for i in apart], [at[i] for i in apart])
-        handles = []
-        for i, (record, exported) in enumerate(zip(layout, found, strict=True)):
-            if exported is None:
-                handles.append(self._handle(share, half, record.bytes, half * share.half + at[i]))
-            else:
-                number = share.allocation(exported)
-                offset = chunk.tensors[i].data_ptr() - exported.base
-                handles.append(self._handle(share, half, record.bytes, offset, number))
-                self._kept[half].append(chunk.tensors[i])
-        share.ready[half].record(self._stream)
-        return handles
-
     def _export(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "cuda" or tensor.numel() == 0 or not tensor.is_contiguous():
             return None
@@ -282,7 +284,7 @@ class DeviceArena(Arena):
             if share is not None:
                 for half in (0, 1):
                     share.wait(half, self._timeout)
-        self._kept = [[], []]
+        self._kept, self._settled = [[], []], []
         self._sync += 1
 
     def release(self) -> None:
@@ -292,7 +294,8 @@ class DeviceArena(Arena):
             if share is not None:
                 share.close(self._timeout)
         self._old = self._share = None
-        self._kept = [[], []]
+        self._kept, self._settled = [[], []], []
+        self._ledger.forget()
 
     def close(self) -> None:
         """Frees everything."""
@@ -311,8 +314,14 @@ class _Share:
         self._page = os.memfd_create("windlass-turns", os.MFD_CLOEXEC)
         os.ftruncate(self._page, mmap.PAGESIZE)
         self._turns = mmap.mmap(self._page, mmap.PAGESIZE)
-        self._allocations: list[Any] = []
+        #: By their numbers, which begin with 1.
+        self._allocations: list[Any] = [None]
         self._numbers: dict[tuple[int, int], int] = {}
+        self._known: dict[Any, int] = {}
+        #: Tables by what they say and by their numbers, the ones used last at the end.
+        self._tables: OrderedDict[Rows, int] = OrderedDict()
+        self._rows: dict[int, Rows] = {}
+        self._made = 0
         try:
             self._door = Door(folder, self._answer, self._left)
         except BaseException:
@@ -345,22 +354,46 @@ class _Share:
                     ) from e
 
     def allocation(self, exported: Any) -> int:
-        """The number of an allocation, the same for as long as it is there."""
+        """The number of an allocation, the same for as long as it is there. The caller knows that it is there now."""
+        number = self._known.get(exported)
+        if number is not None:
+            return number
         key = (exported.base, exported.size)
         number = self._numbers.get(key)
-        if number is not None and self._allocations[number].is_there():
-            return number
+        if number is None or not self._allocations[number].is_there():
+            if number is not None:
+                self._allocations[number] = None
+                self._known = {held: n for held, n in self._known.items() if n != number}
+            number = self._numbers[key] = len(self._allocations)
+            self._allocations.append(exported)
+        self._known[exported] = number
+        return number
+
+    def table(self, rows: Rows) -> int:
+        """The number of a table, the same for the same rows."""
+        number = self._tables.get(rows)
         if number is not None:
-            self._allocations[number] = None
-        self._numbers[key] = len(self._allocations)
-        self._allocations.append(exported)
-        return self._numbers[key]
+            self._tables.move_to_end(rows)
+            return number
+        self._made += 1
+        self._tables[rows] = self._made
+        self._rows[self._made] = rows
+        if len(self._tables) > TABLES:
+            _, old = self._tables.popitem(last=False)
+            self._rows.pop(old, None)
+        return self._made
 
     def _answer(self, visit: Visit, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if "done" in words:
             return self._introduce(visit, words)
+        if "table" in words:
+            asked = words["table"]
+            rows = self._rows.get(asked) if isinstance(asked, int) else None
+            if rows is None:
+                raise WindlassStale(f"there is no table {asked!r} any more", "sync again")
+            return {}, [table_file(rows)]
         number = words.get("allocation")
-        if not isinstance(number, int) or not 0 <= number < len(self._allocations):
+        if not isinstance(number, int) or not 0 < number < len(self._allocations):
             raise WindlassInvalid(f"there is no allocation {number!r}")
         exported = self._allocations[number]
         if exported is None or not exported.is_there():
@@ -383,6 +416,7 @@ class _Share:
         visit.kept["done"] = [_windlass.Signal(self._gpu, handle) for handle in handles]
         answer = {
             "memory": self._memory.handle.hex() if self._memory is not None else None,
+            "half": self.half,
             "ready": [signal.handle.hex() for signal in self.ready],
             "spaces": namespaces(),
         }
@@ -405,6 +439,7 @@ class _Share:
                 self._memory.close()
             os.close(self._page)
             self._allocations.clear()
+            self._known.clear()
 
 
 @dataclass(frozen=True)
@@ -415,7 +450,7 @@ class _Place:
     half: int
     turn: int
     sync: int
-    allocation: int | None
+    table: int
 
 
 @dataclass
@@ -430,6 +465,14 @@ class _Allocation:
 
 
 @dataclass
+class _Known:
+    """A table, and where its tensors are by each half."""
+
+    table: Table
+    addresses: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
 class _Host:
     """A trainer's exports, as this engine has them open."""
 
@@ -438,7 +481,11 @@ class _Host:
     ready: list[Any]
     done: list[Any]
     turns: mmap.mmap
+    half: int
     allocations: dict[int, _Allocation] = field(default_factory=dict)
+    tables: OrderedDict[int, _Known] = field(default_factory=OrderedDict)
+    #: The stream of the last signal of each half.
+    streams: list[int | None] = field(default_factory=lambda: [None, None])
     #: The turn of each half whose signal was passed.
     passed: list[int] = field(default_factory=lambda: [-1, -1])
 
@@ -459,11 +506,9 @@ def _parse(text: bytes) -> _Place:
     """Handles to one allocation say the same, parameter after parameter."""
     try:
         told = json.loads(text)
-        number = told.get("allocation")
         place = _Place(
-            str(told["arena"]), int(told["half"]), int(told["turn"]), int(told.get("sync", 0)),
-            None if number is None else int(number),
-        )  # fmt: skip
+            str(told["arena"]), int(told["half"]), int(told["turn"]), int(told["sync"]), int(told["table"])
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise WindlassInvalid(f"a handle says nothing of an arena: {e}") from e
     if place.half not in (0, 1):
@@ -480,30 +525,67 @@ class DeviceOpener(Opener):
         self._folder, self._timeout = folder, timeout
         self._host: _Host | None = None
 
-    def locate(self, handle: IpcHandle) -> tuple[int, int]:
-        """The address and the bytes of a handle, once the trainer's GPU has filled them."""
+    def addresses(self, handle: IpcHandle, begins: list[int], sizes: list[int]) -> list[int]:
+        """Where the tensors of a request are, once the trainer's GPU has filled what it gathered. ``begins`` and ``sizes``
+        are those of its layout."""
         place = self._read(handle)
+        known = self._ready(place)
+        if (begins, sizes) != (known.table.begins, known.table.sizes):
+            raise WindlassInvalid(f"a request has another layout than table {place.table} of {place.arena}")
+        return known.addresses[place.half]
+
+    def _ready(self, place: _Place) -> _Known:
+        """The table of a handle, with everything open that it needs, and passed."""
         host = self._host
-        # Once for a bucket: many handles are of the same turn.
+        # Once for a request: its handles are of the same turn.
         if host is None or host.guest.path != place.arena or host.passed[place.half] != place.turn:
             host = self._met(place.arena)
         self._check_turn(host, place)
-        memory = host.memory if place.allocation is None else self._allocation(host, place)
-        if memory is None or handle.offset + handle.size > memory.bytes:
-            has = 0 if memory is None else memory.bytes
-            raise WindlassInvalid(
-                f"a handle covers {handle.size} bytes from {handle.offset}, and the memory has {has}"
-            )
-        memory.sync = place.sync
-        if host.passed[place.half] != place.turn:
+        known = host.tables.get(place.table)
+        if known is None:
+            known = host.tables[place.table] = _Known(self._fetch_table(host.guest, place.table))
+            if len(host.tables) > TABLES:
+                host.tables.popitem(last=False)
+        if host.passed[place.half] != place.turn or place.half not in known.addresses:
+            host.tables.move_to_end(place.table)
+            self._open_all(host, place, known)
             host.ready[place.half].wait(host.guest.fileno(), self._timeout)
             host.passed[place.half] = place.turn
-        return memory.address + handle.offset, handle.size
+        return known
+
+    def _open_all(self, host: _Host, place: _Place, known: _Known) -> None:
+        """Opens the allocations of a table, where they are not open."""
+        table, bases = known.table, {}
+        for number in table.allocations:
+            memory = host.allocations.get(number) or self._allocation(host, place, number)
+            memory.sync = place.sync
+            bases[number] = memory.address
+        if place.half in known.addresses:
+            return
+        room = [(number, host.allocations[number].bytes) for number in table.allocations]
+        for number, has in [*room, (0, host.half)]:
+            if table.reach(number) > has:
+                what = f"allocation {number}" if number else "a half"
+                raise WindlassInvalid(
+                    f"a table reaches {table.reach(number)} bytes into {what}, which has {has}"
+                )
+        base = 0 if host.memory is None else host.memory.address + place.half * host.half
+        known.addresses[place.half] = table.addresses(base, bases)
 
     def open(self, handle: IpcHandle) -> torch.Tensor:
-        """The bytes of the handle."""
-        address, size = self.locate(handle)
-        return view(self._gpu.ordinal, address, size, self._host)
+        """The bytes of the tensor that the handle is to."""
+        place = self._read(handle)
+        known = self._ready(place)
+        if handle.size == 0:
+            return view(self._gpu.ordinal, 0, 0, self._host)
+        row = known.table.row(handle.offset, handle.size)
+        return view(self._gpu.ordinal, known.addresses[place.half][row], handle.size, self._host)
+
+    def parts(self, handle: IpcHandle, layout: Sequence[PackedTensor]) -> list[torch.Tensor]:
+        """The bytes of each tensor."""
+        sizes = [record.bytes for record in layout]
+        found = self.addresses(handle, [record.offset for record in layout], sizes)
+        return [view(self._gpu.ordinal, at, size, self._host) for at, size in zip(found, sizes)]
 
     def done(self, handle: IpcHandle) -> None:
         """Tells the trainer that what torch's stream holds now is all that reads the handle's half."""
@@ -511,8 +593,12 @@ class DeviceOpener(Opener):
 
         place = self._read(handle)
         if self._host is not None and self._host.guest.path == place.arena:
-            stream = torch.cuda.current_stream(self._gpu.ordinal).cuda_stream
-            self._host.done[place.half].record(int(stream))
+            host, stream = self._host, int(torch.cuda.current_stream(self._gpu.ordinal).cuda_stream)
+            if host.streams[place.half] not in (None, stream):
+                # The trainer may still have to wait for what the signal stood for, and sees the last one only.
+                host.done[place.half].wait(None, self._timeout)
+            host.streams[place.half] = stream
+            host.done[place.half].record(stream)
 
     def check(self, handle: IpcHandle) -> None:
         """Whether the half still has the handle's turn."""
@@ -576,7 +662,10 @@ class DeviceOpener(Opener):
                 memory = None
                 if answer["memory"] is not None:
                     memory = _allocation(_windlass.Opened.legacy(self._gpu, bytes.fromhex(answer["memory"])))
-            return _Host(guest, memory, ready, done, turns)
+            half = int(answer["half"])
+            if half < 0 or 2 * half > (0 if memory is None else memory.bytes):
+                raise WindlassInvalid(f"{path} says that a half has {half} bytes, and the arena has less")
+            return _Host(guest, memory, ready, done, turns, half)
         except BaseException as e:
             for signal in signals:
                 signal.close()
@@ -602,15 +691,26 @@ class DeviceOpener(Opener):
                 "start the containers with --ipc and --pid of each other (or host), or use the strategy tcp",
             ) from e
 
-    def _allocation(self, host: _Host, place: _Place) -> _Allocation:
-        number = place.allocation
-        assert number is not None
-        found = host.allocations.get(number)
-        if found is None:
-            for old in [n for n, a in host.allocations.items() if a.sync < place.sync - 1]:
-                host.allocations.pop(old).opened.close()
-            found = host.allocations[number] = self._fetch(host.guest, number)
+    def _allocation(self, host: _Host, place: _Place, number: int) -> _Allocation:
+        for old in [n for n, a in host.allocations.items() if a.sync < place.sync - 1]:
+            for known in host.tables.values():
+                if old in known.table.allocations:
+                    known.addresses.clear()
+            host.allocations.pop(old).opened.close()
+        found = host.allocations[number] = self._fetch(host.guest, number)
+        # Needed now: the next one that is fetched for the same table leaves it open.
+        found.sync = place.sync
         return found
+
+    def _fetch_table(self, guest: Guest, number: int) -> Table:
+        _, descriptors = guest.ask({"table": number})
+        try:
+            if len(descriptors) != 1:
+                raise WindlassInvalid(f"{guest.path} gave {len(descriptors)} files for a table, expected one")
+            return Table.read(descriptors[0])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _fetch(self, guest: Guest, number: int) -> _Allocation:
         answer, descriptors = guest.ask({"allocation": number})

@@ -5,11 +5,15 @@ Owns: :class:`CudaIpcTransferStrategy`, one handle for each parameter, and what 
 join. For each chunk:
 
 1. every training rank that is the first on its device puts the chunk into its arena (:mod:`windlass.strategies.arena`),
-   or exports the parameters where they are;
+   or exports the parameters where they are (:mod:`windlass.strategies.lending`);
 2. handles of all ranks are gathered as plain data and merged by device;
 3. rank 0 announces the request to all engines, each of which opens the handle of its own device, loads and answers;
 4. meanwhile the next chunk goes into the other half of the arena. A half is written again only after every engine has
    answered the request that was in it.
+
+Chunks that need no arena, because all of their tensors are where they were in the sync before on every rank, share
+requests: the first is one by itself, so that engines begin at once, the next two go together, then four, eight, and
+sixteen at a time.
 
 Memory is that of this process's GPU (:mod:`windlass.strategies.device`), or of the host where there is none or the
 setting ``device`` says ``cpu``.
@@ -20,14 +24,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from windlass.config import Config
 from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.request import CudaIpcWeightUpdateRequest, IpcHandle, PackedTensor, packed_layout
 from windlass.strategies.arena import Arena, Opener, arena_for, opener_for
+from windlass.strategies.lending import Look
 from windlass.strategies.trainer import TrainerRanks, each_chunk
 from windlass.strategy import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
 from windlass.sync_info import EmptyWeightSyncInfo
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
+    "AddressLoader",
     "CudaIpcTransferReceiver",
     "CudaIpcTransferSender",
     "CudaIpcTransferStrategy",
@@ -48,6 +55,11 @@ __all__ = [
     "IpcSender",
     "IpcSettings",
 ]
+
+#: The most chunks in one request.
+MOST_TOGETHER = 16
+#: Requests that a sender remembers.
+REQUESTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +142,17 @@ class IpcSender(WeightTransferSender):
         except BaseException:
             arena.close()
             raise
+        self._requests: OrderedDict[tuple[str, ...], _Announced] = OrderedDict()
         #: One copy on a device is enough for all engines there.
         self._exports = devices.index(arena.device) == ranks.rank
 
+    #: Whether tensors are lent that lie elsewhere in each sync, too.
+    lends_all = False
+
     @abstractmethod
-    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
+    def _handles(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
         """Exports the chunk, and answers handles to it."""
 
     @abstractmethod
@@ -143,57 +161,123 @@ class IpcSender(WeightTransferSender):
     ) -> WeightUpdateRequest:
         """The announcement, with the handles of all devices."""
 
+    @abstractmethod
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        """The same announcement with other handles."""
+
     async def send_chunks(
         self, chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk], inference_client: InferenceClient
     ) -> None:
-        """Packs a chunk while engines load the one before."""
-        before: asyncio.Future[object] | None = None
-        number = 0
+        """Puts a chunk out while engines load the one before."""
+        sync = _Sync(inference_client)
         try:
             async with contextlib.aclosing(each_chunk(chunks)) as walk:
                 async for chunk in walk:
-                    number += 1
+                    sync.number += 1
                     self._arena.follow()
-                    request = await asyncio.to_thread(self._export, chunk, number)
+                    look = await self._look(chunk, sync)
+                    if not (look.settled and sync.names.isdisjoint(chunk.names)):
+                        await self._put_out(sync)
+                    sync.held.append((chunk, look))
+                    sync.names.update(chunk.names)
                     del chunk
-                    failure: BaseException | None = None
-                    try:
-                        if before is not None:
-                            await before
-                        if self._ranks.rank == 0:
-                            before = asyncio.ensure_future(_told(inference_client, request))
-                    except Exception as e:
-                        failure, before = e, None
-                    # Whoever leaves this meeting knows that the other half is free.
-                    await asyncio.to_thread(self._ranks.meet, failure, self._timeout, f"send chunk {number}")
-            failure = None
-            try:
-                if before is not None:
-                    await before
-            except Exception as e:
-                failure = e
-            before = None
+                    if not look.settled or len(sync.held) >= sync.room:
+                        await self._put_out(sync)
+            await self._put_out(sync)
+            failure = await self._answered(sync)
             try:
                 await asyncio.to_thread(self._arena.finish)
             except Exception as e:
                 failure = failure or e
-            await asyncio.to_thread(self._ranks.meet, failure, self._timeout, f"end after chunk {number}")
+            await self._meet(failure, f"end after chunk {sync.number}")
         finally:
-            if before is not None:
+            if sync.before is not None:
                 # Another failure ends the sync; engines still read the half, which stays as it is.
-                await asyncio.wait({before})
-                before.cancelled() or before.exception()
+                await asyncio.wait({sync.before})
+                sync.before.cancelled() or sync.before.exception()
 
-    def _export(self, chunk: WeightChunk, number: int) -> WeightUpdateRequest:
-        """Puts the chunk into the arena and gathers the handles of all ranks."""
-        layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
-        mine: dict[str, Any] = {}
+    async def _look(self, chunk: WeightChunk, sync: _Sync) -> Look:
+        """What of a chunk can be lent; settled only if it is so on all ranks."""
+        look = Look()
         failure: Exception | None = None
         try:
             if self._exports:
-                total = max((record.offset + record.bytes for record in layout), default=0)
-                handles = self._handles(chunk, layout, total)
-                mine = {"device": self._arena.device, "handles": [_plain(handle) for handle in handles]}
+                look = self._arena.look(chunk, all_=self.lends_all)
+            else:
+                look.settled = True
+        except Exception as e:
+            failure = e
+        what = f"look at chunk {sync.number}"
+        if self._ranks.count == 1:
+            if failure is not None:
+                raise failure
+        elif sync.together:
+            # Ranks agree for as long as all of them had only such chunks.
+            loose = await asyncio.to_thread(
+                self._ranks.most, int(not look.settled), failure, self._timeout, what
+            )
+            sync.together = look.settled = not loose
+        else:
+            # The others are told when handles are gathered.
+            look.settled, sync.failure = False, failure
+        return look
+
+    async def _answered(self, sync: _Sync) -> Exception | None:
+        """Waits for the answers to the request before."""
+        failure: Exception | None = None
+        try:
+            if sync.before is not None:
+                await sync.before
+        except Exception as e:
+            failure = e
+        sync.before = None
+        return failure
+
+    async def _put_out(self, sync: _Sync) -> None:
+        """Exports the chunks that are held, and announces them when the request before is answered."""
+        if not sync.held:
+            return
+        held, sync.held, sync.names = sync.held, [], set()
+        chunk, look = held[0] if len(held) == 1 else _together(held)
+        del held
+        if look.settled:
+            sync.room = min(2 * sync.room, MOST_TOGETHER)
+        if self._ranks.count == 1 and look.settled:
+            # Nothing is waited for.
+            request = self._export(chunk, look, sync)
+        else:
+            request = await asyncio.to_thread(self._export, chunk, look, sync)
+        del chunk, look
+        failure = await self._answered(sync)
+        if failure is None and self._ranks.rank == 0:
+            sync.before = asyncio.ensure_future(_told(sync.client, request))
+        # Whoever leaves this meeting knows that the other half is free.
+        await self._meet(failure, f"send chunk {sync.number}")
+
+    async def _meet(self, failure: Exception | None, what: str) -> None:
+        if self._ranks.count > 1:
+            await asyncio.to_thread(self._ranks.meet, failure, self._timeout, what)
+        elif failure is not None:
+            raise failure
+
+    def _export(self, chunk: WeightChunk, look: Look, sync: _Sync) -> WeightUpdateRequest:
+        """Puts the chunk out and gathers the handles of all ranks."""
+        number = sync.number
+        known = self._known(chunk)
+        layout, total = known.layout, known.total
+        if self._ranks.count == 1:
+            handles = self._handles(chunk, layout, total, look)
+            return self._announced(chunk, known, [{self._arena.device: handle} for handle in handles])
+        mine: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            if sync.failure is not None:
+                raise sync.failure
+            if self._exports:
+                handles = self._handles(chunk, layout, total, look)
+                mine = {"device": self._arena.device, "handles": _plain(handles)}
         except Exception as e:
             failure, mine = e, {"error": f"{type(e).__name__}: {e}"}
         said = self._ranks.tell(mine, self._timeout, f"gather the handles of chunk {number}")
@@ -207,12 +291,36 @@ class IpcSender(WeightTransferSender):
                 )
                 lost._windlass_told = True  # type: ignore[attr-defined]
                 raise lost
-        exported = [words for words in said if words]
-        merged = [
-            {words["device"]: _handle(words["handles"][place]) for words in exported}
-            for place in range(len(exported[0]["handles"]))
+        by_device = {words["device"]: _handles(words["handles"]) for words in said if words}
+        count = len(next(iter(by_device.values())))
+        merged = [{device: handles[i] for device, handles in by_device.items()} for i in range(count)]
+        return self._announced(chunk, known, merged)
+
+    def _known(self, chunk: WeightChunk) -> _Announced:
+        """What is the same as in the sync before, if the chunk is: its layout and its request."""
+        key = tuple(chunk.names)
+        known = self._requests.get(key)
+        if known is not None and (known.dtypes, known.shapes) == (chunk.dtypes, chunk.shapes):
+            self._requests.move_to_end(key)
+            return known
+        layout = packed_layout(chunk.names, chunk.dtypes, chunk.shapes)
+        total = max((record.offset + record.bytes for record in layout), default=0)
+        known = self._requests[key] = _Announced(chunk.dtypes, chunk.shapes, layout, total)
+        if len(self._requests) > REQUESTS:
+            self._requests.popitem(last=False)
+        return known
+
+    def _announced(
+        self, chunk: WeightChunk, known: _Announced, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        """The request, judged by the core when it is first made; later only what its handles say differs."""
+        plain = [
+            {device: (handle.size, handle.offset) for device, handle in each.items()} for each in handles
         ]
-        return self._request(chunk, layout, merged)
+        if known.request is None or known.places != plain:
+            known.request, known.places = self._request(chunk, known.layout, handles), plain
+            return known.request
+        return self._again(known.request, handles)
 
     def release(self) -> None:
         """Gives the arena's memory back until the next sync. Not during one."""
@@ -227,19 +335,70 @@ async def _told(client: InferenceClient, request: WeightUpdateRequest) -> object
     return await client.update_weights(request)
 
 
-def _plain(handle: IpcHandle) -> dict[str, Any]:
-    return {**asdict(handle), "handle": handle.handle.decode("latin-1")}
+@dataclass
+class _Announced:
+    """What requests with the same parameters have in common."""
+
+    dtypes: list[str]
+    shapes: list[list[int]]
+    layout: list[PackedTensor]
+    total: int
+    request: WeightUpdateRequest | None = None
+    #: Sizes and offsets of its handles.
+    places: list[dict[str, tuple[int, int]]] = field(default_factory=list)
 
 
-def _handle(plain: Mapping[str, Any]) -> IpcHandle:
-    return IpcHandle(**{**plain, "handle": plain["handle"].encode("latin-1")})
+@dataclass
+class _Sync:
+    """One sync under way."""
+
+    client: InferenceClient
+    number: int = 0
+    #: Chunks that were looked at and not put out yet; how many may be.
+    held: list[tuple[WeightChunk, Look]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    room: int = 1
+    #: Whether all ranks found every chunk so far settled.
+    together: bool = True
+    #: Why this rank cannot go on, which the others do not know yet.
+    failure: Exception | None = None
+    #: The answers to the request before.
+    before: asyncio.Future[object] | None = None
+
+
+def _together(held: Sequence[tuple[WeightChunk, Look]]) -> tuple[WeightChunk, Look]:
+    """Several chunks as one."""
+    from windlass.chunk import WeightChunk
+
+    looks = [look for _, look in held]
+    return WeightChunk.joined([chunk for chunk, _ in held]), sum(looks[1:], looks[0])
+
+
+def _plain(handles: Sequence[IpcHandle]) -> dict[str, Any]:
+    """Handles of one export as plain data. They say the same, and differ in what of it they are to."""
+    first = handles[0]
+    assert all((handle.kind, handle.handle) == (first.kind, first.handle) for handle in handles)
+    return {
+        "kind": first.kind,
+        "handle": first.handle.decode("latin-1"),
+        "places": [(handle.size, handle.offset) for handle in handles],
+    }
+
+
+def _handles(plain: Mapping[str, Any]) -> list[IpcHandle]:
+    words = plain["handle"].encode("latin-1")
+    return [IpcHandle(plain["kind"], words, size, offset) for size, offset in plain["places"]]
 
 
 class CudaIpcTransferSender(IpcSender):
     """A handle for each parameter."""
 
-    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
-        return self._arena.lend(chunk, layout, total)
+    lends_all = True
+
+    def _handles(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
+        return self._arena.lend(chunk, layout, total, look)
 
     def _request(
         self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
@@ -248,9 +407,37 @@ class CudaIpcTransferSender(IpcSender):
             chunk.names, chunk.dtypes, chunk.shapes, [dict(by_device) for by_device in handles]
         )
 
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        return request.again(ipc_handles=list(handles))
 
-#: Names and dtypes.
-_Columns = tuple[list[str], list[str]]
+
+class AddressLoader(Protocol):
+    """A loader that need not see tensors: their addresses on its GPU are enough."""
+
+    def fits(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether this request can be loaded so."""
+
+    def load_at(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        addresses: Sequence[int],
+    ) -> object:
+        """Starts to load contiguous tensors."""
+
+
+class _Rows(NamedTuple):
+    """The parameters of a request, and what a handle says of where they begin, and how long they are."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    handle: IpcHandle
+    begins: list[int]
+    sizes: list[int]
 
 
 class IpcReceiver(WeightTransferReceiver):
@@ -305,31 +492,30 @@ class IpcReceiver(WeightTransferReceiver):
         if held:
             self._opener.check(held[0][2])
 
-    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
-        """The names and dtypes of a request, and for each parameter its handle and where it begins in that."""
-        raise NotImplementedError
+    @abstractmethod
+    def _rows(self, request: WeightUpdateRequest) -> _Rows | None:
+        """The parameters of a request in columns; ``None`` if there are none."""
 
     async def _planned(self, request: WeightUpdateRequest, loader: WeightLoader) -> bool:
         """Whether the loader could be given addresses, and was."""
-        from windlass.load.planned import PlannedLoader
         from windlass.strategies.device import DeviceOpener
 
         opener = self._opener
-        if not (isinstance(loader, PlannedLoader) and isinstance(opener, DeviceOpener)):
+        if not (isinstance(opener, DeviceOpener) and hasattr(loader, "fits") and hasattr(loader, "load_at")):
             return False
-        (names, dtypes), places = self._rows(request)
-        if not places:
+        given: AddressLoader = loader
+        rows = self._rows(request)
+        if rows is None:
             return True
-        addresses, base, last = [], 0, None
-        for handle, offset in places:
-            if handle is not last:
-                base, last = opener.locate(handle)[0], handle
-            addresses.append(base + offset)
+        # What cannot be read is refused before anything is begun.
+        addresses = opener.addresses(rows.handle, rows.begins, rows.sizes)
+        if not given.fits(rows.names, rows.dtypes, rows.shapes):
+            return False
         try:
-            loader.load_at(names, dtypes, addresses)
+            given.load_at(rows.names, rows.dtypes, rows.shapes, addresses)
         finally:
-            opener.done(places[0][0])
-        opener.check(places[0][0])
+            opener.done(rows.handle)
+        opener.check(rows.handle)
         return True
 
     def release(self) -> None:
@@ -351,10 +537,19 @@ class CudaIpcTransferReceiver(IpcReceiver):
             )
         return request
 
-    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+    def _rows(self, request: WeightUpdateRequest) -> _Rows | None:
         request = self._checked(request)
         handles = zip(request.names, request.ipc_handles, strict=True)
-        return (request.names, request.dtypes), [(self._own(h, name), 0) for name, h in handles]
+        own = [self._own(handle, repr(name)) for name, handle in handles]
+        if not own:
+            return None
+        first = own[0]
+        if any(handle.handle != first.handle for handle in own):
+            raise WindlassInvalid(
+                "the handles of a request are of several exports: a sender has one for each"
+            )
+        begins, sizes = [handle.offset for handle in own], [handle.size for handle in own]
+        return _Rows(request.names, request.dtypes, request.shapes, first, begins, sizes)
 
     def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
         from windlass.memory import tensor_at

@@ -1,7 +1,9 @@
 """Packed IPC: all parameters of a chunk in one buffer, with one handle for each device.
 
 Owns: :class:`PackedCudaIpcTransferStrategy`. How it moves is :mod:`windlass.strategies.ipc`; what differs is the
-request: one handle and a layout of byte offsets (:func:`windlass.packed_layout`) instead of a handle per parameter.
+request: one handle and a layout of byte offsets (:func:`windlass.packed_layout`) instead of a handle per parameter. Only
+what has to be is packed: parameters that lie where they lay in the sync before are read there
+(:mod:`windlass.strategies.lending`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
-from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, _Columns, empty
+from windlass.strategies.ipc import IpcReceiver, IpcSender, IpcStrategy, _Rows, empty
+from windlass.strategies.lending import Look
 from windlass.strategies.trainer import TrainerRanks
 
 if TYPE_CHECKING:
@@ -53,8 +56,10 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
 class PackedCudaIpcTransferSender(IpcSender):
     """One handle for each bucket."""
 
-    def _handles(self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int) -> list[IpcHandle]:
-        return [self._arena.handle(self._arena.pack(chunk, layout, total), total)]
+    def _handles(
+        self, chunk: WeightChunk, layout: Sequence[PackedTensor], total: int, look: Look
+    ) -> list[IpcHandle]:
+        return [self._arena.whole(chunk, layout, total, look)]
 
     def _request(
         self, chunk: WeightChunk, layout: Sequence[PackedTensor], handles: Sequence[Mapping[str, IpcHandle]]
@@ -62,6 +67,11 @@ class PackedCudaIpcTransferSender(IpcSender):
         return PackedCudaIpcWeightUpdateRequest(
             chunk.names, chunk.dtypes, chunk.shapes, list(layout), dict(handles[0])
         )
+
+    def _again(
+        self, request: WeightUpdateRequest, handles: Sequence[Mapping[str, IpcHandle]]
+    ) -> WeightUpdateRequest:
+        return request.again(ipc_handles=handles[0])
 
 
 class PackedCudaIpcTransferReceiver(IpcReceiver):
@@ -74,17 +84,19 @@ class PackedCudaIpcTransferReceiver(IpcReceiver):
             )
         return request
 
-    def _rows(self, request: WeightUpdateRequest) -> tuple[_Columns, list[tuple[IpcHandle, int]]]:
+    def _rows(self, request: WeightUpdateRequest) -> _Rows:
         request = self._checked(request)
         handle = self._own(request.ipc_handles, "the bucket")
-        return (request.names, request.dtypes), [(handle, place.offset) for place in request.layout]
+        layout = request.layout
+        places = [place.offset for place in layout], [place.bytes for place in layout]
+        return _Rows(request.names, request.dtypes, request.shapes, handle, *places)
 
     def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
         from windlass.memory import tensor_at
 
         request = self._checked(request)
         handle = self._own(request.ipc_handles, "the bucket")
-        data = self._opener.open(handle)
-        rows = zip(request.names, request.dtypes, request.shapes, request.layout, strict=True)
-        for name, dtype, shape, place in rows:
-            yield name, tensor_at(data, place.offset, place.bytes, dtype, shape), handle
+        parts = self._opener.parts(handle, request.layout)
+        rows = zip(request.names, request.dtypes, request.shapes, request.layout, parts, strict=True)
+        for name, dtype, shape, place, data in rows:
+            yield name, tensor_at(data, 0, place.bytes, dtype, shape), handle

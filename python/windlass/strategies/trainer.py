@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerRanks", "each_chunk"]
 
+#: What a rank that failed says at a meeting.
+FAILED = 2
+
 
 async def each_chunk(
     chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk],
@@ -78,9 +81,21 @@ class TrainerRanks:
             e._windlass_told = True  # type: ignore[attr-defined]
             raise
 
-    def _meet(self, failure: BaseException | None, timeout: float, what: str) -> None:
+    def most(self, mine: int, failure: BaseException | None, timeout: float, what: str) -> int:
+        """The largest of what the ranks say, each 0 or 1; a failure of any of them as in :meth:`meet`."""
+        if self.count == 1:
+            if failure is not None:
+                raise failure
+            return mine
         try:
-            failed = self._any(failure is not None, timeout, what)
+            return self._meet(failure, timeout, what, mine)
+        except Exception as e:
+            e._windlass_told = True  # type: ignore[attr-defined]
+            raise
+
+    def _meet(self, failure: BaseException | None, timeout: float, what: str, mine: int = 0) -> int:
+        try:
+            most = self._largest(FAILED if failure is not None else mine, timeout, what)
         except WindlassError:
             if failure is not None:
                 # It is why the others are lost, or does not need them to be told.
@@ -88,18 +103,19 @@ class TrainerRanks:
             raise
         if failure is not None:
             raise failure
-        if failed:
+        if most == FAILED:
             raise WindlassPeerLost(
                 f"another training rank failed to {what}",
                 "its own error says why; rank 0 speaks to the engines",
             )
+        return most
 
-    def _any(self, mine: bool, timeout: float, what: str) -> bool:
+    def _largest(self, mine: int, timeout: float, what: str) -> int:
         import torch
         import torch.distributed as dist
 
         nccl = dist.get_backend(self._group) == "nccl"
-        flag = torch.tensor([int(mine)], device=torch.cuda.current_device() if nccl else "cpu")
+        flag = torch.tensor([mine], device=torch.cuda.current_device() if nccl else "cpu")
         until, nap = time.monotonic() + timeout, 0.0005
         roll = _Roll.call(self._group)
         try:
@@ -119,4 +135,4 @@ class TrainerRanks:
             if isinstance(e, WindlassError):
                 raise
             raise WindlassPeerLost(f"a training rank was lost{roll.absent()}: {e}") from e
-        return bool(flag.item())
+        return int(flag.item())

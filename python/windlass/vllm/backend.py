@@ -109,17 +109,21 @@ class WindlassWeightTransferEngine(
             self._pulling = _Pulling(init_info)
 
     def start_weight_update(self) -> None:
-        """Touches nothing: an order that is refused must leave the engine as it was."""
+        """Touches no weight: an order that is refused must leave the engine as it was."""
         if self._info is None:
             raise WindlassInvalid(
                 "nobody said where weights come from: call /init_weight_transfer_engine first"
             )
+        if self._receiving is not None:
+            self._receiving.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Carries out an order or receives what a request announces."""
         # Not vLLM's own: that one needs an accelerator.
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
+        info = self.parse_update_info(update_info)
+        self.receive_weights(info)
+        # A request is answered when its copies are started: the end of the update waits for them.
+        if self.device.type != "cpu" and info.request is None:
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: WindlassUpdateInfo) -> None:
@@ -137,6 +141,8 @@ class WindlassWeightTransferEngine(
         """Post-processes what a strategy brought; orders are finished by themselves."""
         if self._receiving is not None:
             self._receiving.finish()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
         report = self.report()
         if report.state == "dirty":
             raise WindlassError(

@@ -1,13 +1,14 @@
 """A worker's end of any :class:`~windlass.strategy.WeightTransferStrategy`.
 
 Owns: :class:`Receiving`, which joins a strategy and receives what requests announce. Whole images are loaded as orders
-are; tensors go to the engine's own loader, request by request. Called by the transfer backend and the worker extension.
-Must not: keep a thread; load tensors past the engine's loader (a request may be any part of a model).
+are; tensors go where :class:`windlass.load.series.Series` says, request by request. Called by the transfer backend and
+the worker extension. Must not: keep a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterable, Sequence
 from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassError
@@ -33,6 +34,10 @@ class Receiving:
         self._receiver = self._strategy.create_receiver(info, rank=rank_offset + live.report().rank)
         self._loader = _IntoLive(live)
 
+    def start(self) -> None:
+        """A new update begins: what is left of one that was never finished does not belong to it."""
+        self._loader.abandon(WindlassError("another update began before this one was finished"))
+
     def update(self, request: Plain) -> None:
         """Receives one request into the engine. The first of a series of tensors begins the load."""
         parsed = parse_request(request)
@@ -57,16 +62,28 @@ class _IntoLive(WeightLoader):
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._begun = False
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
-        # Copies: the engine keeps tensors until their layer is complete, and a receiver may give their memory to the
-        # next ones.
-        pairs = [(name, tensor.clone()) async for name, tensor in each_tensor(named_tensors)]
-        if not self._begun:
-            self._live.begin_tensors()
-            self._begun = True
-        self._live.feed_tensors(pairs)
+        if isinstance(named_tensors, AsyncIterable):
+            # Each may be gone when the next one is asked for.
+            async for pair in named_tensors:
+                self._live.series.feed([pair])
+            return
+        self._live.series.feed([pair async for pair in each_tensor(named_tensors)])
+
+    def fits(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether addresses are enough (:class:`windlass.strategies.ipc.AddressLoader`)."""
+        return self._live.series.fits(names, dtypes, shapes)
+
+    def load_at(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        addresses: Sequence[int],
+    ) -> None:
+        """A request by the addresses of its tensors, in one launch."""
+        self._live.series.load_at(names, dtypes, shapes, addresses)
 
     async def load_image(self, image: Image) -> None:
         """A whole version, by the plan where there is one."""
@@ -75,16 +92,11 @@ class _IntoLive(WeightLoader):
             raise report.error.error()
 
     def finish(self) -> None:
-        if not self._begun:
-            return
-        self._begun = False
         try:
-            self._live.finish_tensors()
+            self._live.series.finish()
         except BaseException as e:
-            self._live.abandon_tensors(e)
+            self._live.series.abandon(e)
             raise
 
     def abandon(self, why: BaseException) -> None:
-        if self._begun:
-            self._begun = False
-            self._live.abandon_tensors(why)
+        self._live.series.abandon(why)

@@ -13,9 +13,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
 import pytest  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import building  # noqa: E402
-from windlass.load import Live, LoadOrder  # noqa: E402
+from windlass.load import Live, LoadOrder, series  # noqa: E402
 
 
 def main() -> None:
@@ -30,6 +31,14 @@ def main() -> None:
         asked = json.loads(line)
         if "order" in asked:
             say(live.load(LoadOrder.from_dict(asked["order"])).to_dict())
+        elif "series" in asked:
+            # Rehearsed request by request, in the middle of vLLM's own session.
+            series.TOGETHER = 1
+            pairs = list(load_file(asked["series"]).items())
+            for at in range(0, len(pairs), 4):
+                live.series.feed(pairs[at : at + 4])
+            live.series.finish()
+            say(live.report().to_dict())
         elif "digest" in asked:
             say(live.digest())
         else:

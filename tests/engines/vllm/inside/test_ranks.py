@@ -90,3 +90,21 @@ def test_shares_of_two_ranks_are_what_fresh_ranks_have(
         for told in ask(both, {"fresh": fresh}):
             assert told["different"] == []
             assert told["all"] > 10
+
+
+@pytest.mark.timeout(300)
+def test_shares_of_requests_are_what_fresh_ranks_have(
+    checkpoint: Callable[[tiny.Kind], Path], home: Path
+) -> None:
+    trainer = tiny.model("qwen3")
+    with ranks(checkpoint("qwen3")) as both:
+        assert [rank.hear() for rank in both] == [{"ready": 0}, {"ready": 1}]
+        for version in (1, 2):
+            tiny.stir_some(trainer, version)
+            saved = tiny.save(trainer, home / str(version))
+            reports = ask(both, {"series": str(saved / "model.safetensors")})
+            assert [(r["state"], r["error"], r["plan"]["why"]) for r in reports] == [("clean", None, {})] * 2
+            assert {r["last"]["how"] for r in reports} == {"session" if version == 1 else "dense"}
+        for told in ask(both, {"fresh": str(saved)}):
+            assert told["different"] == []
+            assert told["all"] > 10
