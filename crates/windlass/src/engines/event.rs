@@ -23,6 +23,8 @@ pub enum EngineEvent {
         load_ms: f64,
         /// Why it was written twice, if it was.
         retried: Option<String>,
+        /// Why not faster, if there is a faster way.
+        why: Option<String>,
     },
     /// A load failed; it serves what it had.
     Failed {
@@ -99,9 +101,10 @@ impl EngineEvent {
             })
         };
         match self {
-            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => json!({
+            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried, why } => json!({
                 "event": "loaded", "engine": engine, "incarnation": label.incarnation, "version": label.version,
                 "how": how, "pause_ms": pause_ms, "load_ms": load_ms, "retried": retried,
+                "why": why,
             }),
             EngineEvent::Failed { engine, label, failure, given_up } => {
                 failed("engine_failed", engine, label.as_ref(), failure, *given_up)
@@ -123,12 +126,13 @@ impl EngineEvent {
         let again =
             |given_up: bool| if given_up { "; not tried again with this version" } else { "; trying again" };
         match self {
-            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried } => {
+            EngineEvent::Loaded { engine, label, how, pause_ms, load_ms, retried, why } => {
                 let paused = pause_ms.map_or_else(String::new, |ms| format!(", paused for {ms:.1} ms"));
                 let twice =
                     retried.as_ref().map_or_else(String::new, |why| format!(", at the second try: {why}"));
+                let why = why.as_ref().map_or_else(String::new, |why| format!("; {how} because {why}"));
                 format!(
-                    "{engine}: loaded version {} ({how}) in {load_ms:.1} ms{paused}{twice}",
+                    "{engine}: loaded version {} ({how}) in {load_ms:.1} ms{paused}{twice}{why}",
                     label.version
                 )
             }

@@ -22,8 +22,8 @@ use super::error::{EngineError, Stage};
 use super::event::{EngineEvent, Failure};
 use super::guard::{Guard, Job, Lock, Routes, Target};
 use super::http::Http;
-use super::order::{How, Label, Order, how};
-use super::sglang::Sglang;
+use super::order::{How, Label, Order, how, why};
+use super::sglang::{Loading, Sglang};
 use super::transaction::{self, ANSWER, Journal, Outcome};
 use super::vllm::{Native, Plugin, Status, is_denied};
 use super::{Condition, Dialect, EngineOptions, EngineSpec, Extras, Place, Shared, Teller};
@@ -47,7 +47,7 @@ enum Way {
     /// vLLM's own routes.
     Native,
     /// SGLang's routes.
-    Sglang,
+    Sglang(Loading),
 }
 
 /// What an engine says.
@@ -91,6 +91,8 @@ pub(super) struct Follower {
     prepared: bool,
     /// The life of an engine that says so.
     life: Option<String>,
+    /// How an SGLang server is loaded, in this life.
+    loading: Option<Loading>,
     tries: Tries,
     /// What was told last, so that it is told once.
     told: Option<Failure>,
@@ -123,6 +125,7 @@ impl Follower {
             http,
             prepared: false,
             life: None,
+            loading: None,
             tries: Tries::default(),
             told: None,
             told_extras: None,
@@ -163,7 +166,7 @@ impl Follower {
         if self.away {
             // Whatever it was, it may be another process now.
             (self.away, self.prepared, self.tries) = (false, false, Tries::default());
-            self.told = None;
+            (self.told, self.loading) = (None, None);
         }
         match self.left_behind(&found) {
             Ok(Some(dirty)) => found.fenced |= dirty,
@@ -186,8 +189,9 @@ impl Follower {
             if self.announced.replace(live) != Some(live) {
                 // Loaded by an earlier receiver, its guard, or a load whose end was not heard of.
                 let (engine, how) = (self.name.clone(), "found".into());
-                let (pause_ms, load_ms, retried) = (None, 0.0, None);
-                self.tell(&EngineEvent::Loaded { engine, label: live, how, pause_ms, load_ms, retried });
+                let (pause_ms, load_ms, retried, why) = (None, 0.0, None, None);
+                let found = EngineEvent::Loaded { engine, label: live, how, pause_ms, load_ms, retried, why };
+                self.tell(&found);
             }
             self.shared.update(|s| (s.status.error, s.error_kind, s.given_up) = (None, None, None));
             return Next::After(POLL);
@@ -214,7 +218,13 @@ impl Follower {
                 let label: Option<Label> = parse(info.weight_version);
                 // From the first load on it names the directory of links.
                 let model = info.model_path.filter(|p| label.is_none() && p.is_dir());
-                Ok(Found { way: Way::Sglang, label, fenced: false, model })
+                // One without a version of ours may have been restarted unseen, with other flags.
+                let loading = match self.loading.take().filter(|_| label.is_some()) {
+                    Some(known) => known,
+                    None => Sglang::loading(&self.http, self.options.mode, &self.stop)?,
+                };
+                self.loading = Some(loading.clone());
+                Ok(Found { way: Way::Sglang(loading), label, fenced: false, model })
             }
             Dialect::Vllm => {
                 let plugin = Plugin::new(self.http.with_key(self.options.token.clone()));
@@ -259,7 +269,7 @@ impl Follower {
     fn left_behind(&self, found: &Found) -> Result<Option<bool>, EngineError> {
         match found.way {
             Way::Plugin(..) => return Ok(Some(false)),
-            Way::Native | Way::Sglang => {}
+            Way::Native | Way::Sglang(_) => {}
         }
         let journal = Journal::of(&self.dir);
         if journal.read()?.is_none() {
@@ -270,7 +280,7 @@ impl Follower {
         if entry.phase.is_dirty() {
             return Ok(Some(true));
         }
-        transaction::resume(&*self.target().plain()?)?;
+        transaction::resume(&*self.target(found).plain()?)?;
         journal.clear()?;
         Ok(Some(false))
     }
@@ -354,7 +364,7 @@ impl Follower {
         let manifest = Arc::clone(view.manifest());
         let (outcome, engine) = match &found.way {
             Way::Plugin(plugin, status) => (self.by_plugin(plugin, status, found, view), "plugin"),
-            Way::Native | Way::Sglang => {
+            Way::Native | Way::Sglang(_) => {
                 let job = self.job(found, label, manifest.layout_hash());
                 drop(view);
                 (self.by_guard(&job), "guard")
@@ -376,6 +386,10 @@ impl Follower {
                     pause_ms: Some(done.pause_ms).filter(|ms| !ms.is_nan()),
                     load_ms: done.load_ms,
                     retried: done.retried,
+                    why: match &found.way {
+                        Way::Sglang(Loading::Disk { why }) => Some(why.clone()),
+                        Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => done.why,
+                    },
                 });
                 // After that, so that whoever waits for the load has heard what it took.
                 self.shared.update(|s| {
@@ -426,7 +440,7 @@ impl Follower {
             Err(ImageError::NotWhole { .. }) => return Ok(None),
             other => other?,
         };
-        let by_name = matches!(found.way, Way::Sglang);
+        let by_name = matches!(found.way, Way::Sglang(Loading::Disk { .. }));
         let (known, manifest) = (view.known().clone(), Arc::clone(view.manifest()));
         // What it took before it was restarted says nothing about what it is now.
         let taken = if found.label.is_some() { Baseline::taken(&self.taken())? } else { None };
@@ -447,11 +461,11 @@ impl Follower {
             return Err(EngineError::Extras { engine, image, names });
         }
         match found.way {
-            Way::Sglang => {
+            Way::Sglang(Loading::Disk { .. }) => {
                 let config = self.options.config.as_deref().or(found.model.as_deref());
                 check::link(&self.model(), &view.path(), config)?;
             }
-            Way::Plugin(..) | Way::Native => {}
+            Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => {}
         }
         Ok(Some((view, extras)))
     }
@@ -460,12 +474,13 @@ impl Follower {
         self.place.engines.join("model")
     }
 
-    fn target(&self) -> Target {
+    fn target(&self, found: &Found) -> Target {
         Target {
             engine: self.name.clone(),
-            routes: match self.spec.dialect {
-                Dialect::Vllm => Routes::Vllm,
-                Dialect::Sglang => Routes::Sglang,
+            routes: match found.way {
+                Way::Plugin(..) | Way::Native => Routes::Vllm,
+                Way::Sglang(Loading::Disk { .. }) => Routes::Sglang,
+                Way::Sglang(Loading::Workers { count }) => Routes::SglangWorkers(count),
             },
             url: self.spec.url(),
             key: self.options.key.as_ref().map(|k| k.expose().to_owned()),
@@ -478,7 +493,7 @@ impl Follower {
 
     fn job(&self, found: &Found, label: Label, layout_hash: LayoutHash) -> Job {
         Job {
-            target: self.target(),
+            target: self.target(found),
             image: self.place.image.clone(),
             layout_hash,
             incarnation: label.incarnation.0,
@@ -537,6 +552,7 @@ impl Follower {
             load_ms: loaded.ms.unwrap_or(took),
             extras: loaded.workers.first().map_or_else(Vec::new, |w| w.extras.clone()),
             retried: None,
+            why: why(&loaded.workers),
         })
     }
 }

@@ -3,7 +3,9 @@
 //! Owns: [`Order`], [`Report`] and [`Label`], the name under which an engine keeps the version that it was given. The
 //! label is the only memory of what an engine has: a restarted engine has another one, and is loaded again.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -116,6 +118,9 @@ pub struct Report {
     /// `clean`, or `dirty` if a write began and did not end.
     #[serde(default)]
     pub state: String,
+    /// What of the model it writes directly.
+    #[serde(default)]
+    pub plan: Option<Plan>,
     /// What it did last.
     #[serde(default)]
     pub last: Option<Last>,
@@ -134,6 +139,17 @@ pub struct Live {
     pub incarnation: u64,
     /// Which version.
     pub version: Version,
+}
+
+/// What of a model a worker writes directly, and what goes through the engine's own loader.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Plan {
+    /// How many modules go through the engine's loader.
+    #[serde(default)]
+    pub session: u64,
+    /// Why, by module.
+    #[serde(default)]
+    pub why: BTreeMap<String, String>,
 }
 
 /// What a worker did last.
@@ -192,6 +208,51 @@ pub(super) fn check_reports(engine: &str, order: &Order, reports: &[Report]) -> 
         }
         error => Err(error),
     }
+}
+
+/// Takes away what earlier loads left, so that nothing old is taken for new.
+pub(super) fn clear_reports(dir: &Path) -> Result<(), EngineError> {
+    for entry in fs::read_dir(dir).map_err(EngineError::io("read", dir))?.flatten() {
+        let path = entry.path();
+        fs::remove_file(&path).map_err(EngineError::io("remove", &path))?;
+    }
+    Ok(())
+}
+
+/// What all workers said. An error with `hint` if one is silent.
+pub(super) fn read_reports(
+    engine: &str,
+    dir: &Path,
+    workers: u64,
+    hint: &str,
+) -> Result<Vec<Report>, EngineError> {
+    let read = |rank: u64| {
+        let path = dir.join(format!("{rank}.json"));
+        let answer = |why: String| EngineError::Answer {
+            engine: engine.to_owned(),
+            stage: Stage::Load,
+            path: path.display().to_string(),
+            why,
+        };
+        let text =
+            fs::read(&path).map_err(|e| answer(format!("worker {rank} wrote no report ({e}); {hint}")))?;
+        serde_json::from_slice::<Report>(&text).map_err(|e| answer(e.to_string()))
+    };
+    (0..workers).map(read).collect()
+}
+
+/// Why not all modules were written directly, if some were not.
+pub(super) fn why(reports: &[Report]) -> Option<String> {
+    let found =
+        reports.iter().filter_map(|r| r.plan.as_ref()).find_map(|p| p.why.iter().next().map(|w| (p, w)));
+    if let Some((plan, (module, reason))) = found {
+        let module = if module.is_empty() { "the model" } else { module };
+        let (n, s) = (plan.session.max(1), if plan.session > 1 { "s go" } else { " goes" });
+        return Some(format!("{n} module{s} through the engine's own loader: {module}: {reason}"));
+    }
+    let whole = |r: &Report| r.last.as_ref().is_some_and(|l| l.how == "session");
+    let first = "the first load is the engine's own, by which modules are found that may be written directly";
+    reports.iter().any(whole).then(|| first.into())
 }
 
 /// How the workers loaded, in a word.

@@ -57,6 +57,8 @@ pub struct Written {
     pub how: String,
     /// Tensors of the image that the engine did not take.
     pub extras: Vec<String>,
+    /// Why not faster, if there is a faster way.
+    pub why: Option<String>,
 }
 
 /// An engine that is driven step by step through its own routes. Every call ends with its [`Stop`].
@@ -187,6 +189,9 @@ pub struct Done {
     pub extras: Vec<String>,
     /// Why it was written twice, if it was.
     pub retried: Option<String>,
+    /// Why not faster, if there is a faster way.
+    #[serde(default)]
+    pub why: Option<String>,
 }
 
 /// Takes a map lease on the image until a [`Stop`], and says what is to be loaded from it.
@@ -347,8 +352,8 @@ fn finish(load: &Load<'_>, view: ImageView, order: Order, paused: Instant) -> Ou
         }
         Err(e) => return Outcome::Lost(e),
     }
-    let Written { how, extras } = written;
-    Outcome::Loaded(Done { version: label, how, pause_ms, load_ms, extras, retried })
+    let Written { how, extras, why } = written;
+    Outcome::Loaded(Done { version: label, how, pause_ms, load_ms, extras, retried, why })
 }
 
 /// Lets an engine go on, whoever lives; several tries, because nothing else ends the pause.
