@@ -11,7 +11,7 @@ from policy import Policy, is_held_by
 
 import servers
 import tiny
-from sidecar import Sidecar, Trainer
+from sidecar import Sidecar
 from windlass.sglang import SGLangWeightLoader
 from windlass.sglang.custom import PATH
 
@@ -26,21 +26,23 @@ def server(checkpoint: Callable[[tiny.Kind], Path]) -> Iterator[servers.Sglang]:
 
 def test_two_workers_of_experts_write_what_changed(server: servers.Sglang, home: Path) -> None:
     """The sidecar's orders, and the bytes that are there afterwards."""
-    trainer = Trainer(home / "trainer", "qwen3moe")
-    image = home / "images"
-    options = (f"--region={trainer.region}", f"--dir={image}", f"--engine=sglang={server.url}")
-    hows = []
+    (home / "sidecar").mkdir()
+    policy, image, hows = Policy("qwen3moe", home / "sidecar"), home / "images", []
     try:
-        with Sidecar(*options) as sidecar:
+        policy.step()
+        region = f"--region={policy.manager.region}"
+        with Sidecar(region, f"--dir={image}", f"--engine=sglang={server.url}") as sidecar:
             for _ in range(4):
-                loaded = sidecar.wait("loaded", version=trainer.publish())
+                loaded = sidecar.wait("loaded", version=policy.version)
                 hows.append((loaded["how"], loaded["why"] is None))
-                assert server.answers(12) == tiny.answers(trainer.model, 12)
+                assert server.answers(12) == tiny.answers(policy.model, 12)
+                policy.step(sparsely=True)
+            sidecar.wait("loaded", version=policy.version)
             workers = asyncio.run(SGLangWeightLoader(server.url).digests())
             assert [worker["unseen"] for worker in workers] == [[], []]
             assert is_held_by(workers, image / "policy")
     finally:
-        trainer.close()
+        policy.close()
     assert hows == [("session", False), ("sparse", True), ("sparse", True), ("sparse", True)]
 
 
