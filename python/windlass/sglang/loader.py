@@ -428,6 +428,12 @@ class SGLangWeightLoader(WeightLoader):
                     f"{self.name} was started without --custom-weight-loader {PATH}",
                     "start it with that flag",
                 )
+            if self.dirty:
+                # It would go on afterwards.
+                raise WindlassInvalid(
+                    f"{self.name} has weights of no version: a load began and did not finish",
+                    "load a whole version first",
+                )
             with self._gate.stopped(until), self._gate.open_for_weights(until):
                 self._send_order({"prove": own}, facts, until)
                 self._gate.end(until)
