@@ -34,7 +34,7 @@
 //! A server that loads from a path reports the directory as the name of its model from the first load on.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
@@ -45,7 +45,7 @@ use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
 use super::http::{Http, UNTIL_STOP};
-use super::order::{Order, Report, check_reports, clear_reports, how, read_reports, why};
+use super::order::{How, Order, Report, check_reports, clear_reports, how, read_reports, why};
 use super::pause::{CachePolicy, PauseMode, sglang_pause};
 use super::transaction::{ANSWER, Plain, Written};
 
@@ -204,13 +204,7 @@ impl Sglang {
         self.http.tell(Stage::Load, "/end_weight_update", Value::Null, UNTIL_STOP, stop)
     }
 
-    fn order(
-        &self,
-        order: &Order,
-        count: u64,
-        reports: &PathBuf,
-        stop: &Stop,
-    ) -> Result<Written, EngineError> {
+    fn order(&self, order: &Order, count: u64, reports: &Path, stop: &Stop) -> Result<Written, EngineError> {
         clear_reports(reports)?;
         let session = self.begin(stop)?;
         // Names, shapes and, where they are known, dtypes were compared before; an engine may be told to cast.
@@ -246,15 +240,16 @@ impl Sglang {
         order: &Order,
         updated: Result<(), EngineError>,
         said: Result<Vec<Report>, EngineError>,
-        reports: &PathBuf,
+        reports: &Path,
     ) -> Result<Vec<Report>, EngineError> {
         if let Ok(said) = &said {
             check_reports(&self.http.engine, order, said)?;
         }
         match updated {
-            // It refused before it called our loader in any worker.
+            // It refused before it called our loader in any worker, whose weights are known to be whole.
             Err(EngineError::Refused { engine, status: 400, body: text, kind, .. })
-                if fs::read_dir(reports).is_ok_and(|mut dir| dir.next().is_none()) =>
+                if order.how == How::Auto
+                    && fs::read_dir(reports).is_ok_and(|mut dir| dir.next().is_none()) =>
             {
                 Err(EngineError::Declined { engine, rank: 0, text, kind })
             }
