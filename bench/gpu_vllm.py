@@ -380,7 +380,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                         "offload": told.mode,
                         "how": loaded["how"],
                         "ahead": loaded["ahead"],
-                        "slow": loaded["slow"],
+                        "slow": loaded["why"],
                         "trainer_blocked_ms": 1e3 * blocked,
                         "step_to_visible_ms": 1e3 * visible,
                         "engine_pause_ms": loaded["pause_ms"],

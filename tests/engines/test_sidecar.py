@@ -44,15 +44,16 @@ class World:
 
     @property
     def dialect(self) -> str:
-        return "sglang" if self.kind == "sglang" else "vllm"
+        return self.kind.partition("-")[0]
 
     @property
     def pause(self) -> str:
-        return "/pause_generation" if self.kind == "sglang" else "/pause"
+        return "/pause_generation" if self.dialect == "sglang" else "/pause"
 
     @property
     def write(self) -> str:
-        return "/update_weights_from_disk" if self.kind == "sglang" else "/update_weights"
+        ways = {"sglang": "/update_weights_from_disk", "sglang-workers": "/update_weights_from_tensor"}
+        return ways.get(self.kind, "/update_weights")
 
     def sidecar(self, *options: str) -> Sidecar:
         """A sidecar that reaches the engine through the proxy."""
@@ -67,13 +68,17 @@ class World:
         assert self.server.answers() == tiny.answers(self.trainer.model)
 
 
-@pytest.fixture(scope="module", params=["sglang", "vllm-native", "vllm-plugin"])
+@pytest.fixture(scope="module", params=["sglang", "sglang-workers", "vllm-native", "vllm-plugin"])
 def world(request: pytest.FixtureRequest, checkpoint: Callable[[tiny.Kind], Path]) -> Iterator[World]:
     kind: str = request.param
-    model = checkpoint("qwen3")
+    # One of them with tied embeddings.
+    served: tiny.Kind = "qwen3tied" if kind == "sglang-workers" else "qwen3"
+    model = checkpoint(served)
     server: servers.Server
     if kind == "sglang":
         server = servers.Sglang(model)
+    elif kind == "sglang-workers":
+        server = servers.Sglang(model, options=("--custom-weight-loader", "windlass.sglang.custom.load"))
     elif kind == "vllm-native":
         server = servers.Vllm(model, options=BACKEND)
     else:
@@ -83,7 +88,7 @@ def world(request: pytest.FixtureRequest, checkpoint: Callable[[tiny.Kind], Path
     home = Path(tempfile.mkdtemp(prefix="windlass-sidecar-", dir="/dev/shm"))
     with server:
         proxy = Proxy(server)
-        trainer = Trainer(home / "trainer", "qwen3")
+        trainer = Trainer(home / "trainer", served)
         try:
             yield World(kind, server, proxy, trainer, home / "images", model)
         finally:
@@ -122,15 +127,21 @@ class Requests:
 
 def test_five_versions_reach_a_serving_engine_in_full_and_by_deltas(world: World) -> None:
     with world.sidecar() as sidecar, Requests(world.server) as requests:
-        modes = []
+        modes, hows = [], []
         for step in range(5):
             version = world.trainer.publish(all_of_it=step == 0)
             modes.append(sidecar.wait("synced")["mode"])
             loaded = sidecar.wait("loaded", version=version)
             assert loaded["engine"].startswith(world.dialect + "=")
+            hows.append((loaded["how"], loaded["why"]))
             world.agree()
     assert modes == ["full", "delta", "delta", "delta", "delta"]
     assert requests.errors == [] and requests.done > 0
+    if world.kind == "sglang":
+        assert all(how == "disk" and "--custom-weight-loader" in why for how, why in hows), hows
+    if world.kind == "sglang-workers":
+        assert [how for how, _ in hows] == ["session", "sparse", "sparse", "sparse", "sparse"], hows
+        assert [why for _, why in hows] == [None] * 5, hows
 
 
 def test_requests_may_be_finished_or_ended_before_a_load(world: World) -> None:
@@ -181,7 +192,7 @@ def test_a_sidecar_killed_after_the_first_write_leaves_the_new_version_serving(
 
 def label(world: World) -> str:
     """The version that the engine says it has."""
-    if world.kind == "sglang":
+    if world.dialect == "sglang":
         return str(world.server.get("/model_info")["weight_version"])
     if world.kind == "vllm-native":
         return str(world.server.get("/weight_info")["weight_version"])
@@ -258,6 +269,8 @@ def test_live_weights_are_proved_equal_to_the_image_where_workers_can_be_asked(w
 
 
 def test_an_engine_killed_and_restarted_comes_back_at_the_right_version(world: World) -> None:
+    if world.kind == "sglang-workers":
+        pytest.skip("tests/engines/sglang/test_dense.py restarts one, which takes a start")
     with world.sidecar() as sidecar:
         version = world.trainer.publish()
         sidecar.wait("loaded", version=version)

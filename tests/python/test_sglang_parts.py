@@ -26,9 +26,11 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.load.order import Report
+from windlass.load.trace import trace
 from windlass.sglang import SGLangLora, SGLangWeightLoader, custom, payload
 from windlass.sglang.links import link_model
 from windlass.sglang.served import Rules, Served, Shape, read_header
+from windlass.sglang.session import SglangSession
 
 
 def checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
@@ -250,8 +252,8 @@ class World:
                 "timeout": 20.0,
             }
 
-    def send(self, order: dict[str, Any], **served: Any) -> Report:
-        plain = {"order": order, "served": {"checkpoint": str(self.checkpoint), **served}}
+    def send(self, order: dict[str, Any], ends: bool = False, **served: Any) -> Report:
+        plain = {"order": order, "served": {"checkpoint": str(self.checkpoint), **served}, "ends": ends}
         custom.load(self.model, pickle.loads(payload.order(plain)))
         report = Report.read(order["reports"], 0)
         assert report is not None
@@ -345,6 +347,101 @@ def test_a_load_that_breaks_says_dirty_and_the_next_one_heals(world: World) -> N
     assert healed.state == "clean"
     assert healed.error is None
     assert world.holds(world.weights)
+
+
+def test_a_module_that_is_not_on_the_list_goes_through_its_own_loader_each_time(world: World) -> None:
+    for _ in range(2):
+        report = world.send(world.publish())
+        assert report.error is None
+        assert world.holds(world.weights)
+        assert report.last is not None
+        assert report.plan is not None
+        assert (report.last.how, report.plan.replayed) == ("session", 0)
+        assert list(report.plan.why.values()) == [f"{__name__}.Model is not on the list"]
+
+
+class Buffered(Model):
+    """Takes one of its tensors into a buffer, and derives another as soon as it has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("c", torch.zeros(4))
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.derived = self.a.data * 2
+
+
+def test_a_rehearsal_leaves_buffers_and_what_a_loader_derives_as_they_were() -> None:
+    model = Buffered()
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(4)}
+    session = SglangSession(model)
+    before = dict(vars(model))
+    with session.rehearsal() as targets:
+        found = trace(session.load_weights, tensors, targets)
+    assert [target.name for target in found.targets] == ["a", "b"]
+    assert vars(model) == before
+    assert not model.a.any()
+    assert not model.c.any()
+
+
+def test_a_model_that_takes_a_tensor_where_no_rehearsal_sees_it_is_loaded_whole(world: World) -> None:
+    world.model = Buffered()
+    world.weights["c"] = torch.randn(4)
+    world.checkpoint = checkpoint(world.home / "buffered", world.weights)
+    for _ in range(2):
+        report = world.send(world.publish())
+        assert (report.error, report.state) == (None, "clean")
+        assert report.live is not None
+        assert report.live.version == world.version
+        assert world.holds(world.weights)
+        assert torch.equal(world.model.c, world.weights["c"])  # type: ignore[arg-type]
+        assert report.plan is not None
+        assert report.plan.why == {"": "the rehearsal saw c reach no parameter"}
+
+
+class Packs:
+    """A method that packs weights in place, and cannot undo it."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.a.data.mul_(2)
+        layer.use_intel_amx_backend = True
+
+
+def test_the_end_of_an_update_does_not_pack_packed_weights(world: World) -> None:
+    method = Packs()
+    world.model.quant_method = method  # type: ignore[assignment]
+    order = world.publish()
+    assert world.send(order, ends=True).error is None
+    packed = world.weights["a"] * 2
+    assert torch.equal(world.model.a, packed)
+    # As SGLang's /end_weight_update does after each of them.
+    method.process_weights_after_loading(world.model)
+    assert torch.equal(world.model.a, packed)
+    refused = {**order, "version": 9, "reports": str(world.home / "refused")}
+    assert world.send(refused, ends=True).error is not None
+    method.process_weights_after_loading(world.model)
+    assert torch.equal(world.model.a, packed)
+    # That was for these ends alone: what loads by another way is processed.
+    method.process_weights_after_loading(world.model)
+    assert torch.equal(world.model.a, packed * 2)
+
+
+def test_an_update_without_an_end_leaves_nothing_to_skip(world: World) -> None:
+    method = Packs()
+    world.model.quant_method = method  # type: ignore[assignment]
+    assert world.send(world.publish()).error is None
+    assert torch.equal(world.model.a, world.weights["a"] * 2)
+    method.process_weights_after_loading(world.model)
+    assert torch.equal(world.model.a, world.weights["a"] * 4)
+
+
+def test_workers_write_sums_when_they_are_asked(world: World, tmp_path: Path) -> None:
+    assert world.send(world.publish()).error is None
+    custom.load(world.model, pickle.loads(payload.order({"prove": str(tmp_path)})))
+    told = json.loads((tmp_path / "0.json").read_text())
+    assert told["unseen"] == ["a", "b"]
+    assert told["report"]["live"]["version"] == 1
 
 
 class Taken:

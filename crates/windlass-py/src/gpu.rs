@@ -599,7 +599,8 @@ impl DeltaOnItsWay {
         let thread = lock(&self.thread).take();
         let thread = thread.ok_or_else(|| Failure::invalid("the delta was taken before"))?;
         let ended = py.detach(|| thread.join());
-        let staged = ended.map_err(|_| Failure::new(Kind::Bug, "a thread panicked; see standard error"))??;
+        let staged =
+            ended.map_err(|_| Failure::new(Kind::Bug, "a thread panicked; see standard error"))??;
         Ok(staged.into_iter().map(StagedDelta).collect())
     }
 }

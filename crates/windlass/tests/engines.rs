@@ -41,8 +41,11 @@ impl World {
 
     /// The files of an engine beside the image.
     fn dir(&self, engine: &Engine) -> std::path::PathBuf {
-        let dialect = if engine.kind == Kind::Sglang { "sglang" } else { "vllm" };
-        self.images().join("demo.engines").join(format!("{dialect}-127.0.0.1-{}", engine.port))
+        self.images().join("demo.engines").join(format!(
+            "{}-127.0.0.1-{}",
+            engine.kind.dialect(),
+            engine.port
+        ))
     }
 
     fn receive(&self, engines: &[&Engine], more: &[&str]) -> Process {
@@ -90,7 +93,7 @@ fn guard_of(receiver: &Process) -> Pid {
     }
 }
 
-const KINDS: [Kind; 3] = [Kind::Native, Kind::Plugin, Kind::Sglang];
+const KINDS: [Kind; 4] = [Kind::Native, Kind::Plugin, Kind::Sglang, Kind::Workers];
 
 #[test]
 fn every_version_is_loaded_by_every_engine_in_the_order_of_its_routes() {
@@ -113,7 +116,7 @@ fn every_version_is_loaded_by_every_engine_in_the_order_of_its_routes() {
     }
     assert_eq!(receiver.ends_within(PATIENCE), 0);
     let events: Vec<Value> = receiver.rest().into_iter().filter(|l| l["event"] == "loaded").collect();
-    assert_eq!(events.len(), 15, "{events:?}");
+    assert_eq!(events.len(), 20, "{events:?}");
     assert!(events.iter().all(|e| e["pause_ms"].as_f64() >= e["load_ms"].as_f64()), "{events:?}");
     for engine in &engines {
         let state = engine.state();
@@ -129,26 +132,38 @@ fn every_version_is_loaded_by_every_engine_in_the_order_of_its_routes() {
                 "/resume",
             ],
             Kind::Sglang => &["/pause_generation", "/update_weights_from_disk", "/continue_generation"],
+            Kind::Workers => &[
+                "/pause_generation",
+                "/begin_weight_update",
+                "/update_weights_from_tensor",
+                "/end_weight_update",
+                "/update_weight_version",
+                "/flush_cache",
+                "/continue_generation",
+            ],
             Kind::Plugin | Kind::Bare => &["/windlass/v1/load"],
         };
         let once: &[&str] = match engine.kind {
             Kind::Native => &["/init_weight_transfer_engine"],
             Kind::Plugin => &["/windlass/v1/prepare"],
-            Kind::Sglang | Kind::Bare => &[],
+            Kind::Sglang | Kind::Workers | Kind::Bare => &[],
         };
         let expected: Vec<&str> = once.iter().chain(cycle.repeat(5).iter()).copied().collect();
         assert_eq!(last, expected);
     }
-    let hows: Vec<&Value> = engines[0]
-        .state()
-        .orders
-        .iter()
-        .map(|o| o["how"].clone())
-        .collect::<Vec<_>>()
-        .leak()
-        .iter()
-        .collect();
-    assert_eq!(hows, ["dense", "auto", "auto", "auto", "auto"]);
+    for engine in [&engines[0], &engines[3]] {
+        let hows: Vec<Value> = engine.state().orders.iter().map(|o| o["how"].clone()).collect();
+        assert_eq!(hows, ["dense", "auto", "auto", "auto", "auto"]);
+    }
+    // Each line says why there was no faster way, where there was one.
+    for event in &events {
+        let disk = event["how"] == "disk";
+        assert_eq!(
+            disk,
+            event["why"].as_str().is_some_and(|why| why.contains("/get_server_info")),
+            "{event}"
+        );
+    }
     assert!(!world.images().join("demo.engines").exists(), "nothing is left");
 }
 
@@ -162,9 +177,37 @@ impl World {
     }
 }
 
+/// The route that writes, of engines that a guard drives.
+const WRITES: [(Kind, &str); 3] = [
+    (Kind::Native, "/update_weights"),
+    (Kind::Sglang, "/update_weights_from_disk"),
+    (Kind::Workers, "/update_weights_from_tensor"),
+];
+
+#[test]
+fn an_order_that_sglang_workers_refuse_leaves_the_old_weights_serving() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Workers);
+    let receiver = world.receive(&[&engine], &[]);
+    loaded(&receiver, 0);
+    engine.state().declines = true;
+    world.publish(1);
+    let failed = event(&receiver, "engine_failed");
+    let text = failed["error"].as_str().unwrap();
+    assert!(text.contains("old weights") && text.contains("told to refuse"), "{failed}");
+    // It is tried again, whole steps: nothing is left open.
+    loaded(&receiver, 1);
+    let state = engine.state();
+    assert!(!state.paused && !state.served_dirty && !state.dirty, "{state:?}");
+    let ends = state.calls.iter().filter(|c| *c == "/end_weight_update").count();
+    assert_eq!((ends, state.orders.len(), state.caches), (3, 3, 2));
+}
+
 #[test]
 fn a_receiver_killed_before_the_first_write_leaves_no_engine_paused() {
-    for (kind, pause) in [(Kind::Native, "/pause"), (Kind::Sglang, "/pause_generation")] {
+    for (kind, pause) in
+        [(Kind::Native, "/pause"), (Kind::Sglang, "/pause_generation"), (Kind::Workers, "/pause_generation")]
+    {
         let mut world = World::new();
         let engine = Engine::start(kind);
         let mut receiver = world.receive(&[&engine], &[]);
@@ -190,7 +233,7 @@ fn a_receiver_killed_before_the_first_write_leaves_no_engine_paused() {
 
 #[test]
 fn a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard() {
-    for (kind, write) in [(Kind::Native, "/update_weights"), (Kind::Sglang, "/update_weights_from_disk")] {
+    for (kind, write) in WRITES {
         for when in [Fault::HoldRequest, Fault::HoldAnswer] {
             let mut world = World::new();
             let engine = Engine::start(kind);
@@ -215,7 +258,7 @@ fn a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard() {
 
 #[test]
 fn an_engine_that_cannot_be_written_stays_fenced_and_heals() {
-    for (kind, write) in [(Kind::Native, "/update_weights"), (Kind::Sglang, "/update_weights_from_disk")] {
+    for (kind, write) in WRITES {
         let mut world = World::new();
         let engine = Engine::start(kind);
         let mut receiver = world.receive(&[&engine], &[]);

@@ -3,12 +3,21 @@
 The server is started with ``--custom-weight-loader windlass.sglang.custom.load``. A driver then sends an order (see
 :mod:`windlass.load.order`) in place of tensors, as a tensor of a few hundred bytes named ``__windlass_order__``: through
 ``update_weights_from_tensor`` with this function as its ``load_format``. Every worker maps the image, checks that it is
-what was ordered and fits what it serves, and hands views of it to the model's own ``load_weights``. Weights travel neither
-over HTTP nor through a pickle, and no file is copied.
+what was ordered and fits what it serves, and brings its weights to it (:mod:`windlass.load.live`): by the model's own
+``load_weights`` the first time, and from then on directly, where a rehearsal of that loader and the first load showed that
+to be the same; sparsely, if only some elements changed. Weights travel neither over HTTP nor through a pickle, and no file
+is copied.
+
+What the tensor holds is JSON: ``order``; ``served``, the checkpoint and the :class:`~windlass.sglang.served.Rules` by which
+the image is judged; ``ends``, whether ``/end_weight_update`` follows. ``{"prove": DIR}`` instead of an order has each worker
+write sums of its live weights to ``DIR/<rank>.json``.
 
 Owns: what happens in one worker between order and report. Must not: raise. SGLang ends when a loader does. What went
 wrong stands in the report, ``<reports>/<rank>.json``; the driver gives a fresh directory with every order, so a report
 that is missing is an error too.
+
+A model whose loader cannot be rehearsed (one that writes in threads of its own) is loaded by that loader each time, as
+long as the image fits the checkpoint; the report's ``plan`` says why.
 
 | | invariant | test |
 |---|---|---|
@@ -16,6 +25,7 @@ that is missing is an error too.
 | S-2 | a problem before the first write leaves the weights and says `clean` | `test_an_image_that_does_not_fit_is_refused_by_the_worker` |
 | S-3 | a problem after it says `dirty`, until a whole load is done | `test_a_load_that_breaks_says_dirty_and_the_next_one_heals` |
 | S-4 | the function never raises | `test_no_order_makes_the_loader_raise` |
+| S-5 | weights that another route changed are not patched | `test_weights_that_another_driver_loaded_are_not_patched` |
 """
 
 from __future__ import annotations
@@ -23,15 +33,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
-from windlass.errors import WindlassCancelled, WindlassCorrupt, WindlassInvalid, WindlassStale
-from windlass.load.order import EXTRAS, Failure, Last, LiveVersion, LoadOrder, Report
+from windlass.errors import (
+    WindlassCancelled,
+    WindlassCorrupt,
+    WindlassError,
+    WindlassInvalid,
+    WindlassNotFound,
+    WindlassStale,
+    WindlassUnsupported,
+)
+from windlass.load.order import EXTRAS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
 from windlass.sglang.payload import ORDER
 from windlass.sglang.served import Fit, Rules, Served, Shape
 
@@ -47,8 +65,8 @@ log = logging.getLogger("windlass")
 #: What to write behind ``--custom-weight-loader``.
 PATH = "windlass.sglang.custom.load"
 
-#: This process, until it ends: an engine that was restarted is another worker.
-_WORKER = secrets.token_hex(8)
+#: Refusals of a rehearsal that are about the order, not about what a rehearsal can see.
+_MEANT = ("extra_tensors", "shape_changed", "dtype_changed")
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -57,8 +75,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
         text = next((tensor for name, tensor in named_tensors if name == ORDER), None)
         if text is None:
             raise WindlassInvalid(f"{PATH} was called without an order: only Windlass's loader sends one")
-        plain = json.loads(bytes(text.cpu().tolist()))
-        _Worker.of(model).obey(LoadOrder.from_dict(plain["order"]), plain.get("served") or {})
+        _Worker.of(model).carry_out(json.loads(bytes(text.cpu().tolist())))
     except Exception:
         log.exception("an order could not be read; the weights are as they were")
 
@@ -66,63 +83,84 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 class _Worker:
     """What one model of this process is known to hold."""
 
-    _all: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()
-
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._live: LiveVersion | None = None
-        self._state: str = "clean"
+        from windlass.load.live import Live
+        from windlass.sglang.session import SglangSession, watch
+
+        self._session = SglangSession(model)
+        self._live = Live(self._session, rank=_rank(), engine=_engine())
         self._served: dict[str, Served] = {}
+        #: What was loaded without a plan.
+        self._unplanned: LiveVersion | None = None
+        #: Why there was none, as it was told.
+        self._why: str | None = None
+        watch(_forget)
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> _Worker:
-        if model not in cls._all:
-            cls._all[model] = cls(model)
-        return cls._all[model]
+        found = model.__dict__.get("_windlass_worker")
+        if found is None:
+            # The model owns it: both end together.
+            found = model.__dict__["_windlass_worker"] = cls(model)
+        worker: _Worker = found
+        return worker
 
-    def obey(self, order: LoadOrder, told: Mapping[str, Any]) -> None:
-        """Loads, and writes the report. Never raises once the order was read."""
-        begin = time.monotonic()
-        last: Last | None = None
-        error: Failure | None = None
-        fit = Fit([], [])
+    def forget(self, why: str) -> None:
+        """Another driver changed the weights."""
+        self._unplanned = None
+        self._live.forget(why)
+
+    def carry_out(self, plain: Mapping[str, Any]) -> None:
+        """An order, or a question."""
+        timeout = 0.0
+        self._session.enter(bool(plain.get("ends")))
         try:
-            held, fit = self._prepare(order, told)
+            if "prove" in plain:
+                self._prove(str(plain["prove"]))
+                return
+            order = LoadOrder.from_dict(plain["order"])
+            timeout = order.timeout
+            self._obey(order, plain.get("served") or {})
+        finally:
+            self._session.settle(timeout)
+
+    def _obey(self, order: LoadOrder, told: Mapping[str, Any]) -> None:
+        """Loads, and writes the report. Never raises."""
+        begin = time.monotonic()
+        try:
+            held, fit, why = self._prepare(order, told)
             try:
-                size = self._write(order, held, fit)
+                if why is None:
+                    report = self._live.load(replace(order, reports=None))
+                    self._unplanned = None
+                else:
+                    report = self._without_plan(order, held, fit, why, begin)
             finally:
                 held.finish()
-            self._live, self._state = order.identity, "clean"
-            last = Last(how="session", ms=(time.monotonic() - begin) * 1e3, bytes=size)
         except Exception as e:
-            error = Failure.of(e)
-            log.error("%s was not loaded (%s): %s", order.label, self._state, error.text)
-        report = Report(
-            rank=_rank(),
-            worker=_WORKER,
-            engine=_engine(),
-            live=self._live,
-            state="dirty" if self._state == "dirty" else "clean",
-            last=last,
-            extras=tuple(fit.extras[:EXTRAS]),
-            error=error,
-        )
+            report = replace(self._report(), last=None, error=Failure.of(e))
+        if report.error is not None:
+            log.error("%s was not loaded (%s): %s", order.label, report.state, report.error.text)
         if order.reports is not None:
             try:
                 report.write(order.reports)
             except Exception:
                 log.exception("the report on %s could not be written", order.label)
 
-    def _prepare(self, order: LoadOrder, told: Mapping[str, Any]) -> tuple[Held, Fit]:
-        """The image, held, and what of it to take: everything that can be found wrong before the first write."""
+    def _report(self) -> Report:
+        report = self._live.report()
+        return report if self._unplanned is None else replace(report, live=self._unplanned)
+
+    def _prepare(self, order: LoadOrder, told: Mapping[str, Any]) -> tuple[Held, Fit, str | None]:
+        """The image, held, what of it to take, and why that cannot be by a plan: everything that can be found wrong before
+        the first write."""
         held: Held | None = None
         problem: Exception | None = None
-        fit = Fit([], [])
+        fit, why = Fit([], []), None
         try:
             held = _windlass.open_image(order.image, order.timeout, order.timeout)
             _check_identity(order, held)
-            rules = Rules(**{k: v for k, v in told.items() if k != "checkpoint"})
-            fit = self._served_by(told.get("checkpoint")).check(_shapes(held), rules, what=order.label)
+            fit, why = self._judge(order, held, told)
         except Exception as e:
             problem = e
         try:
@@ -131,12 +169,42 @@ class _Worker:
         except Exception as e:
             problem, agreed = problem or e, False
         if held is not None and problem is None and agreed:
-            return held, fit
+            return held, fit, why
         if held is not None:
             held.finish()
         raise problem or WindlassCancelled(
             f"{order.label} was not loaded because another rank refused it", "see the report of that rank"
         )
+
+    def _judge(self, order: LoadOrder, held: Held, told: Mapping[str, Any]) -> tuple[Fit, str | None]:
+        """Whether an image fits, by the checkpoint and by a rehearsal."""
+        rules = Rules(**{k: v for k, v in told.items() if k != "checkpoint"})
+        try:
+            served: Served | None = self._served_by(told.get("checkpoint"))
+        except (WindlassNotFound, WindlassUnsupported):
+            # Nothing to compare with: what the rehearsal says is all there is.
+            served = None
+        fit = Fit([], []) if served is None else served.check(_shapes(held), rules, what=order.label)
+        try:
+            report = self._live.check(order)
+        except WindlassError as e:
+            if served is None or isinstance(e, WindlassStale) or e.name in _MEANT:
+                raise
+            return fit, self._tell_why(f"its loader cannot be rehearsed: {e}")
+        if served is None or self._session.partial is not None:
+            return fit, None
+        # What the model takes from the checkpoint and the rehearsal saw reach no parameter: it may be a buffer.
+        lost = sorted(set(served.missing(set(fit.take) - set(report.extras), rules)) & set(fit.take))
+        if lost or len(report.extras) == EXTRAS:
+            named = lost[0] if lost else report.extras[-1]
+            return fit, self._tell_why(f"the rehearsal saw {named} reach no parameter")
+        return fit, None
+
+    def _tell_why(self, why: str) -> str:
+        if why != self._why:
+            self._why = why
+            log.warning("every version is loaded whole by the model's own load_weights: %s", why)
+        return why
 
     def _served_by(self, checkpoint: str | None) -> Served:
         path = checkpoint or _checkpoint()
@@ -144,33 +212,54 @@ class _Worker:
             self._served[path] = Served.from_checkpoint(path)
         return self._served[path]
 
-    def _write(self, order: LoadOrder, held: Held, fit: Fit) -> int:
-        """Everything from the first write on."""
-        model = self._model()
-        if model is None:
-            raise WindlassStale("the model is gone")
-        size = 0
+    def _without_plan(self, order: LoadOrder, held: Held, fit: Fit, why: str, begin: float) -> Report:
+        """Everything from the first write on, by the model's own loader."""
+        from windlass.receiver import _Tensors
+
+        size, tensors = 0, _Tensors(held)
 
         def views() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal size
-            from windlass.receiver import _Tensors
-
-            tensors = _Tensors(held)
             for name in fit.take:
                 tensor = tensors[name]
                 size += tensor.numel() * tensor.element_size()
                 yield name, tensor
 
-        self._state, self._live = "dirty", None
+        self._unplanned = None
         try:
-            model.load_weights(views())  # type: ignore[operator]
-            _settled()
+            self._live.begin_tensors()
+            self._live.feed_tensors(views())
+            self._live.finish_tensors()
         except Exception as e:
+            self._live.abandon_tensors(e)
             raise WindlassCorrupt(
                 f"the model's own load_weights failed with {order.label}: {type(e).__name__}: {e}",
                 "the weights may be of two versions: load a whole version again before generating",
             ) from e
-        return size
+        self._unplanned = order.identity
+        return replace(
+            self._report(),
+            plan=PlanSummary(key="", replayed=0, session=1, why={"": why}),
+            last=Last(how="session", ms=(time.monotonic() - begin) * 1e3, bytes=size),
+            extras=tuple(fit.extras[:EXTRAS]),
+        )
+
+    def _prove(self, directory: str) -> None:
+        """Writes sums of the live weights, whole or not at all."""
+        try:
+            told = self._live.digest()
+        except Exception as e:
+            told = {"report": self._report().to_dict(), "parts": None, "unseen": [], "why": str(e)}
+        final = Path(directory) / f"{_rank()}.json"
+        partial = final.with_name(f".{_rank()}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps(told))
+        os.replace(partial, final)
+
+
+def _forget(model: torch.nn.Module, why: str) -> None:
+    worker = model.__dict__.get("_windlass_worker")
+    if worker is not None:
+        worker.forget(why)
 
 
 def _check_identity(order: LoadOrder, held: Held) -> None:
@@ -195,14 +284,6 @@ def _shapes(held: Held) -> dict[str, Shape]:
     shapes = {name: (dtype, tuple(shape)) for name, dtype, shape, _at, _size in layout.tensors()}
     shapes.update({alias: shapes[name] for alias, name in layout.aliases().items()})
     return shapes
-
-
-def _settled() -> None:
-    """Returns when the device has read what it was given: the image is let go of after this."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
 
 
 def _all_ranks(ready: bool) -> bool:

@@ -193,18 +193,24 @@ class Gate:
             # Of a driver that is gone. What was begun there is finished by what is loaded now.
             log.warning("%s has an open weight update of somebody else: it is taken over", self.name)
 
+    @property
+    def ends(self) -> bool:
+        """Whether the end of a session post-processes weights once more: whether there are sessions."""
+        return bool(self._sessions)
+
     def give_up(self) -> None:
         """Closes the session after a failure, if the engine still listens."""
         with contextlib.suppress(WindlassError):
-            self._end(time.monotonic() + SHORT)
+            self.end(time.monotonic() + SHORT)
 
-    def _end(self, until: float) -> None:
+    def end(self, until: float) -> None:
+        """Closes the session, if there are any."""
         if self._sessions:
             self.must("end_weight_update", {}, "end", until)
 
     def finish(self, label: str | None, until: float) -> None:
         """The end of a load that went well: session, cache, label."""
-        self._end(until)
+        self.end(until)
         if self.flushes:
             self.flush(until)
         if label is not None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import tempfile
@@ -177,6 +178,12 @@ class SGLangWeightLoader(WeightLoader):
     async def weight_version(self) -> str | None:
         """The label of the weights that the engine serves."""
         return await asyncio.to_thread(self._engine.weight_version, timeout=SHORT)
+
+    async def digests(self) -> list[dict[str, Any]]:
+        """Sums of the weights that each worker holds, by tensor and box of the image, for those that are kept as they were
+        loaded; the engine stands still meanwhile. ``windlass._windlass.combine_digests`` makes one digest of their
+        ``parts``. Needs the loader in the workers."""
+        return await asyncio.to_thread(self._digests)
 
     # Whole versions.
 
@@ -396,29 +403,61 @@ class SGLangWeightLoader(WeightLoader):
         ):
             # A directory of this order only: what is not there afterwards was not written.
             plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, left(until) - 1.0)}
-            body = {
-                "serialized_named_tensors": self._engine.payloads(
-                    payload.order({"order": plain, "served": served}), facts.tp
-                ),
-                "load_format": PATH,
-                "flush_cache": False,
-                "selector": "target",
-            }
+            if self._gate.dirty or self._gate.released:
+                # Memory that was given up is other memory now: nothing of what it held is relied upon.
+                plain["how"] = "session"
             begin = time.monotonic()
             with self._gate.open_for_weights(until):
                 passage.touched = True
-                reply = self._engine.ask(
-                    "update_weights_from_tensor", body, stage="load", timeout=left(until)
-                )
+                self._send_order({"order": plain, "served": served}, facts, until)
                 took = time.monotonic() - begin
-                if not reply.ok:
-                    raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
                 reports = self._read_reports(own, facts.tp * facts.pp, order, passage)
             self._gate.finish(order.label, until)
         if order.reports is not None:
             for report in reports:
                 report.write(order.reports)
         return took, reports
+
+    def _digests(self) -> list[dict[str, Any]]:
+        until = time.monotonic() + self._timeout
+        with self._gate.alone(until), tempfile.TemporaryDirectory(prefix=".windlass-sums-") as own:
+            facts = self._facts(until)
+            _check_replicas(self.name, facts)
+            if PATH not in facts.loaders:
+                raise WindlassUnsupported(
+                    f"{self.name} was started without --custom-weight-loader {PATH}",
+                    "start it with that flag",
+                )
+            if self.dirty:
+                # It would go on afterwards.
+                raise WindlassInvalid(
+                    f"{self.name} has weights of no version: a load began and did not finish",
+                    "load a whole version first",
+                )
+            with self._gate.stopped(until), self._gate.open_for_weights(until):
+                self._send_order({"prove": own}, facts, until)
+                self._gate.end(until)
+            found = [Path(own) / f"{rank}.json" for rank in range(facts.tp * facts.pp)]
+            silent = [file.stem for file in found if not file.is_file()]
+            if silent:
+                raise WindlassPeerLost(
+                    f"{self.name}: rank {silent[0]} wrote no sums",
+                    "see the log of the engine; it must run on this host",
+                )
+            return [json.loads(file.read_text()) for file in found]
+
+    def _send_order(self, told: Mapping[str, Any], facts: Facts, until: float) -> None:
+        """One call of the loader in the workers."""
+        text = payload.order({**told, "ends": self._gate.ends})
+        body = {
+            "serialized_named_tensors": self._engine.payloads(text, facts.tp),
+            "load_format": PATH,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        reply = self._engine.ask("update_weights_from_tensor", body, stage="load", timeout=left(until))
+        if not reply.ok:
+            raise WindlassCorrupt(f"{self.name}: its workers were not given the order: {reply.message}")
 
     def _read_reports(self, own: str, ranks: int, order: LoadOrder, passage: Passage) -> list[Report]:
         reports = [(rank, Report.read(own, rank)) for rank in range(ranks)]

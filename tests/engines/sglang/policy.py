@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tiny
-from windlass import Receiver, WeightManager
+from windlass import Receiver, WeightManager, _windlass
 
 
 class Policy:
@@ -24,10 +25,13 @@ class Policy:
         self._home = home
         self._receiver: Receiver | None = None
 
-    def step(self, seed: int | None = None, scale: float = 0.05) -> dict[str, Any]:
+    def step(self, seed: int | None = None, scale: float = 0.05, *, sparsely: bool = False) -> dict[str, Any]:
         """Trains a little, publishes, receives, and returns the order for it."""
         self.version += 1
-        tiny.stir(self.model, self.version if seed is None else seed, scale)
+        if sparsely:
+            tiny.stir_some(self.model, self.version)
+        else:
+            tiny.stir(self.model, self.version if seed is None else seed, scale)
         return self.publish()
 
     def publish(self) -> dict[str, Any]:
@@ -37,7 +41,7 @@ class Policy:
             source = [*self.model.named_parameters(), *self._extra.items()]
         self.manager.offload(source, version=self.version, rank=0, world_size=1)
         if self._receiver is None:
-            self._receiver = Receiver(self._home / "image", region=self.manager.region)
+            self._receiver = Receiver(self._home / "image", region=self.manager.region, keep_deltas=8)
         self._receiver.wait(self.version, timeout=60)
         return self.order()
 
@@ -59,3 +63,13 @@ class Policy:
         if self._receiver is not None:
             self._receiver.close()
         self.manager.close()
+
+
+def is_held_by(workers: list[dict[str, Any]], image: Path | str) -> bool:
+    """Whether what workers hold, taken together, is the image."""
+    held = _windlass.open_image(str(image), 30.0, 5.0)
+    try:
+        parts = [json.dumps(worker["parts"]) for worker in workers]
+        return bool(json.loads(_windlass.combine_digests(held.layout(), parts))["digest"] == held.digest)
+    finally:
+        held.finish()

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy import Policy
+from policy import Policy, is_held_by
 from safetensors.torch import load_file, save_file
 
 import servers
@@ -107,6 +107,19 @@ def test_the_loader_of_the_workers_is_taken_when_the_server_has_it(
     assert [report.rank for report in loaded.reports] == [0]
     assert loaded.reports[0].engine.startswith("sglang 0.")
     assert loaded.load_ms <= loaded.pause_ms
+
+
+def test_weights_that_another_driver_loaded_are_not_patched(server: servers.Sglang, policy: Policy) -> None:
+    mine, hows = loader(server), []
+    for way in ("custom", "custom", "disk", "custom", "custom", "tensors", "custom", "custom"):
+        loaded = asyncio.run(mine.load_image(policy.step(sparsely=True), way=way))
+        hows += [report.last.how for report in loaded.reports if report.last is not None]
+        assert right(server, policy), way
+    # The first may be dense, or sparse, by what the tests before it did.
+    assert hows[1:] == ["sparse", "dense", "sparse", "dense", "sparse"]
+    workers = asyncio.run(mine.digests())
+    assert workers[0]["unseen"] == [] and is_held_by(workers, policy.order()["image"])
+    assert right(server, policy)
 
 
 @pytest.mark.parametrize(

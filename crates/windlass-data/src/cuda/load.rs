@@ -467,7 +467,11 @@ impl DevicePlan {
         let blocks = self.sparse()?.places.blocks.len();
         let index = (blocks * size_of::<Patch>()) as u64;
         let spare = Arc::clone(&self.spare);
-        let sizes = [(bytes + 16, "a delta"), (index, "the index of a delta"), (blocks as u64 * 4, "the outcomes of a delta")];
+        let sizes = [
+            (bytes + 16, "a delta"),
+            (index, "the index of a delta"),
+            (blocks as u64 * 4, "the outcomes of a delta"),
+        ];
         let taken = sizes.map(|(bytes, what)| spare.take(&self.gpu, bytes, what));
         for buffer in taken {
             spare.put(buffer?);

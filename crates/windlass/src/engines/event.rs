@@ -25,7 +25,7 @@ pub enum EngineEvent {
         before_ms: (Option<f64>, Option<f64>),
         /// Why it was written twice, if it was.
         retried: Option<String>,
-        /// Why the engine's own loader was used where a plan was expected.
+        /// Why not faster, where there is a faster way: the engine's own loader was used where a plan was expected.
         slow: Option<String>,
         /// It was loaded before the image held it.
         ahead: bool,
@@ -118,7 +118,7 @@ impl EngineEvent {
             } => json!({
                 "event": "loaded", "engine": engine, "incarnation": label.incarnation, "version": label.version,
                 "how": how, "pause_ms": pause_ms, "load_ms": load_ms, "retried": retried,
-                "stage_ms": before_ms.0, "drain_ms": before_ms.1, "slow": slow, "ahead": ahead,
+                "stage_ms": before_ms.0, "drain_ms": before_ms.1, "why": slow, "ahead": ahead,
             }),
             EngineEvent::Failed { engine, label, failure, given_up } => {
                 failed("engine_failed", engine, label.as_ref(), failure, *given_up)

@@ -23,7 +23,7 @@ use super::event::{EngineEvent, Failure};
 use super::guard::{Guard, Job, Lock, Routes, Target};
 use super::http::Http;
 use super::order::{How, Label, Order, can_lead, how, slow};
-use super::sglang::Sglang;
+use super::sglang::{Loading, Sglang};
 use super::transaction::{self, ANSWER, Journal, Outcome};
 use super::vllm::{Native, Plugin, Status, is_denied};
 use super::{Condition, Dialect, EngineOptions, EngineSpec, Extras, Place, Shared, Teller};
@@ -47,7 +47,7 @@ enum Way {
     /// vLLM's own routes.
     Native,
     /// SGLang's routes.
-    Sglang,
+    Sglang(Loading),
 }
 
 /// What an engine says.
@@ -91,6 +91,8 @@ pub(super) struct Follower {
     prepared: bool,
     /// The life of an engine that says so.
     life: Option<String>,
+    /// How an SGLang server is loaded, in this life.
+    loading: Option<Loading>,
     tries: Tries,
     /// What was told last, so that it is told once.
     told: Option<Failure>,
@@ -123,6 +125,7 @@ impl Follower {
             http,
             prepared: false,
             life: None,
+            loading: None,
             tries: Tries::default(),
             told: None,
             told_extras: None,
@@ -168,7 +171,7 @@ impl Follower {
         if self.away {
             // Whatever it was, it may be another process now.
             (self.away, self.prepared, self.tries) = (false, false, Tries::default());
-            self.told = None;
+            (self.told, self.loading) = (None, None);
         }
         match self.left_behind(&found) {
             Ok(Some(dirty)) => found.fenced |= dirty,
@@ -230,7 +233,13 @@ impl Follower {
                 let label: Option<Label> = parse(info.weight_version);
                 // From the first load on it names the directory of links.
                 let model = info.model_path.filter(|p| label.is_none() && p.is_dir());
-                Ok(Found { way: Way::Sglang, label, fenced: false, model })
+                // One without a version of ours may have been restarted unseen, with other flags.
+                let loading = match self.loading.take().filter(|_| label.is_some()) {
+                    Some(known) => known,
+                    None => Sglang::loading(&self.http, self.options.mode, &self.stop)?,
+                };
+                self.loading = Some(loading.clone());
+                Ok(Found { way: Way::Sglang(loading), label, fenced: false, model })
             }
             Dialect::Vllm => {
                 let plugin = Plugin::new(self.http.with_key(self.options.token.clone()));
@@ -275,7 +284,7 @@ impl Follower {
     fn left_behind(&self, found: &Found) -> Result<Option<bool>, EngineError> {
         match found.way {
             Way::Plugin(..) => return Ok(Some(false)),
-            Way::Native | Way::Sglang => {}
+            Way::Native | Way::Sglang(_) => {}
         }
         let journal = Journal::of(&self.dir);
         if journal.read()?.is_none() {
@@ -286,7 +295,7 @@ impl Follower {
         if entry.phase.is_dirty() {
             return Ok(Some(true));
         }
-        transaction::resume(&*self.target().plain()?)?;
+        transaction::resume(&*self.target(found).plain()?)?;
         journal.clear()?;
         Ok(Some(false))
     }
@@ -370,7 +379,7 @@ impl Follower {
         let manifest = Arc::clone(view.manifest());
         let (outcome, engine) = match &found.way {
             Way::Plugin(plugin, status) => (self.by_plugin(plugin, status, found, view), "plugin"),
-            Way::Native | Way::Sglang => {
+            Way::Native | Way::Sglang(_) => {
                 let job = self.job(found, label, manifest.layout_hash());
                 drop(view);
                 (self.by_guard(&job), "guard")
@@ -380,6 +389,13 @@ impl Follower {
         match outcome {
             Outcome::Loaded(done) => {
                 let _ = Baseline::note(&self.taken(), &manifest);
+                let done = transaction::Done {
+                    slow: match &found.way {
+                        Way::Sglang(Loading::Disk { why }) => Some(why.clone()),
+                        Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => done.slow,
+                    },
+                    ..done
+                };
                 self.loaded(done.version.parse().unwrap_or(label), done, false);
                 Next::Now
             }
@@ -487,7 +503,7 @@ impl Follower {
             Err(ImageError::NotWhole { .. }) => return Ok(None),
             other => other?,
         };
-        let by_name = matches!(found.way, Way::Sglang);
+        let by_name = matches!(found.way, Way::Sglang(Loading::Disk { .. }));
         let (known, manifest) = (view.known().clone(), Arc::clone(view.manifest()));
         // What it took before it was restarted says nothing about what it is now.
         let taken = if found.label.is_some() { Baseline::taken(&self.taken())? } else { None };
@@ -508,11 +524,11 @@ impl Follower {
             return Err(EngineError::Extras { engine, image, names });
         }
         match found.way {
-            Way::Sglang => {
+            Way::Sglang(Loading::Disk { .. }) => {
                 let config = self.options.config.as_deref().or(found.model.as_deref());
                 check::link(&self.model(), &view.path(), config)?;
             }
-            Way::Plugin(..) | Way::Native => {}
+            Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => {}
         }
         Ok(Some((view, extras)))
     }
@@ -521,12 +537,13 @@ impl Follower {
         self.place.engines.join("model")
     }
 
-    fn target(&self) -> Target {
+    fn target(&self, found: &Found) -> Target {
         Target {
             engine: self.name.clone(),
-            routes: match self.spec.dialect {
-                Dialect::Vllm => Routes::Vllm,
-                Dialect::Sglang => Routes::Sglang,
+            routes: match found.way {
+                Way::Plugin(..) | Way::Native => Routes::Vllm,
+                Way::Sglang(Loading::Disk { .. }) => Routes::Sglang,
+                Way::Sglang(Loading::Workers { count }) => Routes::SglangWorkers(count),
             },
             url: self.spec.url(),
             key: self.options.key.as_ref().map(|k| k.expose().to_owned()),
@@ -539,7 +556,7 @@ impl Follower {
 
     fn job(&self, found: &Found, label: Label, layout_hash: LayoutHash) -> Job {
         Job {
-            target: self.target(),
+            target: self.target(found),
             image: self.place.image.clone(),
             layout_hash,
             incarnation: label.incarnation.0,

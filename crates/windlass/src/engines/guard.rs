@@ -59,8 +59,10 @@ const FAREWELL: Duration = Duration::from_millis(700);
 pub enum Routes {
     /// vLLM's own.
     Vllm,
-    /// SGLang's.
+    /// SGLang's, from a directory.
     Sglang,
+    /// SGLang's, by orders to this many workers.
+    SglangWorkers(u64),
 }
 
 /// An engine, and how it is driven.
@@ -93,7 +95,10 @@ impl Target {
         let http = Http::new(self.engine.clone(), &self.url, key);
         Ok(match self.routes {
             Routes::Vllm => Box::new(Native::new(http, self.mode, self.cache, reports(&self.dir))),
-            Routes::Sglang => Box::new(Sglang::new(http, self.mode, self.cache, self.model.clone())),
+            Routes::Sglang => Box::new(Sglang::from_disk(http, self.mode, self.cache, self.model.clone())),
+            Routes::SglangWorkers(count) => {
+                Box::new(Sglang::by_order(http, self.mode, self.cache, (count, reports(&self.dir))))
+            }
         })
     }
 }
@@ -444,7 +449,7 @@ fn take(job: &Job, dirty: bool, stop: &Stop) -> Result<(ImageView, Order), Engin
     }
     let how = if dirty { How::Dense } else { job.how };
     let reports = match job.target.routes {
-        Routes::Vllm => Some(reports(&job.target.dir)),
+        Routes::Vllm | Routes::SglangWorkers(_) => Some(reports(&job.target.dir)),
         Routes::Sglang => None,
     };
     let order = Order::new(&job.image, view.known(), how, reports, job.timeout);

@@ -4,6 +4,7 @@
 //! label is the only memory of what an engine has: a restarted engine has another one, and is loaded again.
 
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -129,12 +130,12 @@ pub struct Report {
     /// `clean`, or `dirty` if a write began and did not end.
     #[serde(default)]
     pub state: String,
-    /// What it did last.
-    #[serde(default)]
-    pub last: Option<Last>,
     /// What of the model it writes directly.
     #[serde(default)]
     pub plan: Option<Plan>,
+    /// What it did last.
+    #[serde(default)]
+    pub last: Option<Last>,
     /// Tensors of the image that the engine does not take.
     #[serde(default)]
     pub extras: Vec<String>,
@@ -230,6 +231,37 @@ pub(super) fn slow(reports: &[Report]) -> Option<String> {
 /// Whether every worker can apply a delta before the image holds it.
 pub(super) fn can_lead(reports: &[Report]) -> bool {
     !reports.is_empty() && reports.iter().all(|r| r.plan.as_ref().is_some_and(|p| p.ahead))
+}
+
+/// Takes away what earlier loads left, so that nothing old is taken for new.
+pub(super) fn clear_reports(dir: &Path) -> Result<(), EngineError> {
+    for entry in fs::read_dir(dir).map_err(EngineError::io("read", dir))?.flatten() {
+        let path = entry.path();
+        fs::remove_file(&path).map_err(EngineError::io("remove", &path))?;
+    }
+    Ok(())
+}
+
+/// What all workers said. An error with `hint` if one is silent.
+pub(super) fn read_reports(
+    engine: &str,
+    dir: &Path,
+    workers: u64,
+    hint: &str,
+) -> Result<Vec<Report>, EngineError> {
+    let read = |rank: u64| {
+        let path = dir.join(format!("{rank}.json"));
+        let answer = |why: String| EngineError::Answer {
+            engine: engine.to_owned(),
+            stage: Stage::Load,
+            path: path.display().to_string(),
+            why,
+        };
+        let text =
+            fs::read(&path).map_err(|e| answer(format!("worker {rank} wrote no report ({e}); {hint}")))?;
+        serde_json::from_slice::<Report>(&text).map_err(|e| answer(e.to_string()))
+    };
+    (0..workers).map(read).collect()
 }
 
 /// How the workers loaded, in a word.

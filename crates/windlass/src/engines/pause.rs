@@ -9,6 +9,8 @@
 //! | vLLM | keep | keep | `/pause?mode=keep&clear_cache=false` | `/resume` |
 //! | vLLM | wait, abort | reset | `/pause?mode=…&clear_cache=true` | `/reset_prefix_cache?reset_running_requests=false`, `/resume` |
 //! | vLLM | wait, abort | keep | `/pause?mode=…&clear_cache=false` | `/resume` |
+//! | SGLang with our loader | keep, abort | reset | `/pause_generation {retract}`, `{abort}` | `/flush_cache`, `/continue_generation` |
+//! | SGLang with our loader | keep, abort | keep | `/pause_generation {in_place}`, `{abort}` | `/continue_generation` |
 //! | SGLang | keep | reset | `/pause_generation {retract}` | update with `flush_cache: true`, `/continue_generation` |
 //! | SGLang | keep | keep | `/pause_generation {in_place}` | update with `flush_cache: false`, `/continue_generation` |
 //! | SGLang | abort | either | `/pause_generation {abort}` | update with `flush_cache` as wanted, `/continue_generation` |

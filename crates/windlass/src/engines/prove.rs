@@ -70,7 +70,8 @@ impl Prove {
             Dialect::Sglang => {
                 return Err(unsupported(
                     "SGLang sums its own fused and sharded parameters, which cannot be compared with the tensors of \
-                     an image; compare what it answers, or two SGLang servers by /weights_checker",
+                     an image; ask the loader in its workers from Python (SGLangWeightLoader(URL).digests()), \
+                     compare what it answers, or two SGLang servers by /weights_checker",
                 )
                 .into());
             }

@@ -21,7 +21,6 @@
 //! weights go on. Otherwise vLLM has no way back: after a failed update the next token it generates ends it, and a whole update that succeeds
 //! repairs it. A worker that is inside an update refuses to start another; the update that follows closes it.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -32,7 +31,7 @@ use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
 use super::http::{Http, UNTIL_STOP};
-use super::order::{Order, Report, check_reports, how, slow};
+use super::order::{Order, Report, check_reports, clear_reports, how, read_reports, slow};
 use super::pause::{CachePolicy, PauseMode, vllm_pause, vllm_reset};
 use super::transaction::{ANSWER, Plain, Written};
 
@@ -85,32 +84,6 @@ impl Native {
         let path = "/get_world_size?include_dp=true";
         Ok(self.http.get::<WorldSize>(Stage::Ask, path, ANSWER, stop)?.world_size)
     }
-
-    /// Takes away what earlier loads left, so that nothing old is taken for new.
-    fn clear_reports(&self) -> Result<(), EngineError> {
-        for entry in fs::read_dir(&self.reports).map_err(EngineError::io("read", &self.reports))?.flatten() {
-            let path = entry.path();
-            fs::remove_file(&path).map_err(EngineError::io("remove", &path))?;
-        }
-        Ok(())
-    }
-
-    fn read_reports(&self, workers: u64) -> Result<Vec<Report>, EngineError> {
-        let read = |rank: u64| {
-            let path = self.reports.join(format!("{rank}.json"));
-            let answer = |why: String| EngineError::Answer {
-                engine: self.http.engine.clone(),
-                stage: Stage::Load,
-                path: path.display().to_string(),
-                why,
-            };
-            let text = fs::read(&path).map_err(|e| {
-                answer(format!("worker {rank} wrote no report ({e}); is the engine's backend \"windlass\"?"))
-            })?;
-            serde_json::from_slice::<Report>(&text).map_err(|e| answer(e.to_string()))
-        };
-        (0..workers).map(read).collect()
-    }
 }
 
 impl Plain for Native {
@@ -132,7 +105,7 @@ impl Plain for Native {
 
     fn write(&self, order: &Order, stop: &Stop) -> Result<Written, EngineError> {
         let workers = self.workers(stop)?;
-        self.clear_reports()?;
+        clear_reports(&self.reports)?;
         match self.http.tell(Stage::Load, "/start_weight_update", Value::Null, UNTIL_STOP, stop) {
             // Left by a guard that died in between: the update that follows is whole, and closes it.
             Err(EngineError::Refused { body, .. }) if body.contains("already active") => {}
@@ -141,7 +114,8 @@ impl Plain for Native {
         let body = json!({ "update_info": { "order": order } });
         let updated = self.http.tell(Stage::Load, "/update_weights", body, UNTIL_STOP, stop);
         // A worker that has something to say says it better than the status.
-        let reports = self.read_reports(workers);
+        let hint = "is the engine's backend \"windlass\"?";
+        let reports = read_reports(&self.http.engine, &self.reports, workers, hint);
         let told = reports.as_ref().map_or(Ok(()), |r| check_reports(&self.http.engine, order, r));
         if let Err(e @ EngineError::Declined { .. }) = told {
             // Nothing was written; the session is closed, and the version stays what it was.

@@ -27,7 +27,19 @@ pub enum Kind {
     Plugin,
     /// vLLM without either.
     Bare,
+    /// SGLang from disk.
     Sglang,
+    /// SGLang with our loader in its workers.
+    Workers,
+}
+
+impl Kind {
+    pub fn dialect(self) -> &'static str {
+        match self {
+            Kind::Native | Kind::Plugin | Kind::Bare => "vllm",
+            Kind::Sglang | Kind::Workers => "sglang",
+        }
+    }
 }
 
 pub const TOKEN: &str = "the-plugin-token";
@@ -58,6 +70,8 @@ pub struct State {
     pub digest: Option<String>,
     pub reset_answers: Option<bool>,
     pub caches: u32,
+    /// The workers refuse the next order.
+    pub declines: bool,
     faults: HashMap<String, Fault>,
     life: u64,
     kind: Option<Kind>,
@@ -109,8 +123,7 @@ impl Engine {
     }
 
     pub fn arg(&self) -> String {
-        let dialect = if self.kind == Kind::Sglang { "sglang" } else { "vllm" };
-        format!("--engine={dialect}=http://127.0.0.1:{}", self.port)
+        format!("--engine={}=http://127.0.0.1:{}", self.kind.dialect(), self.port)
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
@@ -237,7 +250,7 @@ fn serve(mut stream: TcpStream, shared: &Shared, ended: &AtomicBool, life: u64) 
     let (status, answer) = if failing {
         let mut state = shared.0.lock().unwrap();
         // A failed update leaves the session closed and the weights of two versions.
-        if matches!(path, "/update_weights" | "/update_weights_from_disk") {
+        if matches!(path, "/update_weights" | "/update_weights_from_disk" | "/update_weights_from_tensor") {
             (state.active, state.dirty) = (false, true);
         }
         (500, json!({ "error": "told to fail" }))
@@ -271,6 +284,7 @@ fn route(
         (Kind::Plugin, _, p) if p.starts_with("/windlass/v1/") && !authorized => (401, json!({})),
         (Kind::Plugin, ..) => plugin(shared, (method, path), body),
         (Kind::Sglang, ..) => sglang(shared, (method, path), body),
+        (Kind::Workers, ..) => workers(shared, (method, path), body),
         (Kind::Bare, ..) => NOT_FOUND,
     }
 }
@@ -409,6 +423,101 @@ fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
         }
         _ => NOT_FOUND,
     }
+}
+
+fn workers(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, Value) {
+    let mut state = shared.0.lock().unwrap();
+    let refuse = |why: &str| (400, json!({ "success": false, "message": why }));
+    let done = (200, json!({ "success": true, "message": "Success" }));
+    match (method, path) {
+        ("GET", "/server_info") => {
+            (200, json!({ "custom_weight_loader": [LOADER], "tp_size": 2, "pp_size": 1, "dp_size": 1 }))
+        }
+        ("POST", "/begin_weight_update") if state.active => {
+            refuse("a weight-update session is already open; call end_weight_update() first")
+        }
+        ("POST", "/begin_weight_update") => {
+            assert!(state.paused && body["selector"] == "target", "{body}");
+            state.active = true;
+            done
+        }
+        ("POST", "/update_weights_from_tensor") => {
+            if !state.active {
+                return refuse("update_weights_from_tensor must run between begin and end");
+            }
+            assert!(body["load_format"] == LOADER && body["flush_cache"] == false, "{body}");
+            let payloads = body["serialized_named_tensors"].as_array().unwrap();
+            assert!(payloads.len() == 2 && payloads[0] == payloads[1], "one for each worker");
+            let told = unpickled(payloads[0].as_str().unwrap());
+            assert_eq!(told["ends"], true);
+            let order = told["order"].clone();
+            state.orders.push(order.clone());
+            let declined = std::mem::take(&mut state.declines);
+            state.dirty |= !declined;
+            let had = state.label.strip_prefix("windlass:").and_then(|l| l.split_once(':'));
+            let live = had.map(|(i, v)| {
+                let incarnation = u64::from_str_radix(i, 16).unwrap();
+                json!({ "model_id": "demo", "incarnation": incarnation, "version": v.parse::<u64>().unwrap() })
+            });
+            drop(state);
+            let digest = read_image(&order);
+            for rank in 0..2 {
+                let mut report = worker(&order, rank);
+                if declined {
+                    report["live"] = json!(live);
+                    report["error"] = json!({ "kind": "invalid", "text": "told to refuse" });
+                }
+                let path = Path::new(order["reports"].as_str().unwrap()).join(format!("{rank}.json"));
+                std::fs::write(path, report.to_string()).unwrap();
+            }
+            if !declined {
+                shared.0.lock().unwrap().digest = Some(digest);
+            }
+            done
+        }
+        ("POST", "/end_weight_update") => {
+            if !state.active {
+                return refuse("no weight-update session is open");
+            }
+            (state.active, state.dirty) = (false, false);
+            done
+        }
+        ("POST", "/update_weight_version") => {
+            assert!(!state.active && body["abort_all_requests"] == false, "{body}");
+            state.label = body["new_version"].as_str().unwrap().into();
+            done
+        }
+        ("POST", "/flush_cache") => {
+            state.caches += 1;
+            done
+        }
+        ("POST", "/update_weights_from_disk") => refuse("it has our loader"),
+        _ => {
+            drop(state);
+            sglang(shared, (method, path), body)
+        }
+    }
+}
+
+const LOADER: &str = "windlass.sglang.custom.load";
+
+/// The JSON of a payload: what `BININT1` puts on the pickle's list.
+fn unpickled(text: &str) -> Value {
+    let digit = |c: u8| {
+        b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/".iter().position(|d| *d == c)
+    };
+    let bits: Vec<usize> = text.bytes().filter_map(digit).collect();
+    let bytes: Vec<u8> = bits
+        .chunks(4)
+        .flat_map(|c| {
+            let word = c.iter().fold(0, |n, d| n << 6 | d) << (6 * (4 - c.len()));
+            [(word >> 16) as u8, (word >> 8) as u8, word as u8].into_iter().take(c.len() - 1)
+        })
+        .collect();
+    let list = b"ByteTensor\n](";
+    let start = bytes.windows(list.len()).position(|w| w == list).unwrap() + list.len();
+    let json: Vec<u8> = bytes[start..].chunks(2).take_while(|c| c[0] == b'K').map(|c| c[1]).collect();
+    serde_json::from_slice(&json).unwrap()
 }
 
 /// What a worker reads: the version that it was told, or the test fails.
