@@ -113,7 +113,7 @@ def test_a_baseline_is_on_the_device_on_the_host_or_in_both(run: Run) -> None:
     for free, how, device in [
         (8 * G, {}, WEIGHTS),
         (8 * G, {"keep": "auto"}, WEIGHTS),
-        # Above the reserve there are half a MiB and the records: three blocks of 128 KiB, then the tail.
+        # Above the reserve there are half a MiB and the records: four blocks of 128 KiB, then the tail.
         (G + (1 << 19) + room, {"keep": "auto"}, 4 << 17),
         (8 * G, {"keep": "auto", "most": 300_000 + room}, 2 << 17),
         (8 * G, {"keep": "host"}, 0),
