@@ -1,9 +1,12 @@
 """The device layer as the package calls it, by the wall clock, beside the limits of the machine.
 
     PYTHONPATH=python python bench/device.py [--repeats 10] [--json FILE] [--small]
+    PYTHONPATH=python python bench/device.py --baseline [8B]
 
 Needs a CUDA device, torch and the built extension (a release build). Layouts and steps are those of `bench/gpu.py`;
 every figure is the median of calls from Python to their return, control included. `--small` takes 0.6 B everywhere.
+`--baseline` measures only this: the pass of an encode where the baseline is on the device, half of it, and on the host, beside
+what is expected and beside one copy of as many bytes into pinned memory.
 
 | figure | what | beside it | bar |
 |---|---|---|---|
@@ -234,6 +237,56 @@ def deltas(run: Run, gpu: w.Gpu, model: str) -> None:
         weights.close()
 
 
+def placements(run: Run, gpu: w.Gpu, model: str) -> None:
+    say(f"baselines of {model}")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        weights = Weights(folder, model)
+        some = min(weights.bytes, 2 << 30) // 2
+        pinned = torch.empty(some, dtype=torch.bfloat16, pin_memory=True)
+
+        def plain(i: int) -> None:
+            pinned.copy_(weights.states[i % 2][:some], non_blocking=True)
+            torch.cuda.synchronize()
+
+        copy = run.time("pinned_d2h", plain) * weights.bytes / (2 * some)
+        say(f"  a copy of all of it {copy:9.3f} ms ({weights.bytes / copy / 1e6:.1f} GB/s)")
+        room = weights.bytes // 16
+        digests = set()
+        for name, how in {
+            "device": {},
+            "half": {"keep": "auto", "most": room + weights.bytes // 2},
+            "host": {"keep": "host"},
+        }.items():
+            began = time.perf_counter()
+            baseline = gpu.baseline(weights.copies, None, room, **how)
+            made = time.perf_counter() - began
+            baseline.reset(weights.addresses(0), 1)
+            filled = time.perf_counter() - began - made
+            device, host, _, expected, _ = baseline.place
+            say(
+                f"  {name}: {device / 1e9:.2f} GB on the device, {host / 1e9:.2f} GB on the host; made in {made:.2f} s, "
+                f"filled in {filled:.2f} s"
+            )
+            passes: list[float] = []
+            for version in range(1, run.repeats + 3):
+                # Odd versions are the first state, even ones the second.
+                records = baseline.encode(weights.addresses(version % 2), version, version + 1)
+                assert records.lost == 0 and records.changes > 0
+                passes.append(records.milliseconds[0])
+                del records
+            digests.add(baseline.digest())
+            run.ms[f"pass_{name}"] = passes[2:]
+            median = statistics.median(passes[2:])
+            run.tell(f"pass_{name}_ms", median, f"expected {expected:.0f} ms, of a copy {median / copy:.2f}")
+            if host:
+                extra = median - statistics.median(run.ms["pass_device"])
+                run.tell(f"bus_{name}_gb_s", host / extra / 1e6, "50 is expected of PCIe 5")
+            del baseline
+        assert len(digests) == 1, digests
+        say("  all three hold the same state")
+        weights.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -241,6 +294,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=needs.whole(1), default=10)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--baseline", nargs="?", const="1.7B", choices=["0.6B", "1.7B", "8B"])
     args = parser.parse_args()
     needs.need_device()
     gpu = w.Gpu.open(0)
@@ -248,10 +302,13 @@ def main() -> int:
         f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}, torch {torch.__version__}; medians of {args.repeats}"
     )
     run = Run(args.repeats)
-    offload(run, gpu, "0.6B" if args.small else "1.7B")
-    gc.collect()
-    torch.cuda.empty_cache()
-    deltas(run, gpu, "0.6B" if args.small else "8B")
+    if args.baseline:
+        placements(run, gpu, args.baseline)
+    else:
+        offload(run, gpu, "0.6B" if args.small else "1.7B")
+        gc.collect()
+        torch.cuda.empty_cache()
+        deltas(run, gpu, "0.6B" if args.small else "8B")
     if args.json:
         told = {"device": gpu.name, "cuda": gpu.cuda, "torch": torch.__version__, "figures": run.figures}
         args.json.write_text(json.dumps(told | {"ms": run.ms}, indent=1) + "\n")

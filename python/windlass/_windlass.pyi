@@ -34,7 +34,7 @@ class Backoff:
 @final
 class Baseline:
     """
-    The last published state of a rank's weights, in device memory.
+    The last published state of a rank's weights, in memory that the device reads.
     """
     @property
     def blocks(self, /) -> int:
@@ -44,7 +44,7 @@ class Baseline:
     @property
     def bytes(self, /) -> tuple[int, int]:
         """
-        Device memory that it takes: for the weights, and for the records of a pass.
+        Memory that it takes: for the weights, and for the records of a pass.
         """
     def compare(self, /, addresses: SupportsGetItem[int, SupportsIndex], base: SupportsIndex, version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> int:
         """
@@ -60,6 +60,11 @@ class Baseline:
         """
         The records that lead from version `base`, which it must hold, to the tensors at `addresses`, which it
         holds as `version` afterwards. Stale if it does not: publish a copy.
+        """
+    @property
+    def place(self, /) -> tuple[int, int, int, float, float]:
+        """
+        Where that is, as `place_baseline` tells it.
         """
     def reset(self, /, addresses: SupportsGetItem[int, SupportsIndex], version: SupportsIndex, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
         """
@@ -311,10 +316,11 @@ class Gpu:
     """
     A GPU, shared with torch: its number, name, UUID and what it can do.
     """
-    def baseline(self, /, copies: Copies, casts: SupportsGetItem[int, bool] | None = None, room: SupportsIndex | None = None) -> Baseline:
+    def baseline(self, /, copies: Copies, casts: SupportsGetItem[int, bool] | None = None, room: SupportsIndex | None = None, *, keep: str = "device", most: SupportsIndex | None = None, demanded: bool = True, ranks: SupportsIndex = 1) -> Baseline:
         """
-        The state of the tensors that `copies` publishes, kept on this device. Where `casts` is true, the tensor is fp32
-        and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+        The state of the tensors that `copies` publishes, kept where this device reads it. Where `casts` is true, the tensor is
+        fp32 and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+        `keep`, `most` and `demanded` as for `place_baseline`; `ranks` of this host keep one.
         """
     @staticmethod
     def by_uuid(uuid: str) -> Gpu:
@@ -891,6 +897,11 @@ def gpu_survey() -> str:
     Never fails for what is missing, but says so. Opens every visible device for a moment.
     """
 
+def host_memory() -> int | None:
+    """
+    Bytes of memory that this process can still have, by its control groups and the machine; `None` if nothing says.
+    """
+
 def kinds() -> list[tuple[str, str, str, str]]:
     """
     The table of kinds: (kind, name of the exception, name of the builtin it derives from, advice).
@@ -932,6 +943,14 @@ def parse_request(text: str) -> str | None:
 def parse_sync_info(text: str) -> str:
     """
     Reads and checks JSON text of a sync info; gives the plain form.
+    """
+
+def place_baseline(weights: SupportsIndex, free: SupportsIndex, total: SupportsIndex, host: SupportsIndex | None = None, *, keep: str = "auto", most: SupportsIndex | None = None, demanded: bool = True) -> tuple[int, int, int, float, float]:
+    """
+    Where a baseline of `weights` bytes would be, with `free` of `total` bytes on the device and `host` on the host: bytes on the
+    device, bytes on the host, bytes for records on the device, and the milliseconds that a comparison and a copy are expected to
+    take. `keep` is "auto", "device" or "host"; `most` limits the bytes on the device. Without `demanded`, "auto" takes at
+    most half of what is free there. Exhausted, with the remedy, if there is no room.
     """
 
 def rank_offsets(engines: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]) -> list[int]:

@@ -240,7 +240,10 @@ class WeightManagerConfig(Config):
     and ``controller_token_file`` the file with its token (without one, that of ``WINDLASS_TOKEN``).
     ``offload_mode`` says how a version after the first leaves this process: "copy" writes it into its slot while the
     trainer waits; "delta" hands out what changed, and its slot follows in the background (docs/trainers.md); "auto" is
-    "delta" where a GPU can tell what changed, and "copy" elsewhere. The same on all ranks.
+    "delta" where a GPU can tell what changed sooner than it is copied, and "copy" elsewhere. The same on all ranks.
+    ``baseline`` says where a GPU keeps what it compares with: "auto" takes GPU memory as long as some is left for the trainer and
+    page-locked host memory for the rest, "device" and "host" take one of them, and a number is the most bytes of GPU memory
+    (docs/gpu.md).
     ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
     and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
 
@@ -260,6 +263,7 @@ class WeightManagerConfig(Config):
     buffers: bool = False
     timeout: float = 120.0
     offload_mode: Literal["copy", "delta", "auto"] = "auto"
+    baseline: Literal["auto", "device", "host"] | int = "auto"
     controller: str | None = None
     controller_token_file: str | None = None
     strict: bool = False
@@ -286,6 +290,9 @@ class WeightManagerConfig(Config):
         self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
         self._choice("offload_mode", "copy", "delta", "auto")
+        bytes_ = isinstance(self.baseline, int) and not isinstance(self.baseline, bool)
+        if not (0 <= self.baseline < 1 << 62 if bytes_ else self.baseline in ("auto", "device", "host")):
+            raise self._bad("baseline", "'auto', 'device', 'host', or the most bytes of GPU memory")
         self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
         self._choice("memfd", "auto", "never", "always")

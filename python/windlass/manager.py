@@ -321,6 +321,7 @@ class WeightManager:
             "region": self.region,
             "agent": agent,
             "deltas": self._open is not None and self._open.deltas,
+            "baseline": None if self._open is None or self._open.gpu is None else self._open.gpu.place(),
             "ways": None if self._open is None else dict(self._open.plan.reasons),
         }
 
@@ -426,7 +427,8 @@ class WeightManager:
             naming = self._naming()
             gpu = find(sources)
             mode = self.config.offload_mode
-            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu, naming.dtype))
+            where = self.config.baseline
+            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu, naming.dtype, where))
         except Exception as e:
             # The others are told before it is raised here.
             sources = e
@@ -574,7 +576,8 @@ class WeightManager:
             others = len(plan.copies) + len(plan.casts) + len(plan.gathered)
             why: str | None = f"{others} of its pieces are not on the GPU, or in no dtype that it can compare"
         else:
-            why = gpu.keep()
+            demanded = self.config.offload_mode == "delta"
+            why = gpu.keep(self.config.baseline, demanded=demanded, ranks=len(plan.hosts[plan.host or 0]))
         if why is None:
             return True
         if self.config.strict and self.config.offload_mode == "delta":

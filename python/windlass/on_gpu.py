@@ -1,8 +1,8 @@
 """This rank's weights on a GPU, and how they get into a version.
 
 Owns: :func:`find`, which says whether Windlass can drive the GPU that a rank's tensors are on; :func:`can_compare`, which
-decides for ``offload_mode="auto"`` whether a baseline is kept there; and :class:`OnGpu`, the copies and the baseline of one
-rank. Called by :class:`windlass.WeightManager`. Must not: plan who writes what, or touch a byte itself: addresses and the
+decides for ``offload_mode="auto"`` whether a baseline is kept for it; and :class:`OnGpu`, the copies and the baseline of one
+rank. Where a baseline is kept is decided by the Rust core (``place_baseline``). Called by :class:`windlass.WeightManager`. Must not: plan who writes what, or touch a byte itself: addresses and the
 handle of torch's stream go down in one call.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from windlass import plan as planning
-from windlass._windlass import Gpu
+from windlass._windlass import Gpu, host_memory, place_baseline
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassError, WindlassExhausted, WindlassUnsupported
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["OnGpu", "can_compare", "find"]
 
 log = logging.getLogger("windlass")
-
-#: Records of a pass have this share of the weights as room beside the baseline, as a divisor.
-ROOM = 16
-#: A GPU of which others have more than this share is an engine's too.
-SHARED = 0.1
 
 
 def _locals(sources: Sequence[Source]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,28 +50,45 @@ def find(sources: Sequence[Source]) -> Gpu | None:
         return None
 
 
-def can_compare(sources: Sequence[Source], gpu: Gpu | None, dtype: Callable[[str, str], str]) -> bool:
-    """Whether versions are handed out by delta where nobody said how: if all weights are on one GPU that has room for a
-    baseline and is not an engine's too. ``dtype`` says which dtype a tensor of a name and dtype is published in."""
+def can_compare(
+    sources: Sequence[Source], gpu: Gpu | None, dtype: Callable[[str, str], str], where: str | int = "auto"
+) -> bool:
+    """Whether versions are handed out by delta where nobody said how: if all weights are on one GPU, and comparing them is
+    expected to take less time than copying them. ``dtype`` says which dtype a tensor of a name and dtype is published in, and
+    ``where`` is the configured place of the baseline."""
     if gpu is None or any(share.gathered for source in sources for share in source.shares):
         return False
-    need = 0
+    weights = 0
     for name, local in _locals(sources):
         if local.get_device() != gpu.ordinal:
             return False
         # What is kept is what is published: fp32 masters of a bf16 image take half of what they are.
-        need += local.numel() * torch_dtype(dtype(name, dtype_name(local.dtype))).itemsize
-    need += need // ROOM
-    free, total = gpu.memory()
-    others = total - free - torch.cuda.memory_reserved(gpu.ordinal)
-    why = None
-    if need > free // 2:
-        why = f"a baseline takes {_gb(need)} of the {_gb(free)} that are free on {gpu.name}"
-    elif others > total * SHARED:
-        why = f"others have {_gb(others)} of {gpu.name}, which may be an engine"
-    if why is not None:
-        log.info('versions are copied: %s; offload_mode="delta" overrules this', why)
-    return why is None
+        weights += local.numel() * torch_dtype(dtype(name, dtype_name(local.dtype))).itemsize
+    host = host_memory()
+    # The slots, which are not there yet, come first.
+    left = None if host is None else max(0, host - 2 * weights)
+    try:
+        placed = place_baseline(weights, *gpu.memory(), left, demanded=False, **_placing(where))
+    except WindlassExhausted as e:
+        log.warning("versions are copied: %s", e)
+        return False
+    _, on_host, _, compare, copy = placed
+    if on_host == 0 or compare < copy:
+        return True
+    log.warning(
+        "versions are copied: %s would have %s of the baseline in host memory, for want of GPU memory, and comparing would take "
+        'about %.0f ms, a copy %.0f; leave more GPU memory to the trainer, or offload_mode="delta" overrules this',
+        gpu.name,
+        _gb(on_host),
+        compare,
+        copy,
+    )
+    return False
+
+
+def _placing(where: str | int) -> dict[str, Any]:
+    """The configured place of a baseline, as the core takes it."""
+    return {"keep": where} if isinstance(where, str) else {"keep": "auto", "most": where}
 
 
 class OnGpu:
@@ -89,18 +101,51 @@ class OnGpu:
         self._casts = plan.device.casts if any(plan.device.casts) else None
         self._baseline: Baseline | None = None
 
-    def keep(self) -> str | None:
-        """Keeps a baseline from the next copy on; why not, if it cannot be."""
+    def keep(self, where: str | int = "auto", *, demanded: bool = True, ranks: int = 1) -> str | None:
+        """Keeps a baseline from the next copy on, at the configured place; why not, if it cannot be. ``demanded`` says whether
+        deltas were, and ``ranks`` how many of this host keep one."""
         try:
-            self._baseline = self._gpu.baseline(self._copies, self._casts)
+            self._baseline = self._gpu.baseline(
+                self._copies, self._casts, demanded=demanded, ranks=ranks, **_placing(where)
+            )
         except (WindlassExhausted, WindlassUnsupported) as e:
             return str(e)
-        log.info(
-            "a baseline of %s and %s for records are kept on %s",
-            *map(_gb, self._baseline.bytes),
+        device, host, records, compare, copy = self._baseline.place
+        if host == 0:
+            log.info(
+                "a baseline of %s and %s for records are kept on %s",
+                _gb(device),
+                _gb(records),
+                self._gpu.name,
+            )
+            return None
+        log.log(
+            logging.INFO if where == "host" else logging.WARNING,
+            "of the baseline %s are kept on %s, and the tail, %s, in page-locked host memory, which the GPU reads over the bus: "
+            "comparing takes about %.0f ms a version instead of %.0f, a copy would take %.0f; for all of it on the GPU, leave it "
+            "%s more (vLLM: gpu_memory_utilization), or shard the weights over more GPUs",
+            _gb(device),
             self._gpu.name,
+            _gb(host),
+            compare,
+            place_baseline(device + host, 1 << 62, 0)[3],
+            copy,
+            _gb(host),
         )
         return None
+
+    def place(self) -> dict[str, Any] | None:
+        """Where the baseline is, and what comparing with it is expected to take, as plain data."""
+        if self._baseline is None:
+            return None
+        device, host, records, compare, copy = self._baseline.place
+        return {
+            "device_bytes": device,
+            "host_bytes": host,
+            "record_bytes": records,
+            "compare_ms": compare,
+            "copy_ms": copy,
+        }
 
     @property
     def baseline(self) -> Baseline | None:

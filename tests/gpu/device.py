@@ -291,61 +291,97 @@ def head(container: bytes) -> tuple[int, bytes]:
     return int.from_bytes(container[8:12], "little"), container[12:76]
 
 
+def places(t: Trainer, room: int) -> dict[str, dict[str, Any]]:
+    """Baselines with this room for records: on the device, half of the weights there, and on the host."""
+    half = room + t.copies.bytes // 2
+    return {"device": {}, "split": {"keep": "auto", "most": half}, "host": {"keep": "host"}}
+
+
+def kept(gpu: w.Gpu, t: Trainer, name: str, room: int) -> w.Baseline:
+    """One of them, where it was asked for."""
+    baseline = gpu.baseline(t.copies, t.casts, room, **places(t, room)[name])
+    device, host, records, _, _ = baseline.place
+    assert (device > 0, host > 0) == (name != "host", name != "device"), (name, device, host)
+    assert device + host >= t.copies.bytes and records >= room
+    return baseline
+
+
 def test_records_are_those_of_the_cpu_encoder(gpu: w.Gpu) -> str:
     told = []
-    with trainer(ownable()) as t:
-        # Room for every record: what finds none comes as a dense one, which is another test.
-        baseline = gpu.baseline(t.copies, t.casts, t.copies.bytes)
-        refuse(lambda: baseline.encode(t.addresses, 1, 2, stream()), WindlassStale, "empty")
-        baseline.reset(t.addresses, 1, stream())
-        for version, rate in enumerate((0.01, 0.0001, 0.3, 0.0), 2):
-            old = t.want()
-            for s in t.sources:
-                if s.name != "same":
-                    changed(s.tensor, rate * (40 if s.name == "m" else 1))
-            new = t.want()
-            records = baseline.encode(t.addresses, version - 1, version, stream())
-            want, found = cpu_container(t, old, new), records.container()
-            assert head(want)[1] == head(found)[1], "layout, cuts, digests"
-            assert want[head(want)[0] :] == found[head(found)[0] :], f"version {version}"
-            assert records.lost == 0 and baseline.version == version
-            told.append(f"{len(records)} records of {baseline.blocks}")
-        refuse(lambda: baseline.encode(t.addresses, 3, 9, stream()), WindlassStale, "version 5", "version 3")
-    return ", ".join(told)
+    for place in ("device", "split", "host"):
+        with trainer(ownable()) as t:
+            # Room for every record: what finds none comes as a dense one, which is another test.
+            baseline = kept(gpu, t, place, t.copies.bytes)
+            refuse(lambda: baseline.encode(t.addresses, 1, 2, stream()), WindlassStale, "empty")  # noqa: B023
+            baseline.reset(t.addresses, 1, stream())
+            for version, rate in enumerate((0.01, 0.0001, 0.3, 0.0), 2):
+                old = t.want()
+                for s in t.sources:
+                    if s.name != "same":
+                        changed(s.tensor, rate * (40 if s.name == "m" else 1))
+                new = t.want()
+                records = baseline.encode(t.addresses, version - 1, version, stream())
+                want, found = cpu_container(t, old, new), records.container()
+                assert head(want)[1] == head(found)[1], "layout, cuts, digests"
+                assert want[head(want)[0] :] == found[head(found)[0] :], f"version {version} with {place}"
+                assert records.lost == 0 and baseline.version == version
+                if place == "device":
+                    told.append(f"{len(records)} records of {baseline.blocks}")
+            late = lambda: baseline.encode(t.addresses, 3, 9, stream())  # noqa: B023, E731
+            refuse(late, WindlassStale, "version 5", "version 3")
+    return ", ".join(told) + "; the same with half of the baseline and all of it on the host"
+
+
+def test_a_baseline_gives_back_what_it_took(gpu: w.Gpu) -> str:
+    with trainer([Source("a", draw(1 << 28))]) as t:
+        kept(gpu, t, "device", 1 << 20).reset(t.addresses, 1, stream())
+        before = gpu.memory()[0]
+        for place in ("split", "host", "device") * 2:
+            baseline = kept(gpu, t, place, 1 << 20)
+            baseline.reset(t.addresses, 1, stream())
+            taken = before - gpu.memory()[0]
+            device = baseline.place[0]
+            assert device <= taken + (1 << 20) and taken < device + (64 << 20), (place, device, taken)
+            del baseline
+            assert abs(gpu.memory()[0] - before) < 8 << 20, (place, before, gpu.memory()[0])
+    return "all of it"
 
 
 def test_records_without_room_come_as_dense_ones(gpu: w.Gpu) -> str:
-    with trainer(ownable()) as t:
-        baseline = gpu.baseline(t.copies, t.casts, 100_000)
-        baseline.reset(t.addresses, 1, stream())
-        old = t.want()
-        for s in t.sources:
-            changed(s.tensor, 0.02)
-        new = t.want()
-        records = baseline.encode(t.addresses, 1, 2, stream())
-        want, _ = codec.parse(cpu_container(t, old, new))
-        found, _ = codec.parse(records.container())
-        assert records.lost > 0 and found.keys() == want.keys()
-        dense = 0
-        for number, r in found.items():
-            assert r.sum == want[number].sum
-            if r.mode == codec.DENSE and want[number].mode != codec.DENSE:
-                dense += 1
-            else:
-                assert r.payload == want[number].payload
-        assert dense == records.lost
-        # What follows is right again.
-        changed(t.sources[0].tensor, 0.001)
-        last = t.want()
-        again = baseline.encode(t.addresses, 2, 3, stream()).container()
-        want_again = cpu_container(t, new, last)
-        assert head(again)[1] == head(want_again)[1]
-    return f"{records.lost} of {len(records)} lost"
+    told = []
+    for place in ("device", "split", "host"):
+        with trainer(ownable()) as t:
+            baseline = kept(gpu, t, place, 100_000)
+            baseline.reset(t.addresses, 1, stream())
+            old = t.want()
+            for s in t.sources:
+                changed(s.tensor, 0.02)
+            new = t.want()
+            records = baseline.encode(t.addresses, 1, 2, stream())
+            want, _ = codec.parse(cpu_container(t, old, new))
+            found, _ = codec.parse(records.container())
+            assert records.lost > 0 and found.keys() == want.keys()
+            dense = 0
+            for number, r in found.items():
+                assert r.sum == want[number].sum
+                if r.mode == codec.DENSE and want[number].mode != codec.DENSE:
+                    dense += 1
+                else:
+                    assert r.payload == want[number].payload
+            assert dense == records.lost
+            # What follows is right again.
+            changed(t.sources[0].tensor, 0.001)
+            last = t.want()
+            again = baseline.encode(t.addresses, 2, 3, stream()).container()
+            want_again = cpu_container(t, new, last)
+            assert head(again)[1] == head(want_again)[1]
+            told.append(f"{records.lost} of {len(records)} lost ({place})")
+    return ", ".join(told)
 
 
 def test_memory_that_is_not_there_is_told_in_numbers(gpu: w.Gpu) -> str:
     with trainer([Source("a", draw(1 << 16))]) as t:
-        refuse(lambda: gpu.baseline(t.copies, t.casts, 1 << 45), WindlassExhausted, "32.0 TiB", "are free")
+        refuse(lambda: gpu.baseline(t.copies, t.casts, 1 << 45), WindlassExhausted, "32768.0 GiB", "are free")
         host = torch.zeros(1 << 16, dtype=torch.bfloat16)
         baseline = gpu.baseline(t.copies, t.casts)
         refuse(lambda: baseline.reset([host.data_ptr()], 1, stream()), WindlassInvalid, "not memory of GPU 0")

@@ -82,15 +82,21 @@ def same(receiver: Receiver, version: int, tensors: dict[str, torch.Tensor]) -> 
             assert equal, f"{name} of version {version}"
 
 
-def follow(mode: str, tensors: dict[str, torch.Tensor], expected: str) -> str:
+def follow(mode: str, tensors: dict[str, torch.Tensor], expected: str, baseline: str | int = "auto") -> str:
     with (
         home() as folder,
         torch.cuda.stream(torch.cuda.Stream()),
         WeightManager(
-            model_id="p", region_dir=folder, offload_mode=mode, dtypes=DTYPES, timeout=PATIENCE
+            model_id="p",
+            region_dir=folder,
+            offload_mode=mode,
+            baseline=baseline,
+            dtypes=DTYPES,
+            timeout=PATIENCE,
         ) as wm,
     ):
         wm.offload(tensors, 1, 0, 1)
+        place = wm.status()["baseline"]
         with Receiver(f"{folder}/image", region=wm.region) as receiver:
             same(receiver, 1, tensors)
             blocked = []
@@ -105,7 +111,15 @@ def follow(mode: str, tensors: dict[str, torch.Tensor], expected: str) -> str:
                 same(receiver, version, tensors)
                 with receiver.hold() as image:
                     assert image.digest == wm.wait_delta_ready(version, PATIENCE)
-    return f"{LATEST} versions, offload() took {min(blocked):.1f} ms"
+    where = (
+        f", {place['device_bytes']} bytes on the GPU and {place['host_bytes']} on the host" if place else ""
+    )
+    if place and baseline != "auto":
+        assert (place["device_bytes"] > 0, place["host_bytes"] > 0) == {
+            "device": (True, False),
+            "host": (False, True),
+        }.get(str(baseline), (True, True)), place
+    return f"{LATEST} versions, offload() took {min(blocked):.1f} ms{where}"
 
 
 def test_cuda_tensors_of_every_form_are_published_by_copy() -> str:
@@ -148,28 +162,65 @@ def test_a_tensor_that_cannot_be_compared_is_said_and_copied() -> str:
     return note
 
 
-def test_a_baseline_without_room_is_said_in_numbers_and_copied() -> str:
+def comparable() -> dict[str, torch.Tensor]:
+    tensors = weights()
+    del tensors["columns"]
+    return tensors
+
+
+def test_a_baseline_on_the_host_publishes_the_same_versions() -> str:
+    return follow("delta", comparable(), "delta", "host")
+
+
+def test_a_split_baseline_publishes_the_same_versions() -> str:
+    # A little more than half of the weights: records are taken from it first.
+    return follow("delta", comparable(), "delta", 4 << 20)
+
+
+def test_a_gpu_without_room_has_the_baseline_on_the_host_and_says_so() -> str:
     tensors = {"w": torch.randn(1 << 20, device="cuda").to(torch.bfloat16)}
-    big = 1 << 31
-    tensors["big"] = torch.zeros(big // 2, dtype=torch.bfloat16, device="cuda")
+    tensors["big"] = torch.zeros(1 << 30, dtype=torch.bfloat16, device="cuda")
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     fill = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")
-    said: list[str] = []
+    said: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = said.append  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(handler)
+    told = []
     try:
-        with home() as folder, WeightManager(region_dir=folder, offload_mode="delta") as wm:
-            assert wm.offload(tensors, 1, 0, 1).mode == "copy"
-            assert wm.offload(tensors, 2, 0, 1).mode == "copy"
+        for place, strict, mode in (("auto", True, "delta"), ("device", False, "copy")):
+            with (
+                home() as folder,
+                WeightManager(
+                    region_dir=folder, offload_mode="delta", baseline=place, strict=strict, timeout=PATIENCE
+                ) as wm,
+            ):
+                assert wm.offload(tensors, 1, 0, 1).mode == "copy"
+                tensors["w"].add_(1)
+                result = wm.offload(tensors, 2, 0, 1)
+                assert result.mode == mode, result
+                assert (wm.status()["baseline"] is None) == (mode == "copy")
+                told.append(f"{mode} took {result.copy_ms:.0f} ms")
+                wm.wait_delta_ready(2, PATIENCE)
+        with home() as folder:
+            wm = WeightManager(region_dir=folder, offload_mode="delta", baseline="device", strict=True)
+            try:
+                wm.offload(tensors, 1, 0, 1)
+            except WindlassUnsupported as e:
+                assert "this rank has to copy" in str(e) and "GiB are free" in str(e), e
+            else:
+                raise AssertionError("strict did not refuse")
+            wm.close()
     finally:
         logging.getLogger("windlass").removeHandler(handler)
         del fill, tensors
         torch.cuda.empty_cache()
-    line = next(line for line in said if "publishes by copies" in line)
-    assert "baseline" in line and "free" in line, line
-    return line
+    lines = [r.getMessage() for r in said if r.levelno >= logging.WARNING]
+    assert any("in page-locked host memory" in line and "a copy would take" in line for line in lines), lines
+    copied = next(line for line in lines if "publishes by copies" in line)
+    assert "GiB of GPU memory" in copied and "are free" in copied, copied
+    return ", ".join(told)
 
 
 def model() -> torch.nn.Module:

@@ -118,8 +118,12 @@ def test_of_several_ranks_the_worst_counts() -> None:
     )
     assert facts["trainer_gpus"] == ["GPU-1", "GPU-2"]
     choice = choose(facts)
-    assert (choice["strategy"], choice["codec"], choice["offload"]) == ("tcp", "delta_plain", "copy")
-    assert "17.0 GB" in choice["why"] and "10.0 GB are free" in choice["why"]
+    assert (choice["strategy"], choice["codec"], choice["offload"]) == ("tcp", "delta_plain", "delta")
+    # Half of what is free on the fullest GPU, and the rest on the host.
+    assert "5000 MB in 10.0 GB of free GPU memory and 12.0 GB on the host" in choice["why"], choice["why"]
+    full = facts_between([ranks[0], side(gpus=("GPU-2",), free_bytes=10**8)], side(host="b"), elastic=True)
+    choice = choose({**full, "baseline_bytes": 16 * 10**9, "peer": {"delta": True}})
+    assert choice["offload"] == "copy" and "0.1 GiB are free" in choice["why"], choice["why"]
     roomy = facts_between(
         ranks[0],
         side(host="b", gpus=("GPU-9",)),

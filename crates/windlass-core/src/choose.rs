@@ -33,8 +33,9 @@
 //! bits take longer than the pass.
 //!
 //! Last, who finds what changed, and with it how trainers offload: *delta* (the GPU compares with a baseline that it
-//! keeps, and only records cross the bus) where there is a GPU that can be used, the baseline fits into what is free,
-//! records are plain, and no engine shares the GPU and needs that memory; *copy* (the agent compares slots) otherwise.
+//! keeps, and only records cross the bus) where there is a GPU that can be used, records are plain, and comparing is expected to
+//! take less time than a copy: what of the baseline finds no room on the GPU is on the host, and read over the bus
+//! ([`baseline`]). *Copy* (the agent compares slots) otherwise.
 //!
 //! # What a GPU must have
 //!
@@ -43,7 +44,7 @@
 //! | either kind of IPC | engines on the trainers' very GPUs, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
 //! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
 //! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
-//! | offload by delta | `baseline_bytes` and a sixteenth in half of what is free (in all of it where it is demanded), or `gpu_baseline_fits` | offload by copy |
+//! | offload by delta | so much of `baseline_bytes` in half of what is free (in more of it where it is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |
 //!
 //! # Strict
 //!
@@ -66,8 +67,9 @@ use serde_json::{Map, Value};
 
 use crate::error::Kind;
 pub use crate::sync_info::Backend;
-pub use cuda::{Cuda, NEEDS_CAPABILITY, NEEDS_DRIVER, baseline_needs};
+pub use cuda::{Cuda, NEEDS_CAPABILITY, NEEDS_DRIVER};
 
+pub mod baseline;
 mod cuda;
 mod rules;
 #[cfg(test)]

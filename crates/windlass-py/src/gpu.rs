@@ -9,12 +9,13 @@ use std::thread::JoinHandle;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use windlass_core::choose::baseline::{Ask, Have, Keep, Placed, place};
 use windlass_core::delta::{Delta, DeltaHeader};
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, StateDigest, Version};
 use windlass_data::cuda::driver;
-use windlass_data::cuda::encode::{Baseline as DataBaseline, Records, Which};
+use windlass_data::cuda::encode::{Baseline as DataBaseline, Keeping, Records, Which};
 use windlass_data::cuda::load::{DevicePlan as Plan, Staged};
 use windlass_data::cuda::memory::Registration;
 use windlass_data::cuda::nvtx::Named;
@@ -22,7 +23,7 @@ use windlass_data::cuda::{self, StreamHandle};
 use windlass_data::history::Trail;
 use windlass_data::load::combine;
 use windlass_data::receiver::{Handed, MappedFiles};
-use windlass_data::region::Region;
+use windlass_data::region::{Region, memory_room};
 use windlass_data::stop::Stop;
 
 use crate::enter::{Home, enter, stop_after};
@@ -126,20 +127,27 @@ impl Gpu {
         })
     }
 
-    /// The state of the tensors that `copies` publishes, kept on this device. Where `casts` is true, the tensor is fp32
-    /// and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
-    #[pyo3(signature = (copies, casts = None, room = None))]
+    /// The state of the tensors that `copies` publishes, kept where this device reads it. Where `casts` is true, the tensor is
+    /// fp32 and the image bf16. `room` is how many bytes of records a pass may make, by default a sixteenth of the weights.
+    /// `keep`, `most` and `demanded` as for `place_baseline`; `ranks` of this host keep one.
+    #[pyo3(signature = (copies, casts = None, room = None, *, keep = "device", most = None, demanded = true, ranks = 1))]
+    #[expect(clippy::too_many_arguments, reason = "named in Python")]
     fn baseline(
         &self,
         py: Python<'_>,
         copies: &Copies,
         casts: Option<Vec<bool>>,
         room: Option<u64>,
+        keep: &str,
+        most: Option<u64>,
+        demanded: bool,
+        ranks: u32,
     ) -> PyResult<Baseline> {
         let region = Arc::clone(copies.region());
+        let how = Keeping { room, keep: keep_of(keep, most)?, is_demanded: demanded, ranks };
         enter(py, None, |_| {
             let casts = casts.unwrap_or_default();
-            let made = DataBaseline::new(&self.0, region.manifest(), copies.plan(), &casts, room)?;
+            let made = DataBaseline::new(&self.0, region.manifest(), copies.plan(), &casts, &how)?;
             Ok(Baseline { made: Arc::new(Mutex::new(made)), region, home: Home::here() })
         })
     }
@@ -151,6 +159,46 @@ impl Gpu {
             Ok(DevicePlan { made: Arc::new(Mutex::new(made)), mapped: Arc::default(), home: Home::here() })
         })
     }
+}
+
+fn keep_of(name: &str, most: Option<u64>) -> Result<Keep, Failure> {
+    let wrong =
+        |()| Failure::invalid(format!("{name:?} is no place: expected \"auto\", \"device\" or \"host\""));
+    let keep = name.parse().map_err(wrong)?;
+    Ok(most.map_or(keep, Keep::AtMost))
+}
+
+/// Where a baseline of `weights` bytes would be, with `free` of `total` bytes on the device and `host` on the host: bytes on the
+/// device, bytes on the host, bytes for records on the device, and the milliseconds that a comparison and a copy are expected to
+/// take. `keep` is "auto", "device" or "host"; `most` limits the bytes on the device. Without `demanded`, "auto" takes at
+/// most half of what is free there. Exhausted, with the remedy, if there is no room.
+#[pyfunction]
+#[pyo3(signature = (weights, free, total, host = None, *, keep = "auto", most = None, demanded = true))]
+pub(crate) fn place_baseline(
+    weights: u64,
+    free: u64,
+    total: u64,
+    host: Option<u64>,
+    keep: &str,
+    most: Option<u64>,
+    demanded: bool,
+) -> PyResult<(u64, u64, u64, f64, f64)> {
+    let ask = Ask { weights, records: None, keep: keep_of(keep, most)?, is_demanded: demanded };
+    let placed = place(&ask, &Have { free, total: Some(total), host })
+        .map_err(|refused| Failure::new(refused.kind(), refused.to_string()))?;
+    Ok(told(&placed))
+}
+
+fn told(placed: &Placed) -> (u64, u64, u64, f64, f64) {
+    let ms = |seconds: f64| seconds * 1e3;
+    let Placed { device, host, records } = *placed;
+    (device, host, records, ms(placed.compare_seconds()), ms(placed.copy_seconds()))
+}
+
+/// Bytes of memory that this process can still have, by its control groups and the machine; `None` if nothing says.
+#[pyfunction]
+pub(crate) fn host_memory() -> Option<u64> {
+    memory_room().map(|room| room.free)
 }
 
 /// Host memory that DMA may reach.
@@ -165,7 +213,7 @@ impl Registered {
     }
 }
 
-/// The last published state of a rank's weights, in device memory.
+/// The last published state of a rank's weights, in memory that the device reads.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct Baseline {
     pub(crate) made: Arc<Mutex<DataBaseline>>,
@@ -191,10 +239,16 @@ impl Baseline {
 
 #[pymethods]
 impl Baseline {
-    /// Device memory that it takes: for the weights, and for the records of a pass.
+    /// Memory that it takes: for the weights, and for the records of a pass.
     #[getter]
     fn bytes(&self) -> (u64, u64) {
         lock(&self.made).bytes()
+    }
+
+    /// Where that is, as `place_baseline` tells it.
+    #[getter]
+    fn place(&self) -> (u64, u64, u64, f64, f64) {
+        told(&lock(&self.made).place())
     }
 
     /// How many blocks are this rank's.

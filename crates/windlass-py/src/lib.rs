@@ -36,7 +36,10 @@ mod _windlass {
     #[pymodule_export]
     use crate::facts::gpu_survey;
     #[pymodule_export]
-    use crate::gpu::{Baseline, DeltaOnItsWay, DeltaRecords, DevicePlan, Gpu, Registered, StagedDelta};
+    use crate::gpu::{
+        Baseline, DeltaOnItsWay, DeltaRecords, DevicePlan, Gpu, Registered, StagedDelta, host_memory,
+        place_baseline,
+    };
     #[pymodule_export]
     use crate::held::{Held, open_image};
     #[pymodule_export]

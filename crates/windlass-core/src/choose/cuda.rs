@@ -74,8 +74,3 @@ impl Cuda {
 fn dotted((major, minor): (u32, u32)) -> String {
     format!("{major}.{minor}")
 }
-
-/// Device memory that a baseline takes: a copy of what a rank publishes, and a sixteenth of it for records.
-pub fn baseline_needs(weights: u64) -> u64 {
-    weights.saturating_add(weights.div_ceil(16))
-}

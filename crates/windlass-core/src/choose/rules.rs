@@ -1,8 +1,9 @@
 //! The rules behind [`super::choose`]: what is ruled out, what is impossible, what does not suit.
 
+use super::baseline::{Ask, Have, Keep, Placed, Refused, place};
 use super::{
     Backend, Choice, ChooseError, Codec, Considered, Encoder, Engine, Facts, Link, Offload, Overrides,
-    Placement, Strategy, Subject, baseline_needs,
+    Placement, Strategy, Subject,
 };
 
 /// Why an option is not taken.
@@ -501,29 +502,20 @@ impl Case<'_> {
         if codec == Codec::DeltaContext {
             return unsuited(PLAIN_ONLY);
         }
-        let shared =
-            f.placement == Placement::SameGpu || f.engine_gpus.iter().any(|u| f.trainer_gpus.contains(u));
-        if shared && !self.wants_gpu() {
-            return unsuited(
-                "the engines share the trainers' GPUs and need the memory that a baseline would take; \
-                 offload_mode = delta takes it",
-            );
-        }
         match self.baseline() {
-            Some((needs, free)) if needs > free => blocked(format!(
-                "the trainers' GPUs have no room for a baseline: it needs {} (the weights of a rank and a sixteenth \
-                 for records), and {} are free; shard over more GPUs, or free some memory",
-                size(needs),
-                size(free)
+            Some(Err(refused)) => blocked(refused.to_string()),
+            Some(Ok(placed)) if !placed.is_cheaper() && !self.wants_gpu() => unsuited(format!(
+                "{} that the GPU would compare with would be on the host, for want of GPU memory: that takes about {} and a \
+                 copy {}; offload_mode = delta takes it",
+                size(placed.host),
+                milliseconds(placed.compare_seconds()),
+                milliseconds(placed.copy_seconds())
             )),
-            // What training takes later is not known.
-            Some((needs, free)) if needs > free / 2 && !self.wants_gpu() => unsuited(format!(
-                "a baseline needs {} (the weights of a rank and a sixteenth for records), which is more than half of \
-                 the {} that are free on the trainers' GPUs; offload_mode = delta takes it",
-                size(needs),
-                size(free)
-            )),
-            Some(_) => None,
+            Some(Ok(_)) => None,
+            None if self.is_shared() && !self.wants_gpu() => unsuited(
+                "the engines share the trainers' GPUs and need the memory that a baseline would take; say baseline_bytes \
+                 and trainer_cuda.free_bytes, or offload_mode = delta",
+            ),
             None if f.gpu_baseline_fits => None,
             None => unsuited(
                 "the trainers' GPUs have no room for a baseline, as far as is known; say baseline_bytes and \
@@ -532,15 +524,38 @@ impl Case<'_> {
         }
     }
 
-    /// Bytes that a baseline needs, and those that are free.
-    fn baseline(&self) -> Option<(u64, u64)> {
-        Some((baseline_needs(self.facts.baseline_bytes?), self.facts.trainer_cuda.free_bytes?))
+    /// Whether an engine has a trainer's GPU.
+    fn is_shared(&self) -> bool {
+        let f = self.facts;
+        f.placement == Placement::SameGpu || f.engine_gpus.iter().any(|u| f.trainer_gpus.contains(u))
+    }
+
+    /// Where a baseline would be kept. What the host has is not known here, and asked by the rank that allocates.
+    fn baseline(&self) -> Option<Result<Placed, Refused>> {
+        let ask = Ask {
+            weights: self.facts.baseline_bytes?,
+            records: None,
+            keep: Keep::Auto,
+            is_demanded: self.wants_gpu(),
+        };
+        Some(place(&ask, &Have { free: self.facts.trainer_cuda.free_bytes?, total: None, host: None }))
     }
 
     fn gpu_praise(&self) -> String {
-        let room = self.baseline().map_or(String::new(), |(needs, free)| {
-            format!(" (a baseline of {} in {} of free GPU memory)", size(needs), size(free))
-        });
+        let room = match (self.baseline(), self.facts.trainer_cuda.free_bytes) {
+            (Some(Ok(Placed { device, host: 0, records })), Some(free)) => {
+                format!(" (a baseline of {} in {} of free GPU memory)", size(device + records), size(free))
+            }
+            (Some(Ok(placed)), Some(free)) => format!(
+                " (a baseline of {} in {} of free GPU memory and {} on the host: comparing takes about {}, a copy {})",
+                size(placed.device + placed.records),
+                size(free),
+                size(placed.host),
+                milliseconds(placed.compare_seconds()),
+                milliseconds(placed.copy_seconds())
+            ),
+            _ => String::new(),
+        };
         format!(", found on the GPU so that only they cross the bus{room}")
     }
 
@@ -605,6 +620,10 @@ fn size(bytes: u64) -> String {
     } else {
         format!("{:.1} GB", bytes as f64 / 1e9)
     }
+}
+
+fn milliseconds(seconds: f64) -> String {
+    format!("{:.0} ms", seconds * 1e3)
 }
 
 /// What a GPU makes.

@@ -66,6 +66,7 @@ const FUNCTIONS: &[&str] = &[
     "cuMemGetAddressRange_v2",
     "cuMemGetInfo_v2",
     "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
     "cuMemImportFromShareableHandle",
@@ -75,6 +76,7 @@ const FUNCTIONS: &[&str] = &[
     "cuMemSetAccess",
     "cuMemUnmap",
     "cuMemcpy2DAsync_v2",
+    "cuMemcpyAsync",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoH_v2",
     "cuMemcpyHtoDAsync_v2",
@@ -629,6 +631,18 @@ impl Stream {
         // SAFETY: the caller's promise.
         let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes as usize, self.raw) };
         check(code, "cuMemcpyDtoHAsync_v2", "copying to the host")
+    }
+
+    /// As [`Stream::download`], where `from` may be mapped memory of the host too.
+    ///
+    /// # Safety
+    /// As there; `to` must be pinned.
+    pub(super) unsafe fn collect(&self, from: u64, to: *mut u8, bytes: u64) -> Result<(), CudaError> {
+        let _current = self.gpu.current()?;
+        let to = to.expose_provenance() as u64;
+        // SAFETY: the caller's promise.
+        let code = unsafe { sys::cuMemcpyAsync(to, from, bytes as usize, self.raw) };
+        check(code, "cuMemcpyAsync", "copying to the host")
     }
 
     /// As [`Stream::download`] for `count` runs, with a pitch on either side.

@@ -1,6 +1,6 @@
 //! Delta mode: what changed since the last version, found and encoded where the weights are.
 //!
-//! Owns: [`Baseline`], the last published state of this rank's blocks in device memory, the sums of these blocks, and
+//! Owns: [`Baseline`], the last published state of this rank's blocks where the device reads it, the sums of these blocks, and
 //! [`Records`], what a pass brings to the host. Called by a trainer's rank. Must not: publish, or know parts of other
 //! ranks.
 //!
@@ -8,7 +8,8 @@
 //!
 //! The baseline takes as many bytes as the rank's share of the image, and beside it room for the records of a pass, a
 //! sixteenth of that unless told otherwise ([`Baseline::bytes`] tells both). Records that find no room are read from the
-//! baseline as dense ones, so that a pass never fails for that.
+//! baseline as dense ones, so that a pass never fails for that. What finds no room on the device is kept in page-locked memory of the
+//! host, which a pass reads over the bus ([`Keeping`], [`windlass_core::choose::baseline`]).
 //!
 //! # Order
 //!
@@ -30,18 +31,22 @@
 
 #![allow(unsafe_code)]
 
+mod kept;
 mod records;
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use windlass_core::Dtype;
+use windlass_core::choose::baseline::Placed;
 use windlass_core::delta::Tile;
 use windlass_core::digest::{BlockSum, StateSum, SumTable};
 use windlass_core::dtype::Line;
 use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 
+pub use self::kept::Keeping;
+use self::kept::Kept;
 use self::records::{Pool, entries_of, mode_of};
 pub use self::records::{Records, Spent, Uncollected};
 use super::driver::{Gpu, Stream, StreamHandle};
@@ -51,8 +56,6 @@ use super::memory::{DeviceBuffer, HostBuffer, SMALL};
 use crate::copies::{Copy, CopyPlan};
 use crate::stop::Stop;
 
-/// The share of the baseline that records have room for, as a divisor.
-const ROOM: u64 = 16;
 /// The first buffers on the host are for this share, as a divisor.
 const GUESS: u64 = 64;
 
@@ -190,7 +193,7 @@ fn table(blocks: &[Owned], bases: &[u64], addresses: &[u64]) -> Vec<Block> {
     blocks.iter().zip(bases).map(row).collect()
 }
 
-/// The last published state of a rank's blocks, on the device.
+/// The last published state of a rank's blocks, where the device reads it.
 pub struct Baseline {
     // Finished before memory is given back.
     stream: Stream,
@@ -198,13 +201,10 @@ pub struct Baseline {
     manifest: Arc<Manifest>,
     blocks: Vec<Owned>,
     groups: Vec<Group>,
-    /// Addresses of the blocks in `memory`.
-    bases: Vec<u64>,
-    memory: DeviceBuffer,
+    kept: Kept,
     table: DeviceBuffer,
     device_sums: DeviceBuffer,
     entries: DeviceBuffer,
-    out: DeviceBuffer,
     tally: DeviceBuffer,
     /// What the table was made of.
     addresses: Vec<u64>,
@@ -243,14 +243,14 @@ impl std::fmt::Debug for Baseline {
 }
 
 impl Baseline {
-    /// Room for the blocks that `plan` copies, and for `room` bytes of records, by default a sixteenth of that.
-    /// `casts` as in [`super::offload::Offload::new`].
+    /// Room for the blocks that `plan` copies, and for records, where `how` says. `casts` as in
+    /// [`super::offload::Offload::new`].
     pub fn new(
         gpu: &Gpu,
         manifest: &Arc<Manifest>,
         plan: &CopyPlan,
         casts: &[bool],
-        room: Option<u64>,
+        how: &Keeping,
     ) -> Result<Baseline, CudaError> {
         let sources = plan.spans().len();
         if !casts.is_empty() && casts.len() != sources {
@@ -266,18 +266,12 @@ impl Baseline {
                 None => groups.push(Group { elements: o.elements, first: i, count: 1 }),
             }
         }
-        let (mut bytes, mut offsets) = (0u64, Vec::with_capacity(blocks.len()));
-        for o in &blocks {
-            offsets.push(bytes);
-            bytes += (o.tile.bytes() as u64).next_multiple_of(16);
-        }
-        let room = room.unwrap_or(bytes / ROOM).next_multiple_of(4);
         let kernels: Vec<_> =
             groups.iter().flat_map(|g| [Kernel::Encode(g.elements), Kernel::Fill(g.elements)]).collect();
         gpu.kernels().prepare(gpu, &[&[Kernel::Sum], &kernels[..]].concat())?;
-        let remedy = "shard the weights over more GPUs, or publish by copy (offload_mode=\"copy\")";
-        let memory = DeviceBuffer::new(gpu, bytes, "the baseline of delta mode", remedy)?;
-        let out = DeviceBuffer::new(gpu, room, "the records of delta mode", remedy)?;
+        let sizes: Vec<u64> = blocks.iter().map(|o| o.tile.bytes() as u64).collect();
+        let kept = Kept::new(gpu, &sizes, how)?;
+        let bytes: u64 = sizes.iter().sum();
         let count = blocks.len() as u64;
         let small = |bytes: u64, what| DeviceBuffer::new(gpu, bytes, what, SMALL);
         let pool = Arc::new(Pool { gpu: gpu.clone(), free: Mutex::default() });
@@ -289,13 +283,11 @@ impl Baseline {
             stream: Stream::new(gpu)?,
             gpu: gpu.clone(),
             manifest: Arc::clone(manifest),
-            bases: offsets.iter().map(|o| memory.address() + o).collect(),
             groups,
-            memory,
+            kept,
             table: small(count * size_of::<Block>() as u64, "the table of blocks")?,
             device_sums: small(count * 16, "the sums of blocks")?,
             entries: small(count * size_of::<kernels::Entry>() as u64, "the index of records")?,
-            out,
             tally: tally(gpu)?,
             addresses: Vec::new(),
             sources,
@@ -311,9 +303,15 @@ impl Baseline {
         })
     }
 
-    /// Device memory that it takes: the baseline, and the room for records.
+    /// Memory that it takes: the baseline, and the room for records.
     pub fn bytes(&self) -> (u64, u64) {
-        (self.memory.bytes(), self.out.bytes())
+        let Placed { device, host, records } = self.kept.place();
+        (device + host, records)
+    }
+
+    /// Where that is.
+    pub fn place(&self) -> Placed {
+        self.kept.place()
     }
 
     /// How many blocks are this rank's.
@@ -411,7 +409,7 @@ impl Baseline {
         self.stream.finish("encoding")?;
         let told = told?;
         self.pending = Some(Pending { told, target, took: began.elapsed() });
-        Ok(told.cursor.min(self.out.bytes()) + self.room_for_lost(&told))
+        Ok(told.cursor.min(self.kept.out.bytes()) + self.room_for_lost(&told))
     }
 
     /// The second half: brings the records to `target` to the host, and holds that from now on.
@@ -459,7 +457,7 @@ impl Baseline {
                 return Err(CudaError::Unaligned { what: "tensor", index: o.source, address, align });
             }
         }
-        self.stream.upload_table(&table(&self.blocks, &self.bases, addresses), &self.table)?;
+        self.stream.upload_table(&table(&self.blocks, &self.kept.bases, addresses), &self.table)?;
         self.addresses = addresses.to_vec();
         Ok(())
     }
@@ -468,10 +466,10 @@ impl Baseline {
         EncodeArgs {
             blocks: self.table.address() + (group.first * size_of::<Block>()) as u64,
             sums: self.device_sums.address() + group.first as u64 * 16,
-            out: self.out.address(),
+            out: self.kept.out.address(),
             entries: self.entries.address(),
             tally: self.tally.address(),
-            capacity: self.out.bytes() / 4 * 4,
+            capacity: self.kept.out.bytes() / 4 * 4,
             count: group.count as u32,
             entry_capacity: self.blocks.len() as u32,
             work: work as u32,
@@ -504,7 +502,7 @@ impl Baseline {
                 unused: 0,
             }
         };
-        let spans: Vec<Span> = self.blocks.iter().enumerate().zip(&self.bases).map(span).collect();
+        let spans: Vec<Span> = self.blocks.iter().enumerate().zip(&self.kept.bases).map(span).collect();
         let table = DeviceBuffer::of(&self.stream, &spans, "the table of sums")?;
         self.stream.zero(&self.device_sums, self.device_sums.bytes())?;
         self.stream.zero(&self.tally, self.tally.bytes())?;
@@ -539,7 +537,7 @@ impl Baseline {
         let began = Instant::now();
         let count = (told.entries as usize).min(self.blocks.len());
         let index = count as u64 * size_of::<kernels::Entry>() as u64;
-        let payload = told.cursor.min(self.out.bytes());
+        let payload = told.cursor.min(self.kept.out.bytes());
         // Behind the index and the payloads come the blocks of lost records.
         let lost = self.room_for_lost(&told);
         let mut buffer = self.pool.take(index + payload + lost)?;
@@ -547,7 +545,7 @@ impl Baseline {
         // SAFETY: the buffer has room for both, and is nobody else's until the stream is finished.
         unsafe {
             self.stream.download(self.entries.address(), at, index)?;
-            self.stream.download(self.out.address(), at.wrapping_add(index as usize), payload)?;
+            self.stream.download(self.kept.out.address(), at.wrapping_add(index as usize), payload)?;
         }
         self.stream.finish("copying records to the host")?;
         let copied = Instant::now();
@@ -587,7 +585,9 @@ impl Baseline {
                 return Err(bad("giving a block two records"));
             }
             let end = e.offset.checked_add(e.length.into());
-            if e.offset != LOST && end.is_none_or(|end| end > self.out.bytes()) || mode_of(e.mode).is_none() {
+            if e.offset != LOST && end.is_none_or(|end| end > self.kept.out.bytes())
+                || mode_of(e.mode).is_none()
+            {
                 return Err(bad("writing a record"));
             }
             *sum = BlockSum(e.sum);
@@ -607,7 +607,7 @@ impl Baseline {
             let bytes = self.blocks[place].tile.bytes() as u64;
             // SAFETY: a block of the baseline; the buffer has room for it, and nobody reads it before the stream is
             // finished.
-            unsafe { self.stream.download(self.bases[place], start.wrapping_add(at as usize), bytes) }?;
+            unsafe { self.stream.collect(self.kept.bases[place], start.wrapping_add(at as usize), bytes) }?;
             records.lost.push((e.number, at as usize, bytes as usize));
             records.bytes += bytes;
             at += bytes;

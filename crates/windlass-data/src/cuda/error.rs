@@ -1,5 +1,6 @@
 //! What can go wrong with a device.
 
+use windlass_core::choose::baseline::Refused;
 use windlass_core::delta::DeltaError;
 use windlass_core::error::Kind;
 use windlass_core::manifest::ManifestError;
@@ -117,6 +118,9 @@ pub enum CudaError {
         /// What the driver said.
         text: String,
     },
+    /// Neither device nor host have room for a baseline.
+    #[error(transparent)]
+    NoRoom(#[from] Refused),
     /// A kernel could not be made ready or started.
     #[error(
         "kernel {kernel}: {stage} failed: {text} (CUDA error {code}); {}",
@@ -366,6 +370,7 @@ impl CudaError {
             E::PeerLost { .. } => Kind::PeerLost,
             E::Baseline { .. } => Kind::Stale,
             E::Refused { .. } => Kind::Corrupt,
+            E::NoRoom(e) => e.kind(),
             E::Copy(e) => e.kind(),
             E::Region(e) => e.kind(),
             E::Load(e) => e.kind(),

@@ -107,76 +107,109 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Pinned memory of the host.
-pub struct HostBuffer {
+/// Pinned memory of the host that kernels reach too, of any content.
+pub struct MappedBuffer {
     gpu: Gpu,
     at: *mut u8,
+    device: sys::CUdeviceptr,
     bytes: usize,
 }
 
 // SAFETY: memory of its own.
-unsafe impl Send for HostBuffer {}
-// SAFETY: shared references only read.
-unsafe impl Sync for HostBuffer {}
+unsafe impl Send for MappedBuffer {}
+// SAFETY: it is only an address.
+unsafe impl Sync for MappedBuffer {}
+
+impl fmt::Debug for MappedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MappedBuffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl MappedBuffer {
+    /// So many bytes; they begin at a page.
+    pub fn new(gpu: &Gpu, bytes: u64, what: &'static str) -> Result<MappedBuffer, CudaError> {
+        let _current = gpu.current()?;
+        let bytes = bytes.max(16) as usize;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        let mut at = std::ptr::null_mut();
+        // SAFETY: writes one address.
+        match unsafe { sys::cuMemHostAlloc(&raw mut at, bytes, flags) } {
+            CUresult::CUDA_SUCCESS => {}
+            code => return Err(CudaError::pinned(what, bytes as u64, text_of(code))),
+        }
+        let mut buffer = MappedBuffer { gpu: gpu.clone(), at: at.cast(), device: 0, bytes };
+        // SAFETY: writes one address, of memory that was allocated to be mapped.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut buffer.device, at, 0) };
+        check(code, "cuMemHostGetDevicePointer_v2", what)?;
+        Ok(buffer)
+    }
+
+    /// Where it is for the device.
+    pub fn address(&self) -> u64 {
+        self.device
+    }
+
+    /// How many bytes it has.
+    pub fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+}
+
+impl Drop for MappedBuffer {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.gpu.current() {
+            // SAFETY: allocated by `new`; work on it was finished.
+            let _ = unsafe { sys::cuMemFreeHost(self.at.cast()) };
+        }
+    }
+}
+
+/// Pinned memory of the host, for the host to read and write.
+pub struct HostBuffer(MappedBuffer);
 
 impl fmt::Debug for HostBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostBuffer").field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("HostBuffer").field("bytes", &self.0.bytes).finish_non_exhaustive()
     }
 }
 
 impl HostBuffer {
     /// So many bytes, all zero.
     pub fn new(gpu: &Gpu, bytes: u64, what: &'static str) -> Result<HostBuffer, CudaError> {
-        let _current = gpu.current()?;
-        let bytes = bytes.max(16) as usize;
-        let mut at = std::ptr::null_mut();
-        // SAFETY: writes one address.
-        match unsafe { sys::cuMemHostAlloc(&raw mut at, bytes, sys::CU_MEMHOSTALLOC_PORTABLE) } {
-            CUresult::CUDA_SUCCESS => {}
-            code => return Err(CudaError::pinned(what, bytes as u64, text_of(code))),
-        }
+        let buffer = MappedBuffer::new(gpu, bytes, what)?;
         // SAFETY: freshly allocated, so many bytes.
-        unsafe { at.cast::<u8>().write_bytes(0, bytes) };
-        Ok(HostBuffer { gpu: gpu.clone(), at: at.cast(), bytes })
+        unsafe { buffer.at.write_bytes(0, buffer.bytes) };
+        Ok(HostBuffer(buffer))
     }
 
     /// Its bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: so many bytes, which were set when they were allocated. Nobody writes them meanwhile: DMA into it is
         // started through `&mut` and finished before that ends.
-        unsafe { std::slice::from_raw_parts(self.at, self.bytes) }
+        unsafe { std::slice::from_raw_parts(self.0.at, self.0.bytes) }
     }
 
     /// Its bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.at, self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.0.at, self.0.bytes) }
     }
 
     /// As many of a plain type as there is room for.
     pub(super) fn table<T: Plain>(&self) -> &[T] {
         // SAFETY: it begins at a page, as in `bytes`, and any bits will do.
-        unsafe { std::slice::from_raw_parts(self.at.cast(), self.bytes / size_of::<T>()) }
+        unsafe { std::slice::from_raw_parts(self.0.at.cast(), self.0.bytes / size_of::<T>()) }
     }
 
     /// The same, for writing.
     pub(super) fn table_mut<T: Plain>(&mut self) -> &mut [T] {
         // SAFETY: as above, exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.at.cast(), self.bytes / size_of::<T>()) }
+        unsafe { std::slice::from_raw_parts_mut(self.0.at.cast(), self.0.bytes / size_of::<T>()) }
     }
 
     pub(super) fn address(&self) -> *mut u8 {
-        self.at
-    }
-}
-
-impl Drop for HostBuffer {
-    fn drop(&mut self) {
-        if let Ok(_current) = self.gpu.current() {
-            // SAFETY: allocated by `new`; DMA on it was finished.
-            let _ = unsafe { sys::cuMemFreeHost(self.at.cast()) };
-        }
+        self.0.at
     }
 }
 

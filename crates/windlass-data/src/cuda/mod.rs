@@ -29,7 +29,7 @@
 //! # Why the `unsafe` here is sound
 //!
 //! 1. The driver checks its arguments, not addresses. Memory of our own is behind types that live as long as it does
-//!    ([`memory::DeviceBuffer`], [`memory::HostBuffer`], [`memory::Registration`]); whoever starts work on them waits for
+//!    ([`memory::DeviceBuffer`], [`memory::MappedBuffer`], [`memory::Registration`]); whoever starts work on them waits for
 //!    its end before they go, also when a call fails ([`driver::Stream`] drains when dropped).
 //! 2. Addresses from outside are checked to be memory of this device ([`driver::Gpu::check_addresses`]). How far they
 //!    reach is the promise of the caller, as it is for host tensors: the package computes it from shapes and strides.
@@ -53,7 +53,7 @@ use crate::copies::Copy;
 
 pub use driver::{Facts, Gpu, Stream, StreamHandle};
 pub use error::CudaError;
-pub use memory::{DeviceBuffer, HostBuffer};
+pub use memory::{DeviceBuffer, HostBuffer, MappedBuffer};
 
 /// Calls `each(in the target, in the source)` for every run of a copy.
 fn each_run(copy: &Copy, mut each: impl FnMut(u64, u64)) {

@@ -78,7 +78,7 @@ pub use create::{Memfd, RegionSpec, Slots};
 pub use error::{Missing, RegionError, Stage};
 pub use gc::{Removed, Sweep, gc, sweep};
 pub use lease::{AgentSeat, Lease, Seal};
-pub use space::{Room, Shortage};
+pub use space::{Room, Shortage, memory as memory_room};
 pub use writer::{Attempt, Committed, OwnedAttempt, Writer};
 
 pub use crate::flip::{LeaseKind, Phase};

@@ -93,7 +93,7 @@ pub(super) fn filesystem(dir: &Path) -> io::Result<Room> {
 }
 
 /// The tightest memory limit over this process; `None` if none can be read.
-pub(super) fn memory() -> Option<Room> {
+pub fn memory() -> Option<Room> {
     let read = |path: &Path| fs::read_to_string(path).ok();
     let mounts = read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();

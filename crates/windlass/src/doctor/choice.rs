@@ -117,8 +117,12 @@ mod tests {
         assert_eq!(of(&all, "on these GPUs").strategy, Strategy::PackedCudaIpc);
         let away = of(&all, "on other hosts, coming and going");
         assert_eq!((away.strategy, away.offload), (Strategy::Tcp, Some(Offload::Delta)));
-        // A baseline that does not fit is said.
-        let large = choices(&gpus, &cuda, Some(160 << 30));
+        // Of a larger one a part is on the host, and of one that is much larger too much of it.
+        let split = choices(&gpus, &cuda, Some(160 << 30));
+        let away = of(&split, "on other hosts, coming and going");
+        assert_eq!(away.offload, Some(Offload::Delta));
+        assert!(away.why.contains("128.8 GB on the host"), "{}", away.why);
+        let large = choices(&gpus, &cuda, Some(1000 << 30));
         assert_eq!(of(&large, "on other hosts, coming and going").offload, Some(Offload::Copy));
         let mut text = String::new();
         large.iter().for_each(|a| a.write(&mut text));
