@@ -33,14 +33,14 @@ ROOM = 16
 SHARED = 0.1
 
 
-def _locals(sources: Sequence[Source]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and the memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
+def _locals(sources: Sequence[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Parameters and the memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
     for source in sources:
         for share in source.shares:
-            if not share.gathered and source.given is not None:
+            if not share.gathered and source.given is not None and source.derived is None:
                 local = share.fetch(source.given)
                 if local.numel() and not local.is_meta:
-                    yield source.name, local
+                    yield source, local
 
 
 def find(sources: Sequence[Source]) -> Gpu | None:
@@ -61,12 +61,15 @@ def can_compare(sources: Sequence[Source], gpu: Gpu | None, dtype: Callable[[str
     if gpu is None or any(share.gathered for source in sources for share in source.shares):
         return False
     need = 0
-    for name, local in _locals(sources):
+    for source, local in _locals(sources):
         if local.get_device() != gpu.ordinal:
             return False
         # What is kept is what is published: fp32 masters of a bf16 image take half of what they are.
-        need += local.numel() * torch_dtype(dtype(name, dtype_name(local.dtype))).itemsize
-    need += need // ROOM
+        if not source.spent:
+            need += local.numel() * torch_dtype(dtype(source.name, dtype_name(local.dtype))).itemsize
+    made = sum(source.derived.size() for source in sources if source.derived and source.what == "weight")
+    # What is quantised is there before it is compared, too.
+    need += made + (need + made) // ROOM + made
     free, total = gpu.memory()
     others = total - free - torch.cuda.memory_reserved(gpu.ordinal)
     why = None

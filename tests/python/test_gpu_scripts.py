@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCHMARKS = sorted(path for path in (ROOT / "bench").glob("*.py"))
 TESTS = [
-    ROOT / "tests" / "gpu" / f"{name}.py" for name in ("device", "end_to_end", "ipc", "kernels", "manager")
+    ROOT / "tests" / "gpu" / f"{name}.py"
+    for name in ("device", "end_to_end", "ipc", "kernels", "manager", "quantised")
 ]
 
 
