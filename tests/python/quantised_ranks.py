@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import quantisers
-from manager_ranks import Case, change, followed, mesh_of, reference
+from manager_ranks import Case, Export, change, followed, mesh_of, reference
 
 #: Whole blocks on every rank, blocks across ranks, columns that are no whole block, and fewer rows than ranks.
 SHAPES = {"even": (768, 128), "across": (320, 256), "narrow": (384, 130), "few": (1, 200), "norm": (300,)}
@@ -119,6 +119,17 @@ def flat(scheme: str) -> dict[str, int]:
             return {n: p.detach().clone() for n, p in named.items()}
 
     return published(scheme, lambda: outer, gathered, step)
+
+
+def exported(scheme: str) -> dict[str, int]:
+    """Each rank exports some of the weights whole, and all ranks the first."""
+    Case.mode = "copy"
+    source = Export()
+
+    def step(version: int) -> None:
+        source.version = version
+
+    return published(scheme, lambda: source, lambda: {n: source.value(n) for n in source.names}, step)
 
 
 def unused_here_and_there() -> str:

@@ -18,6 +18,7 @@ import quantisers
 from ranks import Run
 from windlass import (
     Receiver,
+    SourceMap,
     WeightManager,
     WindlassInvalid,
     WindlassStale,
@@ -313,6 +314,33 @@ def test_exported_weights_are_quantised_one_at_a_time(home: str, caplog: pytest.
     assert "1 weights are published quantised (fp8_block128)" in caplog.text
 
 
+def test_a_fused_export_is_split_and_then_quantised(home: str) -> None:
+    fused = hard(300, 136, torch.bfloat16)
+    names = SourceMap().split_rows(r"(.*)\.qkv\.weight", {r"\1.q.weight": 200, r"\1.kv.weight": 100})
+    parts = {"a.q.weight": fused[:200], "a.kv.weight": fused[200:]}
+    for scheme in EVERY:
+        wanted = quantisers.checkpoint(scheme, parts)
+        for how, given in {
+            "exported": Exported({"a.qkv.weight": fused}),
+            "held": {"a.qkv.weight": fused},
+        }.items():
+            got = image_of(home, f"{how}-{scheme}", given, names=names, dtypes={"*.weight": scheme})
+            assert sorted(got) == sorted(wanted)
+            for name, tensor in wanted.items():
+                same(got[name], tensor, name)
+
+
+def test_exports_of_which_a_weight_is_put_together_are_refused_by_name(home: str) -> None:
+    names = SourceMap().merge(r"(.*)\.(?P<part>[qk])\.weight", r"\1.qk.weight", {"q": 100, "k": 156})
+    given = {"a.q.weight": torch.randn(100, 64), "a.k.weight": torch.randn(156, 64)}
+    got = image_of(home, "held", given, names=names, dtypes={"*.weight": "fp8_block128"})
+    wanted = quantisers.checkpoint("fp8_block128", {"a.qk.weight": torch.cat(list(given.values()))})
+    for name, tensor in wanted.items():
+        same(got[name], tensor, name)
+    with pytest.raises(WindlassUnsupported, match=r"'a.qk.weight' cannot be published as fp8_block128"):
+        image_of(home, "exported", Exported(given), names=names, dtypes={"*.weight": "fp8_block128"})
+
+
 def test_an_image_never_has_a_weight_of_one_version_and_the_scale_of_another(home: str) -> None:
     # Every version has other scales and other weights; a reader looks at whatever image there is.
     last = 25
@@ -395,6 +423,7 @@ def test_shards_of_fsdp2_are_quantised_where_they_are(
 def test_any_placement_is_quantised_as_the_whole(ranks: Run, scheme: str) -> None:
     ranks(2, "quantised_ranks:placed", [scheme], 180)
     ranks(2, "quantised_ranks:flat", [scheme], 180)
+    ranks(2, "quantised_ranks:exported", [scheme], 180)
     ranks(2, "quantised_ranks:sharded", [scheme, "bfloat16", None, "copy", 2], 180)
 
 
