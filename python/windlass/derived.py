@@ -419,9 +419,9 @@ def stream_value(source: Source) -> tuple[str, Callable[[torch.Tensor], torch.Te
     """For a source that is made of exported weights: which one, and how."""
     derived = source.derived
     if derived is None:
-        return source.name, _contiguous
+        return source.name, _as_it_is
     return derived.parts[0].source.name, functools.partial(derived.of, source.what)
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
