@@ -78,7 +78,7 @@ gpu: ## the tests of the GPU path (PY=python with torch and transformers); says 
 	@found=0; $(PY) tests/gpu/needs.py || found=$$?; \
 	    if [ $$found = 77 ]; then exit 0; elif [ $$found != 0 ]; then exit $$found; fi; \
 	    $(MAKE) --no-print-directory gpu-build; \
-	    for part in kernels device manager ipc end_to_end; do \
+	    for part in kernels device manager quantised ipc end_to_end; do \
 	        echo "== $$part"; PYTHONPATH=python $(PY) tests/gpu/$$part.py; done
 
 gpu-build: ## build the extension for release and put it where python/ finds it: what figures are measured with

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
+from windlass.names.quantised import SCHEMES
 from windlass.plain import Plain
 from windlass.request import Identity
 
@@ -231,8 +232,9 @@ class WeightManagerConfig(Config):
     """How a trainer publishes.
 
     ``generator_dtype`` is what floating-point weights are cast to; ``dtypes`` gives a dtype to names by pattern
-    (``{"*.gate.weight": "float32"}``, the first that fits), and ``checkpoint`` is a directory or file whose dtypes
-    are followed, tensor by tensor. The order is: ``dtypes``, then ``checkpoint``, then ``generator_dtype``, then the
+    (``{"*.gate.weight": "float32"}``, the first that fits), or has weights published quantised (``{"*.weight":
+    "fp8_block128"}``, also "fp8_channel" and "int8_channel": docs/trainers.md), and ``checkpoint`` is a directory or file
+    whose dtypes are followed, tensor by tensor. The order is: ``dtypes``, then ``checkpoint``, then ``generator_dtype``, then the
     weight's own. ``include`` and ``exclude`` are patterns of image names; nothing given means all, and none.
     ``extras`` says what to do with weights that the checkpoint does not have, or, where none is known, that have the
     usual name of a value head. ``buffers`` publishes all persistent buffers of a model, not only those that its
@@ -311,7 +313,7 @@ class WeightManagerConfig(Config):
             if not isinstance(pattern, str) or not isinstance(dtype, str):
                 raise self._bad("dtypes", "a dictionary of name patterns and dtypes")
             try:
-                canonical[pattern] = _windlass.dtype_name(dtype)
+                canonical[pattern] = dtype if dtype in SCHEMES else _windlass.dtype_name(dtype)
             except WindlassInvalid as e:
                 raise WindlassInvalid(
                     f"{type(self).__name__}.dtypes[{pattern!r}]: {e}", e.advice, e.name

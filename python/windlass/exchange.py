@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassPeerLost, WindlassTimeout
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 __all__ = ["Alone", "Exchange", "OverGroup", "exchange_for", "together"]
@@ -36,6 +37,10 @@ class Exchange(Protocol):
         """What each rank said, in the order of ranks. Every rank calls it."""
         ...
 
+    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
+        """The largest of what ranks have at each place, on the device of ``mine``. Every rank calls it."""
+        ...
+
 
 class Alone:
     """For one rank, and for several that share no process group: all are taken to say the same."""
@@ -46,6 +51,10 @@ class Alone:
     def all(self, mine: Any, timeout: float) -> list[Any]:
         """The same from each."""
         return [mine] * self._ranks
+
+    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
+        """That of this rank."""
+        return mine
 
 
 class OverGroup:
@@ -59,35 +68,19 @@ class OverGroup:
         import torch
         import torch.distributed as dist
 
-        backend = dist.get_backend(self._group)
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        )
+        device = self._device()
         data = zlib.compress(json.dumps(mine).encode(), 1)
         size = dist.get_world_size(self._group)
-        until = time.monotonic() + timeout
         roll = _Roll.call(self._group)
+        until = time.monotonic() + timeout
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             parts = [torch.empty_like(tensor) for _ in range(size)]
-            nap = 0.0005
-            try:
-                work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
-                # Not by waiting inside torch, which Ctrl-C cannot end.
-                while not work.is_completed():
-                    if time.monotonic() >= until:
-                        raise WindlassTimeout(
-                            f"ranks did not agree on who writes what within {timeout:g} s{roll.absent()}",
-                            "see whether every rank calls offload() and is alive",
-                        )
-                    time.sleep(nap)
-                    nap = min(nap * 2, 0.02)
-                work.wait()
-            except RuntimeError as e:
-                raise WindlassPeerLost(
-                    f"a rank was lost while ranks agreed on who writes what{roll.absent()}: {e}",
-                    "see whether every rank is alive",
-                ) from e
+
+            def begin() -> Any:
+                return dist.all_gather(parts, tensor, group=self._group, async_op=True)
+
+            _finish(begin, "agree on who writes what", until, timeout, roll)
             return parts
 
         lengths = [int(n) for n in gather(torch.tensor([len(data)], dtype=torch.int64, device=device))]
@@ -106,6 +99,49 @@ class OverGroup:
             except (zlib.error, ValueError) as e:
                 raise WindlassCorrupt(f"what rank {rank} said cannot be read: {e}") from e
         return out
+
+    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
+        """Over the ranks of the group."""
+        import torch.distributed as dist
+
+        until = time.monotonic() + timeout
+        roll = _Roll.call(self._group)
+        there = mine.to(self._device(), copy=True)
+
+        def begin() -> Any:
+            return dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        _finish(begin, "agree on the scales of quantised weights", until, timeout, roll)
+        return there.to(mine.device)
+
+    def _device(self) -> torch.device:
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_backend(self._group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def _finish(begin: Callable[[], Any], what: str, until: float, timeout: float, roll: _Roll) -> None:
+    """Waits for a collective, and not inside torch, which Ctrl-C cannot end."""
+    nap = 0.0005
+    try:
+        work = begin()
+        while not work.is_completed():
+            if time.monotonic() >= until:
+                raise WindlassTimeout(
+                    f"ranks did not {what} within {timeout:g} s{roll.absent()}",
+                    "see whether every rank calls offload() and is alive",
+                )
+            time.sleep(nap)
+            nap = min(nap * 2, 0.02)
+        work.wait()
+    except RuntimeError as e:
+        raise WindlassPeerLost(
+            f"a rank was lost before ranks could {what}{roll.absent()}: {e}",
+            "see whether every rank is alive",
+        ) from e
 
 
 class _Roll:

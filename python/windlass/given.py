@@ -8,13 +8,14 @@ writes what (:mod:`windlass.plan`), or know a region.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from windlass import placement
 from windlass import plan as planning
+from windlass.derived import stream_value
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid
 from windlass.names import SourceMap, canonical_dtype
@@ -103,10 +104,11 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.T
         yield from planning.each_cast(plan, plan.casts)
         yield from planning.each_cast(plan, plan.gathered)
         return
-    targets: dict[str, list[planning.Target]] = {}
+    targets: dict[str, list[tuple[planning.Target, Callable[[torch.Tensor], torch.Tensor]]]] = {}
     for cast in plan.gathered:
-        targets.setdefault(plan.sources[cast.source].name, []).append(cast.target)
-    known = {s.name: s.shares[0] for s in plan.sources}
+        name, make = stream_value(plan.sources[cast.source])
+        targets.setdefault(name, []).append((cast.target, make))
+    known = {s.name: s.shares[0] for s in plan.sources[: plan.given]}
     seen = set()
     for name, tensor in stream:
         if name not in known:
@@ -123,9 +125,9 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.T
                 f"{dtype_name(share.dtype)} {list(share.shape)}"
             )
         whole = tensor.detach().contiguous()
-        for target in targets.get(name, []):
+        for target, make in targets.get(name, []):
             if target is not planning._NOTHING:
-                yield target, planning.taken(whole, target)
+                yield target, planning.taken(make(whole), target)
     missing = [name for name, share in known.items() if share.gathered and name not in seen]
     if missing:
         raise WindlassInvalid(f"{len(missing)} tensors of metadata() did not come, first {missing[0]!r}")

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from windlass._windlass import Copies, Publisher
 from windlass.announce import ASK_S, AgentClient, Announcer
 from windlass.config import WeightManagerConfig
 from windlass.controller import Notified, Served
+from windlass.derived import derive, refresh
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -50,7 +51,8 @@ from windlass.given import (
 )
 from windlass.leave import end, kept, nothing, ports_of, remove, restore
 from windlass.memory import flat
-from windlass.names import DtypeRules, Selection, SourceMap, checkpoint_layout
+from windlass.names import SCHEMES, DtypeRules, Selection, SourceMap, checkpoint_layout, quantization_config
+from windlass.names.quantised import scales_among
 from windlass.on_gpu import OnGpu, can_compare, find
 from windlass.plan import Naming, Plan, Source
 from windlass.request import Identity
@@ -325,6 +327,15 @@ class WeightManager:
             "ways": None if self._open is None else dict(self._open.plan.reasons),
         }
 
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The ``quantization_config`` that the ``config.json`` of an engine needs for what is published, once
+        :meth:`prepare` or :meth:`offload` was called; ``None`` if nothing is quantised."""
+        self._check_usable()
+        if self._open is None:
+            raise WindlassNotFound("what is published is not known yet: call prepare() or offload() first")
+        table = self._open.plan.table
+        return quantization_config({name: (dtype, shape) for name, (dtype, shape, _, _) in table.items()})
+
     # The end.
 
     def resume(self) -> None:
@@ -426,11 +437,19 @@ class WeightManager:
             sources = stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
             naming = self._naming()
             gpu = find(sources)
-            mode = self.config.offload_mode
-            where = self.config.baseline
-            deltas = mode == "delta" or (mode == "auto" and can_compare(sources, gpu, naming.dtype, where))
         except Exception as e:
             # The others are told before it is raised here.
+            sources = e
+        ordinal = None if gpu is None else gpu.ordinal
+        if not SCHEMES.keys().isdisjoint(self.config.dtypes.values()):
+            sources, naming = derive(sources, naming, exchange, ordinal, _left(until))
+        try:
+            mode, where = self.config.offload_mode, self.config.baseline
+            if not isinstance(sources, Exception):
+                deltas = mode == "delta" or (
+                    mode == "auto" and can_compare(sources, gpu, naming.dtype, where)
+                )
+        except Exception as e:
             sources = e
         plan = planning.make_plan(
             sources,
@@ -440,7 +459,7 @@ class WeightManager:
             exchange=exchange,
             timeout=_left(until),
             by_rank=deltas,
-            gpu=None if gpu is None else gpu.ordinal,
+            gpu=ordinal,
         )
         here = [] if plan.host is None else plan.hosts[plan.host]
         place = here.index(rank) if here else -1
@@ -481,12 +500,15 @@ class WeightManager:
         selection = Selection(config.include, config.exclude, config.extras)
 
         names = self._names or self._found or SourceMap()
-        known = names.written() if stored is None else stored
+        known: Collection[str] | None = names.written() if stored is None else stored
+        if rules.schemes and known is not None:
+            # Scales come and go with their weights.
+            known = frozenset(known) - scales_among(known)
 
         def keep(every: Iterable[str]) -> frozenset[str]:
             return frozenset(selection.choose(every, known).kept)
 
-        return Naming(names, keep, rules.dtype_of)
+        return Naming(names, keep, rules.dtype_of, rules)
 
     def _join(self, opened: _Open, gpu: Gpu | None, until: float) -> None:
         """The region of this host: made by its first writer, joined by the others. All ranks or none.
@@ -662,8 +684,7 @@ class WeightManager:
         if publisher is None:
             # Another host publishes; this rank only takes part in what is gathered.
             begun = time.monotonic()
-            if given is not None:
-                planning.follow(plan, given)
+            self._follow(opened, given, until)
             for _ in pieces(plan, stream):
                 pass
             taken = (time.monotonic() - begun) * 1e3
@@ -683,8 +704,7 @@ class WeightManager:
         try:
             # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
             begun, size = time.monotonic(), plan.bytes
-            if given is not None:
-                planning.follow(plan, given)
+            self._follow(opened, given, until)
             addresses = planning.addresses(plan)
             if delta and opened.gpu is not None and base is not None:
                 work = self.config.timeout
@@ -717,6 +737,14 @@ class WeightManager:
             (ended - copied) * 1e3,
             mode="delta" if delta else "copy",
         )
+
+    def _follow(self, opened: _Open, given: Iterable[tuple[str, Any]] | None, until: float) -> None:
+        """The parameters of this call, and what is made of them."""
+        plan = opened.plan
+        if given is not None:
+            planning.follow(plan, given)
+        if plan.given < len(plan.sources):
+            refresh(plan, opened.exchange, _left(until))
 
     def _is_delta(self, opened: _Open, base: int | None, version: int, until: float) -> bool:
         """Whether a version is handed out by what changed since the newest; says why not."""
@@ -767,8 +795,7 @@ class WeightManager:
             )
 
         def compare() -> bool:
-            if given is not None:
-                planning.follow(plan, given)
+            self._follow(opened, given, until)
             planning.addresses(plan)
             held: Held = publisher.hold(self.config.timeout)
             try:

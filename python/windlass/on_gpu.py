@@ -28,14 +28,14 @@ __all__ = ["OnGpu", "can_compare", "find"]
 log = logging.getLogger("windlass")
 
 
-def _locals(sources: Sequence[Source]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and the memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
+def _locals(sources: Sequence[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Parameters and the memory that this rank holds of its parameters, as far as it is there without asking other ranks."""
     for source in sources:
         for share in source.shares:
-            if not share.gathered and source.given is not None:
+            if not share.gathered and source.given is not None and source.derived is None:
                 local = share.fetch(source.given)
                 if local.numel() and not local.is_meta:
-                    yield source.name, local
+                    yield source, local
 
 
 def find(sources: Sequence[Source]) -> Gpu | None:
@@ -59,16 +59,22 @@ def can_compare(
     if gpu is None or any(share.gathered for source in sources for share in source.shares):
         return False
     weights = 0
-    for name, local in _locals(sources):
+    for source, local in _locals(sources):
         if local.get_device() != gpu.ordinal:
             return False
         # What is kept is what is published: fp32 masters of a bf16 image take half of what they are.
-        weights += local.numel() * torch_dtype(dtype(name, dtype_name(local.dtype))).itemsize
+        if not source.spent:
+            weights += local.numel() * torch_dtype(dtype(source.name, dtype_name(local.dtype))).itemsize
+    made = sum(source.derived.size() for source in sources if source.derived and source.what == "weight")
+    weights += made
+    free, total = gpu.memory()
+    # What is quantised is there before it is compared, too.
+    free = max(0, free - made)
     host = host_memory()
     # The slots, which are not there yet, come first.
     left = None if host is None else max(0, host - 2 * weights)
     try:
-        placed = place_baseline(weights, *gpu.memory(), left, demanded=False, **_placing(where))
+        placed = place_baseline(weights, free, total, left, demanded=False, **_placing(where))
     except WindlassExhausted as e:
         log.warning("versions are copied: %s", e)
         return False

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,23 +27,36 @@ from windlass.memory import tensor_at
 from windlass.placement import Box, Share
 
 if TYPE_CHECKING:
-    from windlass.names import SourceMap, View
+    from windlass.derived import Derived
+    from windlass.names import DtypeRules, View
 
-__all__ = ["Naming", "OnDevice", "Plan", "addresses", "device_addresses", "follow", "make_plan"]
+__all__ = ["Names", "Naming", "OnDevice", "Plan", "addresses", "device_addresses", "follow", "make_plan"]
 
 #: A box smaller than this is written by one of its holders, not by all.
 SMALL = 1 << 20
+
+
+class Names(Protocol):
+    """What parameters are called, as :class:`windlass.SourceMap` knows it."""
+
+    def views(self, name: str, shape: tuple[int, ...]) -> tuple[View, ...]:
+        """The tensors of the image that a parameter becomes."""
+        ...
 
 
 @dataclass(frozen=True)
 class Naming:
     """How parameters become tensors of the image."""
 
-    names: SourceMap
+    names: Names
     #: Which of these tensors belong to the image.
     keep: Callable[[Iterable[str]], frozenset[str]]
     #: The dtype of a tensor by its name and the trainer's dtype.
     dtype: Callable[[str, str], str]
+    #: Which of them are quantised, and how.
+    rules: DtypeRules | None = None
+    #: Quantised weights of which elements of one scale are on several ranks, and how many scales each has.
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,11 @@ class Source:
     #: Where that memory was when it was last looked at closely, and its shape, strides and dtype.
     address: int = 0
     looked: tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None] = ((), (), None)
+    #: What is made of other sources here, and which of it this is (:mod:`windlass.derived`).
+    derived: Derived | None = None
+    what: str = ""
+    #: Whether all of it is published as something that is made of it.
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,10 @@ class Plan:
     reasons: dict[str, int]
     #: Pairs of sources that are one tensor of the image: the alias, and what it stands for.
     tied: list[tuple[int, int]]
+    #: How many of the sources were given; the others are made of them.
+    given: int = 0
+    #: As :attr:`Naming.shared`.
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def not_pairs(given: object) -> WindlassInvalid:
@@ -283,7 +305,8 @@ def make_plan(
 
     said = together(exchange, tell, "publish", timeout)
     assert not isinstance(sources, Exception)
-    return _agree(sources, said, rank, gpu)
+    given = sum(source.derived is None for source in sources)
+    return replace(_agree(sources, said, rank, gpu), given=given, shared=naming.shared)
 
 
 def _tell(sources: list[Source], naming: Naming, node: str) -> dict[str, Any]:
@@ -356,7 +379,8 @@ def _dtypes(share: Share, views: Sequence[View], naming: Naming) -> dict[str, st
 
 def _identity(source: Source, share: Share) -> Any:
     """What tied parameters have in common; nothing where nothing of them is here."""
-    if share.gathered or source.given is None or share.reason.startswith(("FSDP1", "ZeRO")):
+    flat = share.reason.startswith(("FSDP1", "ZeRO"))
+    if share.gathered or source.given is None or source.derived is not None or flat:
         return id(source.given), share.name
     local = share.fetch(source.given)
     if local.numel() == 0 or local.device.type == "meta":
@@ -583,7 +607,13 @@ def _mine(
             source.targets[s] = mine
             if share.gathered:
                 # All ranks gather, also those that write nothing of it.
-                gathered += [Cast(i, s, t) for t in mine] or [Cast(i, s, _NOTHING)]
+                if not source.spent:
+                    gathered += [Cast(i, s, t) for t in mine] or [Cast(i, s, _NOTHING)]
+                total += sum(volume(t.box) for t in mine) * _element(share.dtype)
+                continue
+            if source.derived is not None and source.derived.device is None:
+                # Made when it is written, not before.
+                casts += [Cast(i, s, t) for t in mine]
                 total += sum(volume(t.box) for t in mine) * _element(share.dtype)
                 continue
             local = share.fetch(source.given) if mine else None
@@ -728,7 +758,7 @@ def follow(plan: Plan, given: Iterable[tuple[str, Any]]) -> None:
     count = 0
     for item in given:
         name, tensor = item if type(item) is tuple and len(item) == 2 else pair_of(item)
-        if count >= len(sources):
+        if count >= plan.given:
             raise WindlassInvalid(
                 f"parameter {name!r} was not there when the first version was offloaded; call resume() after "
                 "changing a model"
@@ -737,7 +767,7 @@ def follow(plan: Plan, given: Iterable[tuple[str, Any]]) -> None:
         if tensor is not source.given or name != source.name:
             _rebind(source, count, name, tensor)
         count += 1
-    if count < len(sources):
+    if count < plan.given:
         raise WindlassInvalid(
             f"parameter {sources[count].name!r} is missing; it was there when the first version was offloaded"
         )
@@ -819,17 +849,29 @@ def _look(source: Source, local: torch.Tensor, address: int) -> None:
     assert source.form is not None
     shape, strides, dtype, _ = source.form
     if (local.shape, local.stride(), local.dtype, local.device) != source.form:
-        raise WindlassInvalid(
-            f"the local memory of {source.name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} "
-            f"when the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
-            f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
-        )
+        raise moved(source.name, (shape, strides, dtype), local)
     if address == 0 and local.nbytes:
-        raise WindlassInvalid(
-            f"the memory of {source.name!r} was freed (its storage has no bytes); offload() before that, or after it "
-            "is there again"
-        )
+        raise freed(source.name)
     source.address, source.looked = address, (shape, strides, dtype)
+
+
+def moved(
+    name: str, form: tuple[tuple[int, ...], tuple[int, ...], torch.dtype], local: torch.Tensor
+) -> WindlassInvalid:
+    """The error for memory that is not what a plan was made for."""
+    shape, strides, dtype = form
+    return WindlassInvalid(
+        f"the local memory of {name!r} was {dtype_name(dtype)} {list(shape)} with strides {list(strides)} "
+        f"when the first version was offloaded, and is now {local.dtype} {list(local.shape)} with strides "
+        f"{list(local.stride())} on {local.device}; call resume() after moving or casting a model"
+    )
+
+
+def freed(name: str) -> WindlassInvalid:
+    """The error for memory that is not there any more."""
+    return WindlassInvalid(
+        f"the memory of {name!r} was freed (its storage has no bytes); offload() before that, or after it is there again"
+    )
 
 
 def lost(what: str, error: Exception) -> WindlassPeerLost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pathlib
 import re
@@ -165,7 +166,10 @@ def test_the_snippets_of_the_guide_run(home: pathlib.Path) -> None:
     )
     text = (ROOT / "docs" / "trainers.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
+    for folder in ("base-model", "served"):
+        (home / folder).mkdir()
+    (home / "base-model" / "config.json").write_text('{"model_type": "qwen3"}')
     sent: list[str] = []
     for number, snippet in enumerate(snippets):
         # Nothing of a user's machine is touched: other names, other places, any port.
@@ -175,6 +179,8 @@ def test_the_snippets_of_the_guide_run(home: pathlib.Path) -> None:
             .replace('"0.0.0.0", advertise_host="trainer-0.cluster"', '"127.0.0.1"')
             .replace('ports="18100-18110", data_ports="18111-18121"', 'ports="0", data_ports="0"')
             .replace("FSDPWeightExtractor", "ModuleWeightExtractor")
+            .replace("base-model/", f"{home}/base-model/")
+            .replace("served/", f"{home}/served/")
         )
         scope: dict[str, Any] = {
             "steps": 2,
@@ -191,3 +197,6 @@ def test_the_snippets_of_the_guide_run(home: pathlib.Path) -> None:
                     dtypes = {name: row[0] for name, row in wm._open.plan.table.items()}
                     assert dtypes == dict.fromkeys([*names, "layers.0.A_log"], "float32")
     assert "actor.layers.0.qkv.weight" in sent
+    served = json.loads((home / "served" / "config.json").read_text())
+    assert served["model_type"] == "qwen3"
+    assert served["quantization_config"]["weight_block_size"] == [128, 128]

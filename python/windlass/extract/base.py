@@ -27,7 +27,7 @@ import torch
 from windlass import _windlass
 from windlass.chunk import WeightChunk
 from windlass.dtypes import Dtype, dtype_name
-from windlass.errors import WindlassBug, WindlassInvalid
+from windlass.errors import WindlassBug, WindlassInvalid, WindlassUnsupported
 from windlass.extract.pieces import Pieces, Views
 from windlass.names import DtypeRules
 
@@ -70,6 +70,11 @@ class WeightExtractor(ABC):
         self.lora = lora
         named = {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()}
         self.dtypes = DtypeRules(dtypes=named, checkpoint=checkpoint)
+        for pattern, scheme in self.dtypes.schemes.items():
+            raise WindlassUnsupported(
+                f"dtypes[{pattern!r}] is {scheme.name!r}, and extractors give weights as they are",
+                "WeightManager publishes quantised weights",
+            )
         self.names = names
 
     @abstractmethod

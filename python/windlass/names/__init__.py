@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.names.checkpoint import Layout, checkpoint_layout
 from windlass.names.dtypes import DtypeRules, canonical_dtype
+from windlass.names.quantised import SCHEMES, Scheme, quantization_config
 from windlass.names.selection import Chosen, Selection
 from windlass.names.source_map import Rule, SourceMap
 from windlass.names.view import Box, Shape, View, split_rows, transpose
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from windlass.names.conversion import persistent_buffers
 
 __all__ = [
+    "SCHEMES",
     "Box",
     "Chosen",
     "DtypeRules",
     "Layout",
     "Rule",
+    "Scheme",
     "Selection",
     "Shape",
     "SourceMap",
@@ -37,6 +40,7 @@ __all__ = [
     "canonical_dtype",
     "checkpoint_layout",
     "persistent_buffers",
+    "quantization_config",
     "split_rows",
     "transpose",
 ]
