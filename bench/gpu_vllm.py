@@ -8,7 +8,7 @@ Needs vLLM (in this Python, or in another one by ``--vllm-python``), transformer
 ``--device cpu``. What is missing is said, and the exit code is 2.
 
 A trainer (this process, ``--trainer-device``) holds a Qwen3 layout with random weights and changes about 1 % of them for
-each step; the changes are larger than those of training, so that answers change. It publishes by
+each step, in bf16 to a neighbour as nearly all changes of training are. It publishes by
 ``WeightManager(offload_mode=...)``. A sidecar (``windlass receive --from``) pulls over TCP on loopback and has the server
 load, while requests are answered all the time: prompts of 8 to 700 tokens, streamed answers. The server starts from the
 configuration alone, with weights of no meaning: all that it answers by came through Windlass. In the end the digest of its live
@@ -20,7 +20,7 @@ greedy answers must be equal; compiled servers of one checkpoint differ among th
 | trainer blocked | `offload()` is called, the GPU idle | it returns |
 | step to visible | the same | the sidecar says that the server serves the version |
 | engine pause | the end of the last step with the old weights | the next one may begin, as the server measured it |
-| tokens a second | without a new version for ``--seconds`` | with one every two seconds for as long |
+| tokens a second | ``--seconds`` in which the trainer steps every two and publishes nothing | as long, with a version every two |
 """
 
 from __future__ import annotations
@@ -216,8 +216,15 @@ def step(model: Any, share: float) -> int:
         for parameter in model.parameters():
             # Piece by piece: an optimizer's step takes no memory of its own either.
             for piece in parameter.view(-1).split(1 << 24):
-                chosen = torch.rand(piece.shape, device=piece.device) < share
-                piece += chosen * (0.1 * torch.randn_like(piece))
+                draw = torch.rand(piece.shape, device=piece.device)
+                if piece.dtype == torch.bfloat16:
+                    # To a neighbour, as nearly all changes of a step of training are.
+                    bits = piece.view(torch.int16)
+                    size = bits & 0x7FFF
+                    moves = (draw < share) & (size > 0) & (size < 0x7F00)
+                    bits.add_(torch.where(draw < share / 2, 1, -1).to(torch.int16).mul_(moves))
+                else:
+                    piece += (draw < share) * (0.1 * torch.randn_like(piece))
             count += parameter.numel()
     return count
 
@@ -399,7 +406,8 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                 sidecar.wait("synced", PATIENCE)
             timed = rows[2:]
             if given.seconds:
-                rates["without"] = requests.rate(given.seconds)
+                # The trainer's own steps go on, as they do on a GPU that both share: what is compared is publishing.
+                rates["without"] = requests.rate(given.seconds, lambda: step(model, given.share))
                 rates["with"] = requests.rate(given.seconds, sync)
             proved = prove(engine, token, home / "images" / "policy", version)
             requests_made = requests.tokens

@@ -129,7 +129,7 @@ def sums(worker: Any) -> dict[str, int]:
     model = worker.get_model()
     found = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        bits = tensor.detach().contiguous().view(torch.uint8).to(torch.int64).flatten()
+        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
         place = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
         found[name] = int(((bits + 1) * (place * 2654435761 + 97)).sum().item())
     return found

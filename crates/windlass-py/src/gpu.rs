@@ -586,7 +586,7 @@ impl DevicePlan {
         let leads = (identity(base), identity(target));
         let stop = stop_after(Some(timeout))?;
         let (made, mapped, theirs) = (Arc::clone(&self.made), Arc::clone(&self.mapped), stop.clone());
-        let work = move || -> Result<Vec<Staged>, Failure> {
+        let work = move || -> StagedParts {
             let handed = Handed::open(&files, leads, &mut lock(&mapped))?;
             let mut made = lock(&made);
             handed.memory().for_each(|memory| made.pin(memory));
@@ -631,10 +631,13 @@ impl DevicePlan {
     }
 }
 
+/// The parts of a delta on the device, or why they are not.
+type StagedParts = Result<Vec<Staged>, Failure>;
+
 /// A delta that is being brought to the device. Nothing outlives it: letting go of it calls it off.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct DeltaOnItsWay {
-    thread: Mutex<Option<JoinHandle<Result<Vec<Staged>, Failure>>>>,
+    thread: Mutex<Option<JoinHandle<StagedParts>>>,
     stop: Stop,
     home: Home,
 }

@@ -171,6 +171,15 @@ pub struct Handed {
     target: Identity,
 }
 
+impl Drop for Handed {
+    fn drop(&mut self) {
+        for (.., file) in &self.parts {
+            // By itself: a file that is mapped stays locked when it is closed, and mappings are kept.
+            let _ = file.unlock();
+        }
+    }
+}
+
 /// Mappings of the files that deltas come in: a receiver uses a few of them again and again, and registering memory with a
 /// device takes its time.
 #[derive(Debug, Default)]

@@ -297,15 +297,11 @@ pub struct EngineDoing {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Loads by the engine's own loader where a plan was expected.
-    #[serde(default, skip_serializing_if = "is_none")]
+    #[serde(default)]
     pub unplanned: u64,
     /// Why the last of them was, until a load goes by plan again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slow: Option<String>,
-}
-
-fn is_none(count: &u64) -> bool {
-    *count == 0
 }
 
 /// The answer to a poll.

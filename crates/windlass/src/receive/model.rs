@@ -628,19 +628,18 @@ impl Model {
                 source: why.into(),
             })
         };
-        let result = match self.may_lead(&deltas) {
+        let result = if self.may_lead(&deltas) {
             // The engines first, and the image while they serve.
-            true => meet().and_then(|()| {
+            meet().and_then(|()| {
                 let ahead = self.lead(&deltas, &stop);
                 self.apply(deltas, &mut took).map(|known| (known, ahead))
-            }),
-            false => {
-                let applied = self.apply(deltas, &mut took);
-                if let (Err(_), Some(together)) = (&applied, together) {
-                    together.fail(self.id.as_str());
-                }
-                applied.and_then(|known| meet().map(|()| (known, Vec::new())))
+            })
+        } else {
+            let applied = self.apply(deltas, &mut took);
+            if let (Err(_), Some(together)) = (&applied, together) {
+                together.fail(self.id.as_str());
             }
+            applied.and_then(|known| meet().map(|()| (known, Vec::new())))
         };
         let result =
             result.and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut took, &mut pause_ms));
