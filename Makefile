@@ -73,12 +73,12 @@ ptx-check: # the PTX files were made of the sources as they are
 has_python = @command -v "$(PY)" >/dev/null || { echo "*** there is no Python $(PY): name one that has torch, as in" \
 	    "\`make $@ PY=python3\`; \`make venv\` makes .venv" >&2; exit 2; }
 
-gpu: ## the tests of the GPU path (PY=python with torch and transformers); says loudly if there is no CUDA device
+gpu: ## the tests of the GPU path, with a real vLLM where WINDLASS_VLLM_PYTHON has one (PY=python with torch and transformers); says loudly what it skips
 	$(has_python)
 	@found=0; $(PY) tests/gpu/needs.py || found=$$?; \
 	    if [ $$found = 77 ]; then exit 0; elif [ $$found != 0 ]; then exit $$found; fi; \
 	    $(MAKE) --no-print-directory gpu-build; \
-	    for part in kernels device manager quantised ipc end_to_end; do \
+	    for part in kernels device manager quantised ipc end_to_end real_vllm vllm_ipc; do \
 	        echo "== $$part"; PYTHONPATH=python $(PY) tests/gpu/$$part.py; done
 
 gpu-build: ## build the extension for release and put it where python/ finds it: what figures are measured with

@@ -403,7 +403,8 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                 sync()
                 # The trainer's next step; its slot and the host's image are written meanwhile.
                 manager.wait_delta_ready()
-                sidecar.wait("synced", PATIENCE)
+                if rows[-1]["ahead"]:
+                    sidecar.wait("synced", PATIENCE)
             timed = rows[2:]
             if given.seconds:
                 # The trainer's own steps go on, as they do on a GPU that both share: what is compared is publishing.

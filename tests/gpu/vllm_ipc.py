@@ -380,7 +380,9 @@ def main() -> None:
         "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)",
     ]
     if subprocess.run(asked, timeout=60, check=False).returncode:
-        needs.end(f"no vLLM in {given.vllm_python}: name a Python that has it by WINDLASS_VLLM_PYTHON", 2)
+        needs.end(
+            f"SKIPPED: no vLLM in {given.vllm_python}: name a Python that has it by WINDLASS_VLLM_PYTHON", 0
+        )
     faulthandler.dump_traceback_later(START + PATIENCE, exit=True)
     with tempfile.TemporaryDirectory(prefix="vllm-ipc-") as folder:
         dtype = "float32" if given.device == "cpu" else "bfloat16"

@@ -21,7 +21,7 @@ def test_the_bench_of_vllm_runs_without_a_gpu_and_its_answers_are_those_of_a_fre
 ) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(SCRIPT), "--device=cpu", "--size=tiny", "--steps=2", f"--json={out}"]
-    command += [f"--vllm-python={servers.python_of('vllm')}"]
+    command += [f"--vllm-python={servers.python_of('vllm')}", "--seconds=3", "--clients=2"]
     env = {**os.environ, "PYTHONPATH": str(servers.PACKAGE)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,6 +30,9 @@ def test_the_bench_of_vllm_runs_without_a_gpu_and_its_answers_are_those_of_a_fre
     measured = json.loads(out.read_text())
     assert len(measured["rows"]) == 2 and measured["tokens_meanwhile"] > 0
     assert all(row["engine_pause_ms"] > 0 for row in measured["rows"])
+    # The server's core did the load between two of its steps, and the live weights are those of the version.
+    assert all(row["drain_ms"] is not None for row in measured["rows"])
+    assert measured["proved"] and measured["rates"]["with"] > 0 and measured["rates"]["without"] > 0
 
 
 @pytest.mark.timeout(600)
