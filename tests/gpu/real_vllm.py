@@ -145,13 +145,13 @@ def follow(scenario: str, home: Path) -> dict[str, Any]:
     llm = engine(str(folder), scenario, dummy=True)
     rows: list[dict[str, Any]] = []
     with WeightManager(model_id="policy", region_dir=str(home), offload_mode="copy") as manager:
-        manager.offload(model.named_parameters(), 1, 0, 1)
+        manager.offload(model, 1, 0, 1)
         source = {"endpoint": manager.endpoint, "token_file": manager.token_file}
         with Receiver(home / "images", keep_deltas=16, **source) as receiver:
             for version in range(1, VERSIONS + 1):
                 if version > 1:
                     step(model)
-                    manager.offload(model.named_parameters(), version, 0, 1)
+                    manager.offload(model, version, 0, 1)
                 receiver.wait(version, PATIENCE)
                 if scenario == "sleep" and version > 2:
                     level = version - 2
