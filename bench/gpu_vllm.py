@@ -95,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=needs.whole(0), default=60, help="how long tokens are counted, with and without"
     )
+    parser.add_argument("--prefix-cache", choices=("reset", "keep"), default="reset")
     parser.add_argument("--eager", action="store_true", help="no compilation, and compare tokens at the end")
     parser.add_argument("--pause", choices=("keep", "wait", "abort"), default="keep")
     parser.add_argument("--memory", type=float, help="vLLM's gpu_memory_utilization")
@@ -363,7 +364,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
             f"--dir={home / 'images'}",
         ]
         options += [f"--engine=vllm={engine.url}", f"--engine-token-file={secret}", f"--config={folder}"]
-        options += [f"--pause={given.pause}"]
+        options += [f"--pause={given.pause}", f"--prefix-cache={given.prefix_cache}"]
         began = time.perf_counter()
         with Sidecar(*options) as sidecar, Requests(engine, given.clients, SIZES[given.size][5]) as requests:
             first = sidecar.wait("loaded", PATIENCE, version=1)

@@ -292,8 +292,11 @@ class WeightManagerConfig(Config):
         self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
         self._choice("offload_mode", "copy", "delta", "auto")
-        bytes_ = isinstance(self.baseline, int) and not isinstance(self.baseline, bool)
-        if not (0 <= self.baseline < 1 << 62 if bytes_ else self.baseline in ("auto", "device", "host")):
+        if isinstance(self.baseline, int) and not isinstance(self.baseline, bool):
+            fits = 0 <= self.baseline < 1 << 62
+        else:
+            fits = self.baseline in ("auto", "device", "host")
+        if not fits:
             raise self._bad("baseline", "'auto', 'device', 'host', or the most bytes of GPU memory")
         self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
