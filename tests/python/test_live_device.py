@@ -30,6 +30,7 @@ from windlass.load import Live, LoadOrder, ModelSession, Report, take
 from windlass.load import device as device_module
 from windlass.load import live as live_module
 from windlass.load.device import DeviceWeights, device_weights
+from windlass.vllm import extension
 from windlass.vllm.staging import Staging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
@@ -632,3 +633,24 @@ def test_a_load_that_misses_the_plan_is_told_counted_and_in_the_report(
     report = bench.live.load(bench.publish())
     bench.check(report, "sparse")
     assert report.last is not None and not report.last.why
+
+
+def test_an_order_that_failed_does_not_keep_the_next_one_from_being_staged(
+    make: Callable[[], Bench],
+) -> None:
+    bench = make()
+    bench.start()
+    bench.model.__dict__["_windlass_live"] = bench.live
+    worker = SimpleNamespace(get_model=lambda: bench.model, vllm_config=None)
+    order, fetched = handed(bench)
+    with pytest.raises(WindlassInvalid, match="is not staged"):
+        bench.live.load(order)
+    assert extension.windlass_report(worker)["error"] is not None
+    bench.receiver.show(fetched, 60.0)
+    following = bench.publish().to_dict()
+    assert extension.windlass_stage(worker, following)["error"] is None
+    extension._settled(worker, 60.0)
+    told = extension.windlass_staged(worker)
+    assert (told["error"], told["staging"], told["unknown_layout"]) == (None, False, False)
+    assert extension.windlass_check(worker, following)["error"] is None
+    bench.check(bench.live.load(LoadOrder.from_dict(following)), "sparse")

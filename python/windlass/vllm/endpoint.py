@@ -336,7 +336,8 @@ class WindlassEndpoint:
 
     async def _carry_out(self, run: _Transaction) -> Plain:
         engine, order = self._asked(), run.order
-        await engine.workers("windlass_stage", order.to_dict())
+        begun = await engine.workers("windlass_stage", order.to_dict())
+        self._agreed([_plain_report(report) for report in begun])
         if run.pause.mode == "keep" and await engine.can_load_between_steps():
             return await self._between_steps(engine, run)
         await self._staged(engine, order)

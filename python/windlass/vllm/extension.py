@@ -84,7 +84,7 @@ def windlass_check(self: Any, order: Plain) -> Plain:
         live.stage(given)
         return report
 
-    return _told(self, check)
+    return _told(self, check, alone=True)
 
 
 def windlass_stage(self: Any, order: Plain) -> Plain:
@@ -98,7 +98,7 @@ def windlass_stage(self: Any, order: Plain) -> Plain:
         self.__dict__["_windlass_staging"] = Staging(live, LoadOrder.from_dict(order))
         return live.report()
 
-    return {**_told(self, begin), **_staging(self)}
+    return {**_told(self, begin, alone=True), **_staging(self)}
 
 
 def windlass_staged(self: Any) -> Plain:
@@ -106,7 +106,7 @@ def windlass_staged(self: Any) -> Plain:
     staging = self.__dict__.get("_windlass_staging")
     if staging is not None and staging.done and staging.error is not None:
         return {**_failed(self, staging.error), **_staging(self)}
-    return {**_told(self, lambda live: live.report()), **_staging(self)}
+    return {**_told(self, lambda live: live.report(), alone=True), **_staging(self)}
 
 
 def windlass_load(self: Any, order: Plain) -> Plain:
@@ -272,11 +272,11 @@ def _live(worker: Any) -> Any:
     return live_of(worker.get_model(), worker.vllm_config)
 
 
-def _told(worker: Any, act: Any) -> Plain:
-    """The report after an act, whether it succeeded or not."""
+def _told(worker: Any, act: Any, *, alone: bool = False) -> Plain:
+    """The report after an act, whether it succeeded or not; ``alone`` if an error of an earlier order is not to be in it."""
     try:
         told: Plain = act(_live(worker)).to_dict()
-        return told
+        return {**told, "error": None} if alone else told
     except Exception as e:
         if not isinstance(e, WindlassError):
             log.exception("windlass: a call failed in a worker")
