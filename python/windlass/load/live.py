@@ -38,7 +38,6 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -57,11 +56,12 @@ from windlass.errors import (
 )
 from windlass.load.device import Arriving, DeviceWeights, device_weights
 from windlass.load.fit import check_changed, check_missing, check_reads, listed
-from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report
+from windlass.load.layout_plan import LayoutPlan, place, reasons, summary
+from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, Report
 from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
-from windlass.load.trace import Trace, trace
+from windlass.load.trace import trace
 from windlass.receiver import _Tensors
 
 __all__ = ["Live", "Session"]
@@ -78,47 +78,6 @@ DELTA_SHARE = 80
 DIGEST_S = 600.0
 
 Extras = Literal["ignore", "error"]
-
-
-@dataclass
-class _Plan:
-    """What is known of loading one layout into this model."""
-
-    key: str
-    trace: Trace
-    #: Names that the engine does not take.
-    extras: list[str]
-    #: (dtype, shape) of each tensor that it takes.
-    table: dict[str, tuple[str, tuple[int, ...]]]
-    layout: Any
-    verdict: Verdict | None = None
-    native: Any = None
-    #: The replayed parameters, if they are on a GPU.
-    device: DeviceWeights | None = None
-    #: Names of the replayed parameters, in the order of the plan's targets, and where they were.
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    #: The modules' own tables that hold them: looking there takes no walk through the model.
-    holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    #: Why it was dropped, until modules are judged anew.
-    dropped: str = ""
-
-    def drop(self, why: str) -> None:
-        """The plan is not to be used any more; modules are judged anew with the next load."""
-        self.verdict = self.native = self.device = None
-        self.dropped = why
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a delta can be loaded before the image holds what it leads to."""
-        return self.device is not None and self.verdict is not None and not self.verdict.session
-
-    def in_place(self) -> bool:
-        """Whether the parameters are still where they were, as far as their modules are the model's."""
-        return all(
-            (tensor := table.get(name)) is not None and tensor.data_ptr() == place[0]
-            for (table, name), place in zip(self.holders, self.places)
-        )
 
 
 class Live:
@@ -152,7 +111,7 @@ class Live:
         #: The state digest of that version.
         self._digest: str | None = None
         self._dirty = False
-        self._plan: _Plan | None = None
+        self._plan: LayoutPlan | None = None
         #: What earlier images were: they do not change under a running engine.
         self._accepted: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._last: Last | None = None
@@ -255,7 +214,7 @@ class Live:
             return False
 
     def _staged(
-        self, plan: _Plan, device: DeviceWeights, held: Any, base: LiveVersion, order: LoadOrder
+        self, plan: LayoutPlan, device: DeviceWeights, held: Any, base: LiveVersion, order: LoadOrder
     ) -> bool:
         layout = held.layout()
         if self._key(layout) != plan.key:
@@ -463,7 +422,7 @@ class Live:
             engine=self._engine,
             live=self._live,
             state="dirty" if self._dirty else "clean",
-            plan=coming if plan is None else _summary(plan),
+            plan=coming if plan is None else summary(plan),
             last=self._last,
             extras=tuple((plan.extras if plan is not None else [])[:EXTRAS]),
             error=self._error,
@@ -569,7 +528,7 @@ class Live:
                 name="wrong_digest",
             )
 
-    def _fit(self, held: Any) -> _Plan:
+    def _fit(self, held: Any) -> LayoutPlan:
         """The plan for an image's layout, rehearsed if it is new. An error that names what does not fit."""
         layout = held.layout()
         key = self._key(layout)
@@ -591,7 +550,7 @@ class Live:
         self.tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
-        self._plan = _Plan(key, found, extras, table, layout)
+        self._plan = LayoutPlan(key, found, extras, table, layout)
         return self._plan
 
     def tell_extras(self, extras: list[str]) -> None:
@@ -615,7 +574,7 @@ class Live:
             )
 
     def _decide(
-        self, order: LoadOrder, plan: _Plan
+        self, order: LoadOrder, plan: LayoutPlan
     ) -> tuple[Literal["sparse", "dense", "session"], LiveVersion | None, str]:
         """How an order is carried out, from which version on if it is by its changes alone, and why the engine's own loader
         does what a plan was expected to do, if so."""
@@ -631,7 +590,7 @@ class Live:
             self.forget(refusal)
             plan.drop(refusal)
             return "session", None, refusal
-        why = _reasons(plan.verdict)
+        why = reasons(plan.verdict)
         if plan.native is None:
             return "session", None, why
         base = self._base_of(order)
@@ -656,7 +615,7 @@ class Live:
         self,
         how: Literal["sparse", "dense", "session"],
         base: LiveVersion | None,
-        plan: _Plan,
+        plan: LayoutPlan,
         held: Any,
         order: LoadOrder,
         began: float,
@@ -694,7 +653,7 @@ class Live:
         return Last(how="dense", ms=_since(began), bytes=size + done)
 
     def _sparsely(
-        self, plan: _Plan, held: Any, base: LiveVersion, order: LoadOrder, until: float
+        self, plan: LayoutPlan, held: Any, base: LiveVersion, order: LoadOrder, until: float
     ) -> tuple[int, int]:
         """Bytes and elements that were written, as far as they were counted."""
         size, elements, wrong = 0, 0, []
@@ -721,7 +680,7 @@ class Live:
             self._since_verified = 0
         return size, elements
 
-    def _by_session(self, plan: _Plan, tensors: Mapping[str, torch.Tensor], names: list[str]) -> int:
+    def _by_session(self, plan: LayoutPlan, tensors: Mapping[str, torch.Tensor], names: list[str]) -> int:
         """The engine's own loader, for all tensors of some modules."""
         size = 0
 
@@ -759,14 +718,14 @@ class Live:
                 torch.cuda.synchronize(device)
                 registered.close()
 
-    def _before(self, plan: _Plan) -> Snapshot | None:
+    def _before(self, plan: LayoutPlan) -> Snapshot | None:
         if plan.verdict is not None or self._session.refuses_plan() is not None:
             return None
         covered = {plan.trace.targets[copy.target].name for copy in plan.trace.copies}
         return snapshot(self._session.model, self._session, covered)
 
     def _judge(
-        self, plan: _Plan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
+        self, plan: LayoutPlan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
     ) -> str:
         """After the engine's own reload: which modules can be written to directly from now on. Why none can, if nothing but
         an error keeps them from it."""
@@ -785,7 +744,9 @@ class Live:
             return why
         return ""
 
-    def _qualify(self, plan: _Plan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any) -> None:
+    def _qualify(
+        self, plan: LayoutPlan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any
+    ) -> None:
         # On a GPU the sums of the live weights, which take milliseconds, say whether they are what was loaded.
         on_gpu = self._device() is not None
         source = None if on_gpu else tensors.__getitem__
@@ -812,14 +773,14 @@ class Live:
             len(made.why),
         )
 
-    def _make(self, plan: _Plan, verdict: Verdict, held: Any) -> None:
+    def _make(self, plan: LayoutPlan, verdict: Verdict, held: Any) -> None:
         """The plan of a verdict."""
         plan.verdict, plan.native, plan.device, plan.dropped = verdict, None, None, ""
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
         used = sorted({copy.target for copy in verdict.copies})
         index = {target: i for i, target in enumerate(used)}
         plan.names = [plan.trace.targets[i].name for i in used]
-        plan.places = [_place(live[name]) for name in plan.names]
+        plan.places = [place(live[name]) for name in plan.names]
         modules = dict(self._session.model.named_modules())
         plan.holders = [
             (modules[target.module]._parameters, target.attribute)
@@ -842,14 +803,14 @@ class Live:
             plan.native = _windlass.LoadPlan(held.layout(), rows, copies)
             plan.device = device_weights(plan.native, [live[name] for name in plan.names])
 
-    def _addresses(self, plan: _Plan) -> list[int]:
+    def _addresses(self, plan: LayoutPlan) -> list[int]:
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
         return [live[name].data_ptr() for name in plan.names]
 
-    def _in_place(self, plan: _Plan) -> bool:
+    def _in_place(self, plan: LayoutPlan) -> bool:
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
         return all(
-            name in live and _place(live[name]) == place for name, place in zip(plan.names, plan.places)
+            name in live and place(live[name]) == was for name, was in zip(plan.names, plan.places)
         )
 
     def _write_report(self, order: LoadOrder) -> None:
@@ -860,30 +821,6 @@ class Live:
         except WindlassError as e:
             # The order itself went as it went.
             log.error("rank %d: %s", self._rank, e)
-
-
-def _summary(plan: _Plan) -> PlanSummary:
-    verdict = plan.verdict
-    if verdict is None:
-        modules = {plan.trace.targets[i].module for reached in plan.trace.reached.values() for i in reached}
-        return PlanSummary(key=plan.key, replayed=0, session=len(modules), why={})
-    why = dict(list(verdict.why.items())[:REASONS])
-    return PlanSummary(
-        key=plan.key, replayed=verdict.modules, session=len(verdict.why), why=why, ahead=plan.ahead
-    )
-
-
-def _reasons(verdict: Verdict) -> str:
-    """Why some modules are not written directly, in one line; empty if all are."""
-    if not verdict.why:
-        return ""
-    module, reason = next(iter(verdict.why.items()))
-    more = f", and {len(verdict.why) - 1} more modules" if len(verdict.why) > 1 else ""
-    return f"{module}: {reason}{more}" if module else reason
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
 
 
 def _version_of(fetched: Any) -> LiveVersion:
