@@ -201,7 +201,7 @@ def compares(
     """Whether "auto" is by delta for 16 GiB in bf16."""
     tensor = Pretended(elements=8 * G, device=on)
     share = SimpleNamespace(gathered=False, fetch=lambda given: given)
-    sources = [SimpleNamespace(name="w", shares=[share], given=tensor)]
+    sources = [SimpleNamespace(name="w", shares=[share], given=tensor, derived=None, spent=False)]
     monkeypatch.setattr(on_gpu, "host_memory", lambda: host)
     gpu = cast(Any, Pretended(free=free))
     return on_gpu.can_compare(cast(Any, sources), gpu, lambda name, dtype: dtype, where)

@@ -22,8 +22,9 @@ REFUSED = {"rank": 0, "state": "clean", "live": OLD, "error": {**FAILURE, "kind"
 class Scripted:
     """An engine whose workers answer as the script says."""
 
-    def __init__(self, *loads: Any, cache: bool = True, paused: bool = False) -> None:
+    def __init__(self, *loads: Any, cache: bool = True, paused: bool = False, core: bool = False) -> None:
         self.loads = list(loads)
+        self.core = core
         self.cache = cache
         self.is_paused = paused
         self.calls: list[str] = []
@@ -32,12 +33,25 @@ class Scripted:
 
     async def workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         if method != "windlass_load":
-            return [{"rank": 0, "state": "clean", "live": OLD, "error": None}]
+            told = {"rank": 0, "state": "clean", "live": OLD, "error": None}
+            return [{**told, "staging": False, "unknown_layout": False}]
         self.calls.append(f"load {args[0]['how']}")
         given = self.loads.pop(0)
         if isinstance(given, Exception):
             raise given
         return [dict(report) for report in given]
+
+    async def can_load_between_steps(self) -> bool:
+        return self.core
+
+    async def load_between_steps(
+        self, order: dict[str, Any], reset: bool, label: str, lift: bool
+    ) -> dict[str, Any]:
+        self.calls.append(f"{order['how']} {label} reset {reset} lift {lift}")
+        given = self.loads.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return dict(given)
 
     async def pause(self, mode: str) -> None:
         await self.pausing.wait()
@@ -193,5 +207,69 @@ def test_the_same_order_joins_and_another_one_is_refused() -> None:
         engine.pausing.set()
         assert (await second)["weight_version"] == LABEL
         assert engine.calls.count("load auto") == 1
+
+    asyncio.run(scene())
+
+
+# By one call of the engine core.
+
+
+def answer(*reports: dict[str, Any], paused: bool = False, error: str | None = None) -> dict[str, Any]:
+    times = {"pause_ms": 5.0, "drain_ms": 1.0, "load_ms": 4.0}
+    return {"reports": [dict(r) for r in reports], "paused": paused, "error": error, **times}
+
+
+def called(how: str, lift: bool = False) -> str:
+    return f"{how} {LABEL} reset True lift {lift}"
+
+
+def test_the_core_is_asked_again_until_workers_have_staged() -> None:
+    async def scene() -> None:
+        engine = Scripted({"staging": True}, {"staging": True}, answer(GOOD), core=True)
+        told = await load(endpoint(engine))
+        assert engine.calls == [called("auto")] * 3, "nothing is paused or resumed by calls of their own"
+        assert (told["weight_version"], told["pause_ms"], told["drain_ms"]) == (LABEL, 5.0, 1.0)
+
+    asyncio.run(scene())
+
+
+def test_an_order_that_the_core_did_not_begin_leaves_the_engine_serving() -> None:
+    async def scene() -> None:
+        engine = Scripted(answer(REFUSED), answer(GOOD), core=True)
+        made = endpoint(engine)
+        with pytest.raises(WindlassInvalid, match="no memory"):
+            await load(made)
+        assert not (await made._status({}))["fenced"]
+        await load(made)
+        assert engine.calls == [called("auto")] * 2
+
+    asyncio.run(scene())
+
+
+def test_a_core_whose_workers_are_not_whole_is_told_once_more_and_then_fenced() -> None:
+    async def scene() -> None:
+        dirty = answer(DIRTY, paused=True)
+        engine = Scripted(dirty, dirty, RuntimeError("the core died"), RuntimeError("it did"), core=True)
+        made = endpoint(engine)
+        for text in ("no memory", "it did"):
+            with pytest.raises(WindlassStale, match=f"generation stays paused: .*{text}") as caught:
+                await load(made)
+            assert caught.value.name == "fenced"
+        engine.loads = [answer(GOOD)]
+        await load(made)
+        hows = [called("auto"), called("dense")]
+        assert engine.calls == [*hows, *(called(how, lift=True) for how in ("auto", "dense", "auto"))]
+        assert not (await made._status({}))["fenced"]
+
+    asyncio.run(scene())
+
+
+def test_a_delta_that_failed_halfway_is_not_repeated_from_an_image_that_lacks_it() -> None:
+    async def scene() -> None:
+        engine = Scripted(answer(DIRTY, paused=True), core=True)
+        delta = {"base": 1, "files": [["/dev/shm/1.delta", 64]]}
+        with pytest.raises(WindlassStale, match="generation stays paused: no memory"):
+            await endpoint(engine)._load({"order": {**ORDER, "delta": delta}, "pause": {}})
+        assert engine.calls == [called("auto")]
 
     asyncio.run(scene())
