@@ -403,6 +403,8 @@ impl Engines {
                 let waited = shared.changed.wait_timeout(state, stop.nap());
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
+            // Too late for an engine that has not begun: the image comes next.
+            state.ahead = None;
         }
     }
 
