@@ -103,7 +103,7 @@ impl Shelf {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         *made += 1;
         let path = share.dir.join(format!("{made}.delta"));
-        // As open as its directory, which keeps out whoever may not read the image.
+        // As open as its directory, which keeps out processes that may not read the image.
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o660).open(&path)?;
         let remove = Unless(Some(&path));
         file.try_lock().map_err(io::Error::from)?;
