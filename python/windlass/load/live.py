@@ -809,9 +809,7 @@ class Live:
 
     def _in_place(self, plan: LayoutPlan) -> bool:
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
-        return all(
-            name in live and place(live[name]) == was for name, was in zip(plan.names, plan.places)
-        )
+        return all(name in live and place(live[name]) == was for name, was in zip(plan.names, plan.places))
 
     def _write_report(self, order: LoadOrder) -> None:
         if order.reports is None:
