@@ -23,7 +23,7 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
+.PHONY: help demo test test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
 .PHONY: clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
@@ -33,9 +33,19 @@ help: ## print this list
 demo: ## show the main job on this machine
 	$(CARGO) run --release --locked -p windlass -- demo
 
-test: contract testdata loom ## all tests: Rust, Python, real engines, doc tests, the contract table, the golden files, the models
-	$(CARGO) test --workspace --locked
-	$(MAKE) --no-print-directory pytest engines
+# Every group runs, whatever the ones before it did.
+GROUPS := contract testdata loom rust pytest engines
+test: ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
+	@failed=; for group in $(GROUPS); do \
+	    echo "== $$group"; $(MAKE) --no-print-directory $$group || failed+=" $$group"; done; \
+	    if [ "$$failed" ]; then echo "*** failed:$$failed (of $(GROUPS)); \`make GROUP\` runs one again" >&2; exit 1; fi; \
+	    echo "all groups passed: $(GROUPS)"
+
+test-busy: ## all tests three times in a row beside processes that keep every core busy
+	scripts/busy.sh 3 $(MAKE) --no-print-directory test
+
+rust: ## the Rust tests and doc tests
+	$(CARGO) test --workspace --locked --no-fail-fast
 
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
@@ -148,8 +158,8 @@ pytest: develop ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a t
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
-	$(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
-	.venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS)
+	failed=0; $(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || failed=1; \
+	    .venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS) || failed=1; exit $$failed
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)

@@ -284,3 +284,17 @@ class Sglang(Server):
             "/generate", {"input_ids": list(prompt), "sampling_params": sampling, **how}, timeout=timeout
         )
         return [int(t) for t in answer["output_ids"]]
+
+    def flush(self, timeout: float = 60.0) -> None:
+        """Forgets cached prefixes. A request whose answer is out may still be on its way out of the scheduler, and the
+        server refuses the flush until it is gone."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                self.post("/flush_cache")
+            except HttpFailure as e:
+                if e.status != 400 or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+            else:
+                return

@@ -196,7 +196,9 @@ fn a_demo_that_stays_keeps_its_page_until_it_is_told_to_end() {
         &dir,
     ];
     let mut demo = Process::start(args);
-    let page = demo.event("listening")["page"].as_str().unwrap().to_owned();
+    let listening = demo.event("listening");
+    let page = listening["page"].as_str().unwrap().to_owned();
+    let token = std::fs::read_to_string(listening["token_file"].as_str().unwrap()).unwrap();
     let told = until("the summary", || Some(demo.line()).filter(|line| line.get("ok").is_some()));
     assert_eq!(
         (&told["ok"], &told["served"], &told["incidents"]),
@@ -211,6 +213,14 @@ fn a_demo_that_stays_keeps_its_page_until_it_is_told_to_end() {
         answer.status == 200 && String::from_utf8_lossy(&answer.body).contains("<title>Windlass"),
         "{answer:?}"
     );
+    // Its trainers have taken leave: nothing looks as if it had died. `top` takes the address that people are shown.
+    let address = format!("{page}#token={}", token.trim());
+    let seen = until("the trainers' leave", || {
+        let seen = run!("top", &address, "--json").ok().json();
+        let left = |t: &Value| t["state"] == "left";
+        seen["trainers"].as_array().unwrap().iter().all(left).then_some(seen)
+    });
+    assert_eq!((&seen["errors"], seen["trainers"].as_array().unwrap().len()), (&json!([]), 2), "{seen}");
     demo.signal(Signal::INT);
     assert_eq!(demo.ends_within(PATIENCE), 0);
     nothing_left(home.path());

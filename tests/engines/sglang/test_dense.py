@@ -164,7 +164,7 @@ def test_requests_in_flight_end_as_the_pause_mode_says(
         assert (new in versions) == (pause != "wait")
     if cache == "keep":
         # Prefixes of the old weights are still there; a flush is the caller's.
-        server.post("/flush_cache")
+        server.flush()
     assert right(server, policy)
 
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use windlass_core::address::Token;
 
 use super::controller::TOKEN_FILE;
 use super::service::{ClientTls, TokenArgs, parse_seconds};
@@ -14,9 +15,12 @@ use crate::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {
+    /// The controller's live page with its token, as the demo prints it: http://10.0.0.1:7100/#token=…
+    #[arg(value_name = "PAGE")]
+    page: Option<String>,
     /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
-    #[arg(long, value_name = "URL")]
-    controller: String,
+    #[arg(long, value_name = "URL", required_unless_present = "page")]
+    controller: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
@@ -34,8 +38,9 @@ pub(super) struct ParsedTop {
 
 impl ParsedTop {
     pub(super) fn check(self) -> Result<Top, Error> {
+        let controller = self.page.or(self.controller).unwrap_or_default();
         Ok(Top {
-            controller: controller_client(&self.controller, &self.token, &self.tls)?,
+            controller: controller_client(&controller, &self.token, &self.tls)?,
             once: self.once,
             interval: Duration::from_secs_f64(self.interval),
             trace: self.trace,
@@ -43,14 +48,21 @@ impl ParsedTop {
     }
 }
 
-/// What speaks to a controller, with the token that is named, that of the environment, or the one that the controller made
-/// where it was started.
+/// What speaks to a controller, with the token that is named, that of its page's address, that of the environment, or the
+/// one that the controller made where it was started.
 pub(super) fn controller_client(
     url: &str,
     token: &TokenArgs,
     tls: &ClientTls,
 ) -> Result<ControllerClient, Error> {
-    let token = match (&token.token_file, token.in_environment()?) {
+    let (url, of_page) = match url.split_once("#token=") {
+        Some((page, token)) => {
+            let token = Token::new(token).map_err(|e| Error::Usage(format!("the address {page}#token=…: {e}")))?;
+            (page, Some(token.found_in("the page's address")))
+        }
+        None => (url, None),
+    };
+    let token = match (&token.token_file, of_page.or(token.in_environment()?)) {
         (Some(file), _) => token::read(file)?,
         (None, Some(token)) => token,
         (None, None) if Path::new(TOKEN_FILE).exists() => token::read(Path::new(TOKEN_FILE))?,

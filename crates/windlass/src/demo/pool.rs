@@ -30,7 +30,7 @@ use super::{Demo, Model, PATIENCE, TOKEN, event, sum_file};
 use crate::client::{Client, Request};
 use crate::controller::client::ControllerClient;
 use crate::controller::status::{SetStatus, Status};
-use crate::controller::wire::{Gate, Lane, NotifyVersion, Span};
+use crate::controller::wire::{Gate, Lane, NotifyVersion, Span, TrainerLeft};
 use crate::error::Error;
 use crate::session::Session;
 use crate::token;
@@ -109,6 +109,7 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
         });
         let ended = played.and_then(|status| {
             let fine = stage.judge(&status, &manifests, &expected, start)?;
+            stage.take_leave(&status)?;
             stage.stay()?;
             Ok(u8::from(!fine))
         });
@@ -281,10 +282,23 @@ impl<'a> Stage<'a> {
         Ok(fine)
     }
 
+    /// Trainers that have ended as they should say so, or the controller would have to think that they died.
+    fn take_leave(&self, status: &Status) -> Result<(), Error> {
+        let stop = self.session.cancel().with_timeout(PATIENCE);
+        for trainer in &status.trainers {
+            let (model_id, incarnation) = (trainer.model_id.clone(), trainer.incarnation);
+            self.client.trainer_left(&TrainerLeft { model_id, incarnation }, &stop)?;
+        }
+        Ok(())
+    }
+
     /// Keeps everything as it is, if so asked, until it is told to end.
     fn stay(&mut self) -> Result<(), Error> {
         if self.demo.stay {
-            self.session.note("The live page stays until Ctrl-C.");
+            let killed = self.doomed().map_or(String::new(), |(index, _)| {
+                format!(" Its one error is receiver-{index}, which was killed on purpose.")
+            });
+            self.session.note(&format!("The live page stays until Ctrl-C.{killed}"));
         }
         while self.demo.stay && !self.session.cancel().is_set() {
             self.controller.check()?;
