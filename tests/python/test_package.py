@@ -59,12 +59,12 @@ def test_every_name_that_the_package_exports_is_there_once() -> None:
 def test_the_exceptions_are_those_of_the_table_of_kinds() -> None:
     kinds = _windlass.kinds()
     assert {row[1] for row in kinds} == set(errors.__all__) - {"WindlassError"}
-    for kind, name, builtin, advice in kinds:
+    for kind, name, builtin, meaning in kinds:
         exception = getattr(errors, name)
         assert getattr(windlass, name) is exception
         assert issubclass(exception, windlass.WindlassError), kind
         assert issubclass(exception, getattr(builtins, builtin)), kind
-        assert advice
+        assert meaning
 
 
 @pytest.mark.parametrize("name", errors.__all__)

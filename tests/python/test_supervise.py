@@ -252,7 +252,7 @@ def test_what_the_agent_refuses_is_said_at_once(home: Path) -> None:
     with AgentSupervisor(home / "region", ports="7000-6000", log=home / "log") as agent:
         with pytest.raises(windlass.WindlassInvalid, match="7000-6000") as caught:
             agent.endpoint(1000)
-        assert isinstance(caught.value, ValueError) and caught.value.advice
+        assert isinstance(caught.value, ValueError)
     with pytest.raises(windlass.WindlassInvalid, match="program is empty"):
         AgentSupervisor(home / "region", program=[])
     with pytest.raises(windlass.WindlassNotFound, match="cannot write the agent's log"):

@@ -2,8 +2,9 @@
 //!
 //! Every module of this crate names its own failures in an enum of its own; [`Error`] is the union.
 //! [`Error::kind`] sorts them into the eleven [`Kind`]s, and [`Kind::row`] is the one table that maps a
-//! kind to a Python exception, an HTTP status, an exit code and a line of advice. No caller keeps a second
-//! table.
+//! kind to a Python exception, an HTTP status, an exit code and what it means. No caller keeps a second
+//! table. What to do about a failure only the failure itself can say; a kind says it ([`Kind::advice`]) where
+//! it is the same for all of them.
 
 use std::fmt;
 
@@ -48,8 +49,8 @@ pub struct Row {
     pub http: u16,
     /// Exit code of the command line.
     pub exit: u8,
-    /// What to do next when the error itself does not say.
-    pub advice: &'static str,
+    /// What it means, in a few words.
+    pub meaning: &'static str,
 }
 
 impl Kind {
@@ -75,60 +76,59 @@ impl Kind {
             builtin: &'static str,
             http: u16,
             exit: u8,
-            advice: &'static str,
+            meaning: &'static str,
         ) -> Row {
-            Row { python, builtin, http, exit, advice }
+            Row { python, builtin, http, exit, meaning }
         }
         match self {
             Kind::Invalid => {
-                row("WindlassInvalid", "ValueError", 400, 2, "correct the input named in the message")
+                row("WindlassInvalid", "ValueError", 400, 2, "the input is malformed or contradicts itself")
             }
-            Kind::NotFound => {
-                row("WindlassNotFound", "LookupError", 404, 3, "check the name and that it was published")
-            }
-            Kind::Stale => {
-                row("WindlassStale", "RuntimeError", 409, 4, "ask for the current version and try again")
-            }
-            Kind::Corrupt => row(
-                "WindlassCorrupt",
+            Kind::NotFound => row("WindlassNotFound", "LookupError", 404, 3, "the named thing does not exist"),
+            Kind::Stale => row(
+                "WindlassStale",
                 "RuntimeError",
-                422,
-                5,
-                "fetch it again; if it repeats, check memory and disk",
+                409,
+                4,
+                "it was right once: an older version, an earlier life, a base that has moved on",
             ),
-            Kind::Timeout => row(
-                "WindlassTimeout",
-                "TimeoutError",
-                504,
-                6,
-                "see whether the peer is alive, or raise the deadline",
+            Kind::Corrupt => row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes are not what their sums say"),
+            Kind::Timeout => row("WindlassTimeout", "TimeoutError", 504, 6, "a deadline passed"),
+            Kind::PeerLost => row("WindlassPeerLost", "ConnectionError", 502, 7, "the other side went away"),
+            Kind::Exhausted => row(
+                "WindlassExhausted",
+                "OSError",
+                507,
+                8,
+                "memory, disk, connections or a configured limit ran out",
             ),
-            Kind::PeerLost => row(
-                "WindlassPeerLost",
-                "ConnectionError",
-                502,
-                7,
-                "restart the peer; syncing resumes by itself",
-            ),
-            Kind::Exhausted => {
-                row("WindlassExhausted", "OSError", 507, 8, "free or raise the resource named in the message")
-            }
             Kind::Unsupported => row(
                 "WindlassUnsupported",
                 "NotImplementedError",
                 501,
                 9,
-                "use one of the alternatives in the message",
+                "this build, machine or peer cannot do it",
             ),
-            Kind::Denied => {
-                row("WindlassDenied", "PermissionError", 403, 10, "check the token and the allowed endpoints")
-            }
-            Kind::Cancelled => {
-                row("WindlassCancelled", "RuntimeError", 499, 130, "nothing to do; the work was called off")
-            }
-            Kind::Bug => {
-                row("WindlassBug", "RuntimeError", 500, 70, "please report this with the full message")
-            }
+            Kind::Denied => row("WindlassDenied", "PermissionError", 403, 10, "not authenticated or not allowed"),
+            Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "given up on request"),
+            Kind::Bug => row("WindlassBug", "RuntimeError", 500, 70, "a defect in Windlass"),
+        }
+    }
+
+    /// What to do about any failure of this kind; empty where that depends on the failure.
+    pub const fn advice(self) -> &'static str {
+        match self {
+            Kind::Corrupt => "fetch it again; if it repeats, check memory and disk",
+            Kind::Bug => "please report this with the full message",
+            Kind::Invalid
+            | Kind::NotFound
+            | Kind::Stale
+            | Kind::Timeout
+            | Kind::PeerLost
+            | Kind::Exhausted
+            | Kind::Unsupported
+            | Kind::Denied
+            | Kind::Cancelled => "",
         }
     }
 

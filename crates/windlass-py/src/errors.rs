@@ -33,9 +33,9 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// With the advice of its kind.
+    /// With the advice of its kind, if that has any.
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), advice: kind.row().advice.into(), name: "" }
+        Failure { kind, message: message.into(), advice: kind.advice().into(), name: "" }
     }
 
     /// A mistake of the caller.
@@ -116,9 +116,9 @@ impl From<Failure> for PyErr {
     }
 }
 
-/// The table of kinds: (kind, name of the exception, name of the builtin it derives from, advice).
+/// The table of kinds: (kind, name of the exception, name of the builtin it derives from, meaning).
 #[pyfunction]
 pub(crate) fn kinds() -> Vec<(String, &'static str, &'static str, &'static str)> {
-    let row = |kind: Kind| (kind.to_string(), kind.row().python, kind.row().builtin, kind.row().advice);
+    let row = |kind: Kind| (kind.to_string(), kind.row().python, kind.row().builtin, kind.row().meaning);
     Kind::ALL.into_iter().map(row).collect()
 }

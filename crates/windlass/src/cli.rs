@@ -660,7 +660,7 @@ fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
 fn exit_codes() -> String {
     let mut text = "Exit codes:\n    0  done\n    1  the answer is no".to_owned();
     for kind in Kind::ALL {
-        let _ = write!(text, "\n  {:>3}  {:<11}  {}", kind.row().exit, kind.as_str(), kind.row().advice);
+        let _ = write!(text, "\n  {:>3}  {:<11}  {}", kind.row().exit, kind.as_str(), kind.row().meaning);
     }
     text
 }

@@ -305,7 +305,7 @@ impl Error {
         }
     }
 
-    /// What to do next.
+    /// What to do next; empty where the message is all there is to say.
     pub fn advice(&self) -> String {
         match self {
             Error::Io { source, path, .. }
@@ -345,7 +345,7 @@ impl Error {
             Error::Controller(e) if e.kind() == Kind::Denied => {
                 "give the token of the controller, which it named when it started".into()
             }
-            Error::Controller(e) => e.kind().row().advice.into(),
+            Error::Controller(_) => String::new(),
             Error::Engine(e) => e.advice().into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()
@@ -385,7 +385,7 @@ impl Error {
             | Error::Child { .. }
             | Error::Engines { .. }
             | Error::Deadline
-            | Error::Bug(_) => self.kind().row().advice.into(),
+            | Error::Bug(_) => self.kind().advice().into(),
         }
     }
 
@@ -409,6 +409,11 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// A text with its advice on a line below, if there is any.
+pub fn advised(text: &str, advice: &str) -> String {
+    if advice.is_empty() { text.to_owned() } else { format!("{text}\n  {advice}") }
+}
+
 fn io_advice(source: &io::Error, path: &Path) -> String {
     match source.kind() {
         io::ErrorKind::NotFound => {
@@ -418,6 +423,38 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             format!("free some space where {} is, or write elsewhere with -o", path.display())
         }
-        _ => io_kind(source).row().advice.into(),
+        _ => io_kind(source).advice().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One sentence for a whole kind was wrong for most of it: "check the token" for a directory that is in use, "restart
+    /// the peer" for a wrong port, "please report this" for an engine that was started without a flag.
+    #[test]
+    fn advice_is_about_the_failure_and_not_about_its_kind() {
+        let engine = || "vllm at http://a:1".to_owned();
+        for (error, advice) in [
+            (Error::Busy { path: "out".into() }, "wait for it to end, or choose another output"),
+            (Error::Deadline, ""),
+            (Error::Region(RegionError::Live { dir: "a".into(), owners: vec![7] }), ""),
+            (
+                Error::from(EngineError::Worker {
+                    engine: engine(),
+                    stage: crate::engines::error::Stage::Load,
+                    rank: 0,
+                    text: "AttributeError".into(),
+                    kind: Kind::Bug,
+                }),
+                "see the engine's own log for the cause",
+            ),
+            (Error::Bug("odd".into()), "please report this with the full message"),
+        ] {
+            assert_eq!(error.advice(), advice, "{error}");
+        }
+        assert_eq!(advised("what", ""), "what");
+        assert_eq!(advised("what", "do"), "what\n  do");
     }
 }

@@ -108,7 +108,7 @@ impl IntoResponse for Failure {
         let status = StatusCode::from_u16(row.http).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let body = json!({
             "ok": false,
-            "error": { "kind": self.kind, "message": self.message, "advice": row.advice },
+            "error": { "kind": self.kind, "message": self.message, "advice": self.kind.advice() },
         });
         (self.status.unwrap_or(status), Json(body)).into_response()
     }

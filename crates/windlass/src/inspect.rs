@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use windlass_core::manifest::Manifest;
 use windlass_data::file::{INDEX, Layout, open_regular};
 
-use crate::error::Error;
+use crate::error::{Error, advised};
 use crate::session::{Session, Table, bytes, count};
 
 /// The longest manifest that is read into memory.
@@ -52,7 +52,7 @@ impl Inspect {
     fn checkpoint(&self, session: &Session) -> Result<(), Error> {
         let unfinished = crate::delta::journal::refuse_unfinished(&self.path).err();
         if let Some(e) = &unfinished {
-            session.note(&format!("warning: {e}\n  {}", e.advice()));
+            session.note(&format!("warning: {}", advised(&e.to_string(), &e.advice())));
         }
         let layout = Layout::read(&self.path)?;
         let shard = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned());

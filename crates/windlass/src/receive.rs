@@ -53,7 +53,7 @@ use windlass_data::tls::Trust;
 
 use crate::control::HttpControl;
 use crate::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
-use crate::error::Error;
+use crate::error::{Error, advised};
 use crate::image;
 use crate::session::{Session, bytes};
 
@@ -140,7 +140,7 @@ impl Receive {
             Err(e) if !alone && e.kind() != Kind::Cancelled => {
                 let (kind, text, advice) = (e.kind(), e.chain(), e.advice());
                 let event = json!({ "event": "failed", "kind": kind, "error": text, "advice": advice });
-                session.event(&event, || format!("given up: {text}\n  {advice}"));
+                session.event(&event, || format!("given up: {}", advised(&text, &advice)));
                 Err(e)
             }
             result => result,

@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use windlass_data::stop::Stop;
 
-use crate::error::Error;
+use crate::error::{Error, advised};
 
 /// One run of the command.
 #[derive(Clone, Debug)]
@@ -140,7 +140,7 @@ pub fn report(error: &Error, json: bool) -> u8 {
             return report(&lost, false);
         }
     } else {
-        let _ = write!(io::stderr().lock(), "error: {}\n  {}\n", error.chain(), error.advice());
+        let _ = writeln!(io::stderr().lock(), "error: {}", advised(&error.chain(), &error.advice()));
     }
     row.exit
 }

@@ -223,7 +223,7 @@ def kind_of(error: BaseException) -> str:
     """
     from windlass import _windlass
 
-    by_class = {name: kind for kind, name, _builtin, _advice in _windlass.kinds()}
+    by_class = {name: kind for kind, name, _builtin, _meaning in _windlass.kinds()}
     for cls in type(error).__mro__:
         if cls.__name__ in by_class:
             return by_class[cls.__name__]

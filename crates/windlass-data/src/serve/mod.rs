@@ -314,6 +314,9 @@ impl Server {
         });
         inner.recover()?;
         let mut server = Server { inner, threads: Vec::new() };
+        // Before the first seal: a server that is stopped before its warden's first word would be waited for as long as
+        // its process lives.
+        seat.attend(sealing::SILENCE);
         let seat = Arc::new(seat);
         let sealers = Arc::clone(&seat);
         server.spawn("sealer", move |inner| inner.seal_loop(&sealers))?;

@@ -18,7 +18,7 @@ use crate::seal::{self, SealError, SealJob};
 use crate::stop::Stop;
 
 /// How long the trainer waits for an agent that is stopped, once; one that is merely slow says so in between.
-const SILENCE: Duration = Duration::from_secs(5);
+pub(super) const SILENCE: Duration = Duration::from_secs(5);
 
 impl Inner {
     /// Takes over what an earlier server left: slots that are sealed and whose table is whole.

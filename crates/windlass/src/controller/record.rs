@@ -124,7 +124,7 @@ impl Record {
         if self.errors.len() == ERRORS {
             self.errors.pop_front();
         }
-        let advice = kind.row().advice.to_owned();
+        let advice = kind.advice().to_owned();
         self.errors.push_back(ErrorEntry { at: now, count: 1, who, kind, message, advice });
     }
 

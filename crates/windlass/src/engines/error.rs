@@ -316,21 +316,24 @@ impl EngineError {
             EngineError::Cache { .. } => {
                 "the engine stays paused, because it would answer from old weights; restart it if this repeats"
             }
+            EngineError::Lost { kind: Kind::PeerLost | Kind::Timeout, .. } => {
+                "check that the engine runs, and that this is its address"
+            }
+            // What the engine says of itself: its kind is a guess, and its log knows more.
+            EngineError::Refused { .. } | EngineError::Answer { .. } | EngineError::Worker { .. } => {
+                "see the engine's own log for the cause"
+            }
             EngineError::Lost { .. }
-            | EngineError::Refused { .. }
-            | EngineError::Answer { .. }
             | EngineError::NoRoute { .. }
-            | EngineError::Worker { .. }
             | EngineError::Declined { .. }
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
             | EngineError::Unsupported { .. }
             | EngineError::Guard { .. }
-            | EngineError::Process { .. }
-            | EngineError::Image(_)
-            | EngineError::Region(_)
-            | EngineError::File(_)
-            | EngineError::Io { .. } => self.kind().row().advice,
+            | EngineError::Process { .. } => "",
+            EngineError::Image(_) | EngineError::Region(_) | EngineError::File(_) | EngineError::Io { .. } => {
+                self.kind().advice()
+            }
         }
     }
 }

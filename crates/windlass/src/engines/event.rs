@@ -5,6 +5,7 @@ use windlass_core::error::Kind;
 
 use super::error::{EngineError, Stage};
 use super::order::Label;
+use crate::error::advised;
 
 /// Something that happened to an engine.
 #[derive(Clone, Debug)]
@@ -153,10 +154,11 @@ impl EngineEvent {
                 )
             }
             EngineEvent::Failed { failure, given_up, .. } => {
-                format!("{}{}\n  {}", failure.text, again(*given_up), failure.advice)
+                advised(&format!("{}{}", failure.text, again(*given_up)), &failure.advice)
             }
             EngineEvent::Fenced { engine, failure, given_up, .. } => {
-                format!("{engine} stays paused: {}{}\n  {}", failure.text, again(*given_up), failure.advice)
+                let text = format!("{engine} stays paused: {}{}", failure.text, again(*given_up));
+                advised(&text, &failure.advice)
             }
             EngineEvent::Waiting { failure, .. } => format!("{}; waiting for it", failure.text),
             EngineEvent::Extras { engine, names } => {

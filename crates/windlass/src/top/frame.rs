@@ -283,7 +283,9 @@ impl<'a> Frame<'a> {
             let when = ago(status.now, error.at);
             let text = format!("  {when}  {who} {}{times}: {message}", error.kind.as_str());
             lines.push(self.tone(Tone::Bad, &self.cut(&text)));
-            lines.push(self.tone(Tone::Faint, &self.cut(&format!("    {}", clean(&error.advice)))));
+            if !error.advice.is_empty() {
+                lines.push(self.tone(Tone::Faint, &self.cut(&format!("    {}", clean(&error.advice)))));
+            }
         }
         if !lines.is_empty() {
             lines.insert(0, String::new());
