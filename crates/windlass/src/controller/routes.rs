@@ -81,7 +81,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, state: &S) -> Result<Body<T>, Failure> {
-        let read = Json::<T>::from_request(request, state);
+        let read = Json::<Value>::from_request(request, state);
         let Ok(read) = tokio::time::timeout(BODY, read).await else {
             let message = format!("the body did not arrive within {} s", BODY.as_secs());
             return Err(Failure {
@@ -89,10 +89,34 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
                 ..Failure::new(Kind::Timeout, message)
             });
         };
-        read.map(|Json(value)| Body(value)).map_err(|r: JsonRejection| Failure {
+        let Json(mut value) = read.map_err(|r: JsonRejection| Failure {
             status: Some(r.status()),
             ..Failure::new(Kind::Invalid, r.body_text())
+        })?;
+        whole_numbers(&mut value);
+        serde_json::from_value(value).map(Body).map_err(|e| Failure {
+            status: Some(StatusCode::UNPROCESSABLE_ENTITY),
+            ..Failure::new(Kind::Invalid, format!("the body is not what this route takes: {e}"))
         })
+    }
+}
+
+/// Makes integers of numbers such as `7.0`, which JSON does not tell from `7`: languages without integers write both.
+fn whole_numbers(value: &mut Value) {
+    match value {
+        Value::Number(n) => {
+            // Exact: a whole float of this size is an integer, if perhaps not the one that was meant.
+            if let Some(f) = n.as_f64().filter(|f| n.is_f64() && f.fract() == 0.0) {
+                if (0.0..u64::MAX as f64).contains(&f) {
+                    *value = Value::from(f as u64);
+                } else if (i64::MIN as f64..0.0).contains(&f) {
+                    *value = Value::from(f as i64);
+                }
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(whole_numbers),
+        Value::Object(fields) => fields.values_mut().for_each(whole_numbers),
+        Value::Null | Value::Bool(_) | Value::String(_) => {}
     }
 }
 

@@ -62,6 +62,8 @@ fn requests_that_are_refused_leave_nothing_behind() {
     };
     with("model_id", json!("../actor")).error(422, "invalid");
     with("version", json!(-1)).error(422, "invalid");
+    with("version", json!(-1.0)).error(422, "invalid");
+    with("version", json!(7.5)).error(422, "invalid");
     with("version", json!("18446744073709551616")).error(422, "invalid");
     with("sender_endpoint", json!("")).error(400, "invalid");
     with("sender_endpoint", json!("http://0.0.0.0:1")).error(400, "invalid");
