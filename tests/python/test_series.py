@@ -133,6 +133,29 @@ def test_after_the_first_series_tensors_are_written_directly(
     assert report.last.bytes == sum(t.nbytes for t in weights(1).values())
 
 
+def test_tensors_at_hand_are_written_directly_from_where_they_are() -> None:
+    model = Fused()
+    engine = Engine(model)
+    live = Live(engine)
+    for version in (1, 2, 3):
+        live.load_tensors(weights(version))
+        expect(model, weights(version))
+    assert len(engine.loads) == 1
+    # Another set of them is the engine's own again, and one that does not fit touches nothing.
+    part = {name: tensor for name, tensor in weights(4).items() if name.startswith("norm.")}
+    live.load_tensors(part)
+    expect(model, {**weights(3), **part})
+    assert engine.loads[1] == ["norm.bias", "norm.weight"]
+    with pytest.raises(WindlassInvalid, match="turned"):
+        live.load_tensors({**weights(5), "turned": torch.randn(3, 6)})
+    expect(model, {**weights(3), **part})
+    assert (live.report().state, len(engine.loads)) == ("clean", 2)
+    live.load_tensors(weights(6))
+    live.load_tensors(weights(7))
+    expect(model, weights(7))
+    assert len(engine.loads) == 3
+
+
 def test_what_the_engine_changes_afterwards_is_never_replayed(caplog: pytest.LogCaptureFixture) -> None:
     model = Fused()
     engine = Engine(model, scale=2.0)

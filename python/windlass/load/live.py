@@ -334,18 +334,19 @@ class Live:
     # Tensors that come another way than by an image.
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Report:
-        """Loads tensors by the engine's own reload: all of those of each layer that they touch."""
-        with self._session.rehearsal() as targets:
-            found = trace(self._session.load_weights, tensors, targets)
-        self.tell_extras(sorted(found.unexpected))
-        self.begin_tensors()
+        """Loads tensors that are all at hand, from where they are: by known copies if the same ones came before, and by
+        the engine's own reload otherwise, which wants all tensors of each layer that they touch."""
+        series = self.series
+        if not series.knows(tensors):
+            series.drop("other tensors came than before")
+            # What does not fit is told before anything is touched.
+            with self._session.rehearsal() as targets:
+                trace(self._session.load_weights, tensors, targets)
         try:
-            self.feed_tensors(
-                (name, tensors[name]) for name in sorted(tensors) if name not in found.unexpected
-            )
-            self.finish_tensors()
-        except Exception as e:
-            self.abandon_tensors(e)
+            series.feed(sorted(tensors.items()))
+            series.finish()
+        except BaseException as e:
+            series.abandon(e)
             raise
         return self.report()
 

@@ -141,11 +141,15 @@ class Series:
         self._bytes = 0
         self._at = 0.0
 
+    def knows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors of the updates before, neither more nor fewer."""
+        return self._plan is not None and self._plan.kinds == {n: _kind(t) for n, t in tensors.items()}
+
     # Requests.
 
     def feed(self, pairs: Pairs) -> None:
         """The tensors of a request, or some of them. They may change when this returns and its copies are done."""
-        kinds = {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in pairs}
+        kinds = {name: _kind(tensor) for name, tensor in pairs}
         self._take(kinds)
         self._bytes += sum(t.numel() * t.element_size() for _, t in pairs)
         plan, learning = self._plan, self._learning
@@ -400,6 +404,10 @@ def merge(learning: _Learning, found: Trace) -> list[Copy]:
     if found.loaded is not None:
         into.loaded = (into.loaded or frozenset()) | found.loaded
     return copies
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    return dtype_name(tensor.dtype), tuple(tensor.shape)
 
 
 def _kinds(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str, Kind]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+from collections.abc import AsyncIterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from windlass.strategy import NamedTensors, WeightLoader, each_tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
+    from windlass.load.live import Live
     from windlass.plain import Plain
 
 __all__ = ["VLLMWeightLoader"]
@@ -45,26 +49,44 @@ class VLLMWeightLoader(WeightLoader):
         self._adapters: Any | None = None
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
-        """Loads tensors by vLLM's own reload: give all of those of each layer together."""
-        import torch
+        """Loads tensors: the first time by vLLM's own reload, then by the copies that it made. Give all of those of each
+        layer together, and in an iterator that makes them one by one the same ones every time.
 
-        tensors: dict[str, torch.Tensor] = {}
-        async for name, tensor in each_tensor(named_tensors):
-            # A receiver may use the memory of one for the next.
-            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        A worker takes them where they are, on its GPU or not; to workers in other processes they go by a file."""
         worker = self._worker()
         if worker is not None:
             from windlass.vllm.extension import live_of
 
-            live_of(worker.get_model(), worker.vllm_config).load_tensors(tensors)
+            live = live_of(worker.get_model(), worker.vllm_config)
+            if isinstance(named_tensors, AsyncIterable):
+                await self._stream(live, named_tensors)
+            else:
+                live.load_tensors({name: t.detach() async for name, t in each_tensor(named_tensors)})
         else:
             from safetensors.torch import save_file
 
             with tempfile.TemporaryDirectory(dir=self._scratch, prefix="windlass-") as folder:
                 path = str(Path(folder) / "tensors.safetensors")
-                save_file(tensors, path)
+                # A receiver may use the memory of one for the next.
+                save_file(
+                    {
+                        name: tensor.detach().to("cpu", copy=True).contiguous()
+                        async for name, tensor in each_tensor(named_tensors)
+                    },
+                    path,
+                )
                 self._agreed(await self._call("windlass_load_file", path))
         await self._clear()
+
+    @staticmethod
+    async def _stream(live: Live, named_tensors: AsyncIterable[tuple[str, torch.Tensor]]) -> None:
+        try:
+            async for name, tensor in named_tensors:
+                live.series.feed([(name, tensor.detach())])
+            live.series.finish()
+        except BaseException as e:
+            live.series.abandon(e)
+            raise
 
     async def load_image(self, order: LoadOrder | Mapping[str, Any] | Image) -> list[Report]:
         """Loads a version from an image into every worker, and returns their reports. An image that this process holds

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from publishing import Publishing
@@ -58,6 +59,15 @@ def test_an_engine_of_this_process_loads_an_image_and_tensors(llm: Any, home: Pa
         asyncio.run(loader.load_weights(dict(trainer.named_parameters())))
         assert answers(llm) == tiny.answers(trainer)
         assert [report.live for report in asyncio.run(loader.reports())] == [None]
+        # The same ones again, and then a part of them.
+        for part in (list(dict(trainer.named_parameters())), ["model.norm.weight"]):
+            changed = tiny.model(KIND)
+            tiny.stir(changed, 5)
+            with torch.no_grad():
+                for name in part:
+                    trainer.get_parameter(name).copy_(changed.get_parameter(name) * (1 + 1 / len(part)))
+            asyncio.run(loader.load_weights({name: trainer.get_parameter(name) for name in part}))
+            assert answers(llm) == tiny.answers(trainer)
         # And back to versions.
         tiny.stir(trainer, 4)
         asyncio.run(loader.load_image(publishing.publish(trainer, 4)))
