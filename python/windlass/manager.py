@@ -510,6 +510,27 @@ class WeightManager:
 
         return Naming(names, keep, rules.dtype_of, rules)
 
+    def _beyond(self) -> str | None:
+        """The incarnation after the newest that the controller and its receivers know, if the clock is behind that.
+
+        Lives are numbered by the clock, and by the region of the life before. Where the region is gone and the clock has
+        gone back, nobody would follow a life that is older than what they have.
+        """
+        there = self._announcer.controller()
+        if there is None:
+            return None
+        try:
+            status = there.status()
+        except WindlassError as e:
+            log.debug("%s: the controller does not say which lives it knows: %s", self.config.model_id, e)
+            return None
+        mine = self.config.model_id
+        known = [t["incarnation"] for t in status["trainers"] if t["model_id"] == mine]
+        held = [m for r in status["receivers"] for m in r["models"] if m["model_id"] == mine]
+        known += [m["loaded"]["incarnation"] for m in held if m["loaded"] is not None]
+        newest = max(known, default=0)
+        return f"{newest + 1:x}" if newest >= time.time_ns() else None
+
     def _join(self, opened: _Open, gpu: Gpu | None, until: float) -> None:
         """The region of this host: made by its first writer, joined by the others. All ranks or none.
 
@@ -545,7 +566,7 @@ class WeightManager:
         def begin() -> dict[str, str]:
             words = {"host": socket.gethostname()}
             if first:
-                publisher = make(None)
+                publisher = make(self._beyond())
                 restore(Path(publisher.dir) / "token", self._token)
                 words["incarnation"] = publisher.incarnation
                 if several:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
 from windlass.config import TransferStatus
-from windlass.errors import WindlassDenied, WindlassInvalid, WindlassNotFound, WindlassTimeout
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassDenied,
+    WindlassError,
+    WindlassInvalid,
+    WindlassNotFound,
+    WindlassPeerLost,
+    WindlassStale,
+    WindlassTimeout,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +62,8 @@ class Receiver:
     instead. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only: nothing runs in the background. With ``keep_deltas``, the last deltas that led to the image
-    stay beside it, so that engines can load only what changed.
+    stay beside it, so that engines can load only what changed. A publisher that is not there yet is waited for by the first
+    call that needs it; with ``timeout`` it must answer within that time, or this is an error.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class Receiver:
         transfer_timeout: float = 600.0,
         group_readable: bool = False,
         keep_deltas: int = 0,
-        timeout: float = 60.0,
+        timeout: float | None = None,
     ) -> None:
         if token_file is not None:
             if token is not None:
@@ -117,22 +127,33 @@ class Receiver:
         return self._inner.wait_newer(timeout)
 
     def wait(self, version: int, timeout: float = 60.0) -> dict[str, Any]:
-        """Syncs until the image is at ``version`` or beyond, and tells how the last sync went."""
+        """Syncs until the image is at ``version`` or beyond, and tells how the last sync went.
+
+        An agent that is away, or dies, is waited for as the version is: its trainer starts another one.
+        """
         until = time.monotonic() + timeout
+        lost: WindlassError | None = None
         while True:
             told: dict[str, Any] = {}
-            # Before the first version there is nothing to sync to; it is waited for like any other.
-            with contextlib.suppress(WindlassNotFound):
-                told = self.sync(max(0.0, until - time.monotonic()))
-            have = self.version
-            if told and have is not None and have >= version:
-                return told
-            left = until - time.monotonic()
-            if left <= 0 or self.wait_newer(left) is None:
+            try:
+                # Before the first version there is nothing to sync to; it is waited for like any other.
+                with contextlib.suppress(WindlassNotFound):
+                    told = self.sync(max(0.0, until - time.monotonic()))
+                have = self.version
+                if told and have is not None and have >= version:
+                    return told
+                lost = None
+                if (left := until - time.monotonic()) > 0:
+                    self.wait_newer(left)
+            except (WindlassPeerLost, WindlassTimeout, WindlassStale, WindlassCorrupt) as e:
+                lost = e
+                time.sleep(max(0.0, min(0.1, until - time.monotonic())))
+            if time.monotonic() >= until:
+                why = "" if lost is None else f"; {lost}"
                 raise WindlassTimeout(
-                    f"version {version} did not come within {timeout:g} s; the image has {have}",
+                    f"version {version} did not come within {timeout:g} s; the image has {self.version}{why}",
                     "see whether the trainer publishes, or give it more time",
-                )
+                ) from lost
 
     def fetch(
         self, timeout: float = 60.0, newer: tuple[str, int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -279,6 +280,36 @@ def test_a_gate_waits_for_a_controller_that_is_away_as_long_as_it_may() -> None:
     with pytest.raises(WindlassPeerLost):
         windlass.gate(1, controller="http://127.0.0.1:9", timeout=1.0)
     assert time.monotonic() - began >= 1.0
+
+
+def test_a_trainer_whose_clock_went_back_is_followed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = 1 << 62
+    with world(home, "--set=main=policy", "--retry=0.2") as there:
+        receiver = there.receiver("r1", "policy")
+        with monkeypatch.context() as patch:
+            # The clock of the first life is many years ahead.
+            patch.setattr(WeightManager, "_beyond", lambda _: f"{ahead:x}")
+            with manager(there) as wm:
+                wm.offload(weights(7), 7, 0, 1)
+                wm.notify_version(sync=True, timeout=PATIENCE)
+                assert wm.incarnation is not None
+                assert int(wm.incarnation, 16) == ahead
+                region = wm.region
+        assert region is not None
+        shutil.rmtree(region, ignore_errors=True)
+        # Only the receivers know of it, for the controller is new, too.
+        seen = len(receiver.lines())
+        there.commands[0].end(kill=True)
+        there.start_controller()
+        receiver.event("joined", seen)
+        with manager(there) as wm:
+            wm.offload(weights(3), 3, 0, 1)
+            told = wm.notify_version(sync=True, timeout=PATIENCE)
+            assert told is not None
+            assert wm.incarnation is not None
+            assert int(wm.incarnation, 16) == ahead + 1
+            with open_image(home / "r1" / "policy") as image:
+                assert (image.version, image.incarnation) == (3, wm.incarnation)
 
 
 def test_a_wait_on_behalf_of_a_superseded_trainer_ends(home: Path) -> None:

@@ -137,6 +137,35 @@ def test_a_version_that_does_not_come_is_said_to_be_missing(home: pathlib.Path) 
             Receiver(home / "other", endpoint=wm.endpoint, token_file=home / "nothing")
 
 
+def test_a_receiver_may_be_made_before_its_publisher(home: pathlib.Path) -> None:
+    with WeightManager(region_dir=str(home / "other"), model_id="policy") as wm:
+        wm.offload({"a": torch.ones(2)}, 1, 0, 1)
+        assert wm.region is not None
+        region = home / "region" / pathlib.Path(wm.region).relative_to(home / "other")
+    begun = time.monotonic()
+    with Receiver(home / "image", region=region) as receiver:
+        assert time.monotonic() - begun < 30, "the constructor waits for nobody"
+        assert receiver.version is None
+        assert receiver.status().image is None
+        with WeightManager(region_dir=str(home / "region"), model_id="policy") as wm:
+            wm.offload({"a": torch.ones(2)}, 1, 0, 1)
+            receiver.wait(1)
+        assert receiver.version == 1
+
+
+def test_a_wait_lasts_until_its_own_deadline_when_the_agent_is_killed(home: pathlib.Path) -> None:
+    with WeightManager(region_dir=str(home)) as wm:
+        wm.offload({"a": torch.ones(2)}, 1, 0, 1)
+        with Receiver(home / "image", region=wm.region) as receiver:
+            receiver.wait(1)
+            assert wm._agent is not None
+            wm._agent.stop(0)
+            begun = time.monotonic()
+            with pytest.raises(WindlassTimeout, match="version 2 did not come within 1.5 s.*the image has 1"):
+                receiver.wait(2, timeout=1.5)
+            assert time.monotonic() - begun >= 1.5
+
+
 def test_a_region_that_is_not_there_is_the_reason_and_not_the_deadline(home: pathlib.Path) -> None:
     with pytest.raises(WindlassError) as told:
         Receiver(home / "image", region=home / "nobody", timeout=0.5)

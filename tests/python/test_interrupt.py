@@ -115,7 +115,7 @@ WAITING = """
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        waits("contact", lambda: Receiver(os.path.join(home, "other"), endpoint=url, token="x" * 32))
+        waits("contact", lambda: Receiver(os.path.join(home, "other"), endpoint=url, token="x" * 32, timeout=60))
     say(done=threads())
 """
 

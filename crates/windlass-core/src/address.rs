@@ -7,6 +7,7 @@
 use core::net::{IpAddr, Ipv6Addr};
 use std::fmt;
 use std::num::NonZeroU16;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -286,6 +287,7 @@ impl fmt::Display for StoreUrl {
 pub struct Token {
     secret: String,
     origin: Option<String>,
+    file: Option<PathBuf>,
 }
 
 impl PartialEq for Token {
@@ -304,13 +306,25 @@ impl Token {
     pub fn new(secret: impl Into<String>) -> Result<Token, AddressError> {
         let secret = secret.into();
         let ok = (1..=Self::MAX_LEN).contains(&secret.len()) && secret.bytes().all(|b| b.is_ascii_graphic());
-        if ok { Ok(Token { secret, origin: None }) } else { Err(AddressError::Token) }
+        if ok { Ok(Token { secret, origin: None, file: None }) } else { Err(AddressError::Token) }
     }
 
     /// Notes where it was found, such as the path of its file, for those who are told that it is the wrong one.
     #[must_use]
     pub fn found_in(self, origin: impl Into<String>) -> Token {
         Token { origin: Some(origin.into()), ..self }
+    }
+
+    /// Notes the file it was read from, where there may be another one later.
+    #[must_use]
+    pub fn read_from(self, file: impl Into<PathBuf>) -> Token {
+        let file = file.into();
+        Token { origin: Some(format!("the file {}", file.display())), file: Some(file), ..self }
+    }
+
+    /// The file it was read from.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 
     /// Where it was found, if that was noted.

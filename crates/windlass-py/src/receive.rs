@@ -1,7 +1,7 @@
 //! An engine's side: an image that follows a publisher.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use windlass::control::HttpControl;
@@ -12,7 +12,7 @@ use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
 use windlass_data::receiver::{
-    Control as _, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle,
+    Control as _, ControlError, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle,
 };
 use windlass_data::region::Memfd;
 use windlass_data::stop::Stop;
@@ -25,20 +25,48 @@ use crate::held::{self, Held};
 /// Keeps an image at the newest version of one publisher.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct Receiver {
-    inner: Mutex<Option<Inner>>,
-    status: StatusHandle,
+    inner: Mutex<Slot>,
+    /// There once the image is open.
+    status: OnceLock<StatusHandle>,
     home: Home,
 }
 
+/// The image, or what it takes to open it.
+enum Slot {
+    /// The publisher, who knows the name of the model, has not answered yet.
+    Away(Arc<HttpControl>, Open),
+    Open(Box<Inner>),
+    Closed,
+}
+
+/// Opens the image of a model.
+type Open = Box<dyn Fn(ModelId, &Stop) -> Result<Inner, Failure> + Send>;
+
+/// How long the publisher may take to answer while nobody waits for it.
+const AT_ONCE: f64 = 5.0;
+
 impl Receiver {
-    fn inner(&self) -> Result<MutexGuard<'_, Option<Inner>>, Failure> {
+    fn inner(&self) -> Result<MutexGuard<'_, Slot>, Failure> {
         self.home.check("receiver")?;
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn with<T>(&self, work: impl FnOnce(&mut Inner) -> Result<T, Failure>) -> Result<T, Failure> {
-        let mut inner = self.inner()?;
-        work(inner.as_mut().ok_or_else(|| Failure::invalid("the receiver is closed"))?)
+    /// Does something with the image, once the publisher has said which one it is.
+    fn with<T>(
+        &self,
+        stop: &Stop,
+        work: impl FnOnce(&mut Inner) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let mut slot = self.inner()?;
+        if let Slot::Away(control, open) = &*slot {
+            let inner = open(first_contact(control, stop)?, stop)?;
+            let _ = self.status.set(inner.status());
+            *slot = Slot::Open(Box::new(inner));
+        }
+        match &mut *slot {
+            Slot::Open(inner) => work(inner),
+            Slot::Away(..) | Slot::Closed => Err(Failure::invalid("the receiver is closed")),
+        }
     }
 }
 
@@ -57,11 +85,12 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
     /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
-    /// where the agent has a certificate.
+    /// where the agent has a certificate. With `timeout` the agent must answer within it; without, one that is away is
+    /// waited for by whatever needs it first.
     #[new]
     #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
-        keep_bytes = 4_294_967_296, timeout = 60.0))]
+        keep_bytes = 4_294_967_296, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -78,7 +107,7 @@ impl Receiver {
         group: bool,
         keep_deltas: usize,
         keep_bytes: u64,
-        timeout: f64,
+        timeout: Option<f64>,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
         let control = match (endpoint, region, token) {
@@ -99,8 +128,8 @@ impl Receiver {
         let trust = windlass::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
         let control = Arc::new(control.with_trust(trust).with_patience(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
-        let inner = enter(py, Some(timeout), move |stop| {
-            let model_id = first_contact(&control, stop)?;
+        let publisher = Arc::clone(&control);
+        let open: Open = Box::new(move |model_id, stop| {
             let config = ReceiverConfig {
                 image: ImageSpec {
                     dir: image_dir.join(model_id.as_str()),
@@ -109,7 +138,7 @@ impl Receiver {
                     memfd: Memfd::Auto,
                     threads: threads.max(1),
                 },
-                name,
+                name: name.clone(),
                 mode,
                 streams,
                 transfer_timeout,
@@ -119,17 +148,29 @@ impl Receiver {
                 keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
                 share: None,
             };
-            Ok(Inner::open(config, control, None, stop)?)
+            Ok(Inner::open(config, Arc::<HttpControl>::clone(&publisher), None, stop)?)
+        });
+        let slot = Mutex::new(Slot::Away(control, open));
+        let receiver = Receiver { inner: slot, status: OnceLock::new(), home: Home::here() };
+        enter(py, Some(timeout.unwrap_or(AT_ONCE)), |stop| {
+            if timeout.is_none()
+                && let Slot::Away(control, _) = &*receiver.inner()?
+            {
+                match control.version(None, stop) {
+                    Err(e) if is_away(&e) => return Ok(()),
+                    Ok(_) | Err(_) => {}
+                }
+            }
+            receiver.with(stop, |_| Ok(()))
         })?;
-        let status = inner.status();
-        Ok(Receiver { inner: Mutex::new(Some(inner)), status, home: Home::here() })
+        Ok(receiver)
     }
 
     /// Waits until the publisher has something newer than the image: (incarnation, version), or `None` if nothing
     /// came within `timeout`.
     fn wait_newer(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<(String, u64)>> {
         enter(py, Some(timeout), |stop| {
-            self.with(|inner| {
+            self.with(stop, |inner| {
                 loop {
                     let had = inner.current().map(|k| (k.identity.incarnation, k.identity.version));
                     match inner.wait_newer(stop) {
@@ -148,7 +189,7 @@ impl Receiver {
     /// Brings the image to the newest version, and tells how, as JSON.
     fn sync(&self, py: Python<'_>, timeout: f64) -> PyResult<String> {
         enter(py, Some(timeout), |stop| {
-            self.with(|inner| {
+            self.with(stop, |inner| {
                 let synced = inner.sync(stop)?;
                 serde_json::to_string(&synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
             })
@@ -166,7 +207,7 @@ impl Receiver {
     ) -> PyResult<Option<FetchedDelta>> {
         let incarnation = crate::publish::parse_incarnation(incarnation)?;
         enter(py, Some(timeout), |stop| {
-            let start = self.with(|inner| Ok(inner.fetch(None, (incarnation, version), stop)?))?;
+            let start = self.with(stop, |inner| Ok(inner.fetch(None, (incarnation, version), stop)?))?;
             match start {
                 Start::Delta(fetch) => {
                     let fetched = fetch.run(stop)?;
@@ -187,7 +228,7 @@ impl Receiver {
     fn show(&self, py: Python<'_>, fetched: &FetchedDelta, timeout: f64) -> PyResult<String> {
         enter(py, Some(timeout), |stop| {
             let one = fetched.take()?;
-            self.with(|inner| {
+            self.with(stop, |inner| {
                 let synced = inner.show(vec![one], stop)?;
                 serde_json::to_string(&synced).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
             })
@@ -199,7 +240,7 @@ impl Receiver {
     fn hold(&self, py: Python<'_>, seconds: f64, timeout: f64) -> PyResult<Held> {
         let load = held::seconds("a hold", seconds)?;
         enter(py, Some(timeout), |stop| {
-            self.with(|inner| {
+            self.with(stop, |inner| {
                 let none =
                     || Failure::new(Kind::NotFound, "there is no version in the image yet; call sync first");
                 let view = ImageView::take(inner.image().ok_or_else(none)?.region(), load, stop)?;
@@ -211,13 +252,14 @@ impl Receiver {
     /// Where it stands, as JSON. Answers at once, also while a sync runs.
     fn status(&self) -> PyResult<String> {
         self.home.check("receiver")?;
-        let text = serde_json::to_string(&self.status.get());
+        let status = self.status.get().map(StatusHandle::get).unwrap_or_default();
+        let text = serde_json::to_string(&status);
         Ok(text.map_err(|e| Failure::new(Kind::Bug, e.to_string()))?)
     }
 
     /// Lets go of the image, which stays for the next receiver.
     fn close(&self) -> PyResult<()> {
-        drop(self.inner()?.take());
+        *self.inner()? = Slot::Closed;
         Ok(())
     }
 }
@@ -280,6 +322,11 @@ impl FetchedDelta {
     }
 }
 
+/// Whether nobody answers there yet.
+fn is_away(e: &ControlError) -> bool {
+    matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound)
+}
+
 /// The publisher's model, once it answers.
 fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure> {
     let mut last = None;
@@ -288,9 +335,7 @@ fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure>
             Ok(info) => return Ok(info.model_id),
             // What kept it from answering before says more than that the time is over.
             Err(e) if stop.is_set() => return Err(last.unwrap_or_else(|| Failure::of(e.kind(), &e))),
-            Err(e) if !matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound) => {
-                return Err(Failure::of(e.kind(), &e));
-            }
+            Err(e) if !is_away(&e) => return Err(Failure::of(e.kind(), &e)),
             Err(e) => {
                 last = Some(Failure::of(e.kind(), &e));
                 std::thread::sleep(stop.nap());

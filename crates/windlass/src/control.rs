@@ -2,7 +2,7 @@
 //!
 //! Owns: [`HttpControl`], which says what [`windlass_data::receiver::Control`] and
 //! [`windlass_data::serve::Peer`] want said. One endpoint, one token, no redirects, no proxies: a receiver talks to
-//! what it was configured for and to nothing else. Where it was configured for a region on this host, it reads
+//! what it was configured for and to nothing else. A token that is refused is read again from its file. Where it was configured for a region on this host, it reads
 //! again where the agent is whenever it is lost: a restarted one listens elsewhere.
 //!
 //! Blocking; every call ends with its [`Stop`] or after [`PATIENCE`] (see [`crate::client`]).
@@ -32,7 +32,7 @@ use windlass_data::tls::{Privacy, Trust};
 use crate::agent::whereabouts;
 use crate::client::{Client, Request, kind_of};
 use crate::error::{self, Error};
-use crate::token;
+use crate::token::{self, Held};
 
 /// How long a request may take, long-polls aside.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -56,7 +56,7 @@ type Place = (Endpoint, Token);
 
 #[derive(Debug)]
 enum Source {
-    Endpoint(Place),
+    Endpoint(Endpoint, Held),
     Region {
         dir: PathBuf,
         /// For an agent whose token is in no file.
@@ -72,7 +72,7 @@ impl HttpControl {
         let scheme = if endpoint.contains("://") { "" } else { "http://" };
         let endpoint = format!("{scheme}{endpoint}").parse().map_err(|e| Error::Usage(format!("{e}")))?;
         Ok(HttpControl {
-            source: Source::Endpoint((endpoint, token)),
+            source: Source::Endpoint(endpoint, Held::new(token)),
             client: Client::default(),
             patience: PATIENCE,
             https: AtomicBool::new(false),
@@ -106,7 +106,7 @@ impl HttpControl {
 
     fn place(&self, what: &'static str) -> Result<Place, ControlError> {
         match &self.source {
-            Source::Endpoint(place) => Ok(place.clone()),
+            Source::Endpoint(endpoint, token) => Ok((endpoint.clone(), token.get())),
             Source::Region { dir, token, place } => {
                 let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(place) = &*place {
@@ -128,14 +128,25 @@ impl HttpControl {
     /// The agent does not answer: it may be elsewhere by the next request.
     fn forget(&self) {
         match &self.source {
-            Source::Endpoint(_) => {}
+            Source::Endpoint(..) => {}
             Source::Region { place, .. } => *place.lock().unwrap_or_else(PoisonError::into_inner) = None,
+        }
+    }
+
+    /// The agent did not take `refused`. Whether another token is known by now.
+    fn renew(&self, refused: &Token) -> bool {
+        match &self.source {
+            Source::Endpoint(_, token) => token.renew(refused),
+            Source::Region { .. } => {
+                self.forget();
+                self.place("find its token").is_ok_and(|(_, token)| token != *refused)
+            }
         }
     }
 
     fn name(&self) -> String {
         match &self.source {
-            Source::Endpoint((endpoint, _)) => endpoint.to_string(),
+            Source::Endpoint(endpoint, _) => endpoint.to_string(),
             Source::Region { dir, place, .. } => {
                 let place = place.lock().unwrap_or_else(PoisonError::into_inner);
                 place.as_ref().map_or_else(|| dir.display().to_string(), |(endpoint, _)| endpoint.to_string())
@@ -157,19 +168,16 @@ impl HttpControl {
     ) -> Result<Vec<u8>, ControlError> {
         let lost = |peer: String, kind: Kind, why: String| ControlError::Lost { peer, what, why, kind };
         stop.check().map_err(|s| lost(self.name(), s.kind(), s.to_string()))?;
-        let (endpoint, token) = self.place(what)?;
-        self.https.store(endpoint.is_https(), Ordering::Relaxed);
-        let peer = || endpoint.to_string();
-        let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
-        let bearer = Some(token.expose());
-        let request = Request { url: &url, bearer, body, timeout: self.patience, most: MAX_ANSWER };
-        let (status, bytes) = self.client.send(request, stop).map_err(|(kind, why)| {
-            self.forget();
-            lost(peer(), kind, why)
-        })?;
-        if bytes.len() as u64 > MAX_ANSWER {
-            return Err(self.answer(what, "it is longer than a gibibyte"));
-        }
+        let (mut endpoint, mut token) = self.place(what)?;
+        let mut renewed = false;
+        let (status, bytes) = loop {
+            let (status, bytes) = self.send((&endpoint, &token), what, path, body, stop)?;
+            if status != 401 || renewed || !self.renew(&token) {
+                break (status, bytes);
+            }
+            renewed = true;
+            (endpoint, token) = self.place(what)?;
+        };
         if (200..300).contains(&status) {
             return Ok(bytes);
         }
@@ -177,7 +185,30 @@ impl HttpControl {
         if status == 401 {
             message = token::refused(&message, &token, token::OF_AGENTS);
         }
-        Err(ControlError::Refused { peer: peer(), what, kind, message })
+        Err(ControlError::Refused { peer: endpoint.to_string(), what, kind, message })
+    }
+
+    /// Sends one request; answers the status and the body.
+    fn send(
+        &self,
+        (endpoint, token): (&Endpoint, &Token),
+        what: &'static str,
+        path: &str,
+        body: Option<&impl Serialize>,
+        stop: &Stop,
+    ) -> Result<(u16, Vec<u8>), ControlError> {
+        self.https.store(endpoint.is_https(), Ordering::Relaxed);
+        let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
+        let bearer = Some(token.expose());
+        let request = Request { url: &url, bearer, body, timeout: self.patience, most: MAX_ANSWER };
+        let (status, bytes) = self.client.send(request, stop).map_err(|(kind, why)| {
+            self.forget();
+            ControlError::Lost { peer: endpoint.to_string(), what, why, kind }
+        })?;
+        if bytes.len() as u64 > MAX_ANSWER {
+            return Err(self.answer(what, "it is longer than a gibibyte"));
+        }
+        Ok((status, bytes))
     }
 
     fn get<T: DeserializeOwned>(

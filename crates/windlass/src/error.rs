@@ -288,6 +288,8 @@ impl Error {
             Error::NoFolder { .. } => Kind::NotFound,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
+            // Another address is somebody else's; a port may become free.
+            Error::Listen { source, .. } if source.kind() == io::ErrorKind::AddrNotAvailable => Kind::Invalid,
             Error::Listen { .. } => Kind::Exhausted,
             Error::Seal(e) => e.kind(),
             Error::Region(e) => e.kind(),
@@ -328,6 +330,9 @@ impl Error {
             }
             Error::File(FileError::IsDelta { .. }) => {
                 "give a safetensors file or a directory of shards; perhaps two arguments are swapped".into()
+            }
+            Error::Listen { source, .. } if source.kind() == io::ErrorKind::AddrNotAvailable => {
+                "this host has no such address: give one of its own with --bind, or 0.0.0.0 and --advertise-host".into()
             }
             Error::Listen { .. } => {
                 "free a port, widen the range with --ports, or choose another address with --bind".into()

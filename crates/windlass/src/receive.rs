@@ -2,8 +2,8 @@
 //!
 //! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
 //! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
-//! grows, and that is said. A publisher that cannot be followed (a wrong token, no space for its image) is given up at
-//! once, and said; the others are followed on.
+//! grows, and that is said. A publisher that cannot be followed from the beginning (a wrong token, no space for its image)
+//! is given up at once, and said; the others are followed on. Once it was followed, nothing ends that (`retry`).
 //!
 //! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
@@ -58,7 +58,7 @@ use crate::image;
 use crate::session::{Session, bytes};
 
 pub use self::member::Controlled;
-use self::retry::{Attempts, patiently};
+use self::retry::{Attempts, Standing, patiently};
 
 /// Who is followed.
 #[derive(Clone, Debug)]
@@ -184,9 +184,15 @@ impl Receive {
     /// Keeps one model's image up to date.
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
         let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
-        let model_id = patiently(session, stop, || -> Result<_, ReceiverError> {
-            Ok(control.version(None, stop)?.model_id)
-        })?;
+        let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
+        let mut model_id = patiently(Standing::New, session, stop, name)?;
+        // Everything else is checked against the name, and one flipped bit makes another name.
+        loop {
+            let again = patiently(Standing::Proven, session, stop, name)?;
+            if std::mem::replace(&mut model_id, again) == model_id {
+                break;
+            }
+        }
         let listener: Listener = Arc::new(|event: &Event| {
             // A whole version is told with its figures, below.
             if !matches!(event, Event::Whole { .. }) {
@@ -207,8 +213,9 @@ impl Receive {
             engines.want(image);
         }
         let (mut got, mut attempts) = (0, Attempts::default());
+        let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
         while !self.enough(got, receiver.current()) {
-            let news = patiently(session, stop, || receiver.wait_newer(stop))?;
+            let news = patiently(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
             stop.check().map_err(|_| Error::Cancelled)?;
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
@@ -216,11 +223,12 @@ impl Receive {
             let synced = match bring(&mut receiver, engines.as_ref(), (news.incarnation, version), stop) {
                 Ok(synced) => synced,
                 Err(e) => {
-                    attempts.failed(e, &*asked, session, stop)?;
+                    attempts.failed(e, standing, &*asked, session, stop)?;
                     continue;
                 }
             };
             attempts.succeeded();
+            standing = Standing::Proven;
             stop.check().map_err(|_| Error::Cancelled)?;
             if let Some(image) = &synced.image {
                 got += 1;
@@ -248,7 +256,7 @@ impl Receive {
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
     fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let mut region = patiently(session, stop, || local::attach(dir))?;
+        let mut region = patiently(Standing::New, session, stop, || local::attach(dir))?;
         let (mut seen, mut got) = (0, 0);
         let mut known: Option<Known> = None;
         let mut heard = Instant::now();
@@ -259,7 +267,7 @@ impl Receive {
                 // this one has been let go of.
                 let was = region.incarnation();
                 drop(region);
-                region = patiently(session, stop, || local::attach(dir))?;
+                region = patiently(Standing::Proven, session, stop, || local::attach(dir))?;
                 heard = Instant::now();
                 seen = if region.incarnation() == was { seen } else { 0 };
             }
@@ -290,10 +298,19 @@ impl Receive {
             if lease.finish().is_err() {
                 continue;
             }
+            (seen, heard) = (slot.id, Instant::now());
             if let Some(expected) = slot.sealed.filter(|d| *d != found) {
-                return Err(Error::Digest { path: dir.to_owned(), found, expected });
+                let error = Error::Digest { path: dir.to_owned(), found, expected };
+                if known.is_none() {
+                    return Err(error);
+                }
+                // The publisher's fault, and the next version may be without it.
+                let (kind, text) = (error.kind(), error.chain());
+                let event = json!({ "event": "waiting", "kind": kind, "error": text, "failures": 1 });
+                session.event(&event, || format!("{text}; waiting for the next version"));
+                continue;
             }
-            (seen, got, heard) = (slot.id, got + 1, Instant::now());
+            got += 1;
             let image = Known { identity, digest: found };
             let ms = start.elapsed().as_secs_f64() * 1e3;
             session.event(

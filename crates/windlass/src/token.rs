@@ -8,6 +8,7 @@ use std::fs;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use subtle::ConstantTimeEq as _;
 use windlass_core::address::Token;
@@ -39,7 +40,7 @@ pub fn read(path: &Path) -> Result<Token, Error> {
     (&mut file).take(limit).read_to_string(&mut text).map_err(Error::io("read the token in", path))?;
     let token = Token::new(text.trim_end());
     let token = token.map_err(|e| Error::Usage(format!("the token file {}: {e}", path.display())))?;
-    Ok(token.found_in(format!("the file {}", path.display())))
+    Ok(token.read_from(path))
 }
 
 /// The token in [`VARIABLE`], if it is set.
@@ -47,6 +48,33 @@ pub fn in_environment() -> Result<Option<Token>, Error> {
     let Ok(secret) = std::env::var(VARIABLE) else { return Ok(None) };
     let token = Token::new(secret).map_err(|e| Error::Usage(format!("{VARIABLE}: {e}")))?;
     Ok(Some(token.found_in(VARIABLE)))
+}
+
+/// The token of a service that may be given another one: when it is refused, its file is read again.
+#[derive(Clone, Debug)]
+pub struct Held(Arc<Mutex<Token>>);
+
+impl Held {
+    /// Begins with this one.
+    pub fn new(token: Token) -> Held {
+        Held(Arc::new(Mutex::new(token)))
+    }
+
+    /// The one that counts.
+    pub fn get(&self) -> Token {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether there is another one than `refused` by now.
+    pub fn renew(&self, refused: &Token) -> bool {
+        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if *held == *refused
+            && let Some(Ok(now)) = refused.file().map(read)
+        {
+            *held = now;
+        }
+        *held != *refused
+    }
 }
 
 /// What a service said that does not take a token, with where that was found and where the right one is.
@@ -127,6 +155,23 @@ mod tests {
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
         let error = read(&path).unwrap_err().to_string();
         assert!(error.contains("chmod 600"), "{error}");
+    }
+
+    #[test]
+    fn a_token_that_is_refused_is_read_again_from_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let first = read_or_make(&path).unwrap();
+        let held = Held::new(first.clone());
+        assert!(!held.renew(&first), "there is no other");
+        write(&path, &Token::new("another-one").unwrap()).unwrap();
+        assert!(held.renew(&first) && held.get().expose() == "another-one");
+        // Whoever still had the first is told the same.
+        assert!(held.renew(&first) && !held.renew(&held.get()));
+        fs::remove_file(&path).unwrap();
+        assert!(!held.renew(&held.get()), "what cannot be read changes nothing");
+        let given = Token::new("given").unwrap();
+        assert!(!Held::new(given.clone()).renew(&given));
     }
 
     #[test]

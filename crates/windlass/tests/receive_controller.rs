@@ -440,6 +440,57 @@ fn a_controller_that_was_killed_finds_its_way_back_from_those_who_join() {
     }
 }
 
+/// The gate opened with most of the receivers missing, and loads began before they had staged.
+#[test]
+fn a_restarted_controller_loads_and_serves_nothing_before_all_receivers_are_back() {
+    let mut world = World::new(&["--set=main=policy", "--settle=5"]);
+    let mut policy = world.publisher("policy");
+    let names = ["r1", "r2", "r3", "r4"];
+    let members = names.map(|n| world.receiver(n, &["policy"], &[]));
+    for name in names {
+        world.event(0, name, "joined");
+    }
+    world.publish(&mut policy, 1);
+    world.gate(1);
+    for name in names {
+        world.event(0, name, "live");
+    }
+    for round in 2..4 {
+        // Each of them finds the controller again at another moment: it rests between two attempts, and for longer each time.
+        let from = world.lines().len();
+        world.controller.kill();
+        for name in names {
+            world.event(from, name, "controller_away");
+        }
+        policy.trainer.publish(round);
+        // The last one is held back, but by less than a receiver may take to come back.
+        let last = &members[round as usize - 1];
+        kill_process(Pid::from_child(&last.child), Signal::STOP).unwrap();
+        world.controller.restart();
+        // The trainer is there first of all.
+        world.notify(&policy, round.into()).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+        kill_process(Pid::from_child(&last.child), Signal::CONT).unwrap();
+        world.gate(round.into());
+        let lines = world.lines();
+        for (line, at) in lines.iter().skip(from).zip(from..).filter(|(l, _)| l["event"] == "loading") {
+            for name in names {
+                let staged = |l: &Value| {
+                    l["receiver"] == name && l["event"] == "staged" && l["identity"]["version"] == round
+                };
+                assert!(lines[from..at].iter().any(staged), "{line} before {name} has staged it");
+            }
+        }
+        for name in names {
+            assert_eq!(
+                world.shown(name, "policy"),
+                Some(round.into()),
+                "served, and {name} has not loaded it"
+            );
+        }
+    }
+}
+
 #[test]
 fn receivers_follow_a_trainer_that_was_resumed_from_an_older_step() {
     let world = World::new(&["--set=main=policy", "--retry=0.2"]);
@@ -572,10 +623,43 @@ fn a_receiver_says_what_keeps_it_from_following_a_controller() {
     assert!(code != 0 && said.contains("which no --model names"), "{said}");
 }
 
+#[test]
+fn a_notify_without_an_incarnation_means_the_life_that_the_agent_shows() {
+    let world = World::new(&[]);
+    let (mut policy, other) = (world.publisher("policy"), world.publisher("other"));
+    let _member = world.receiver("r", &["policy"], &[]);
+    world.event(0, "r", "joined");
+    policy.trainer.publish(1);
+    let incarnation = policy.agent.sealed(1)["incarnation"].as_u64().unwrap();
+    let notify = |agent: &str| {
+        let body = serde_json::json!({ "model_id": "policy", "version": 1, "sender_endpoint": agent });
+        let (body, port) = (body.to_string(), world.controller.port);
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let head = format!(
+            "POST /notify_version HTTP/1.1\r\nhost: a\r\nconnection: close\r\nauthorization: Bearer {SECRET}\r\n\
+             content-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        std::io::Write::write_all(&mut stream, format!("{head}{body}").as_bytes()).unwrap();
+        let mut answer = String::new();
+        std::io::Read::read_to_string(&mut stream, &mut answer).unwrap();
+        answer
+    };
+    let answer = notify(&policy.agent.endpoint);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let served = world.gate(1).served.unwrap();
+    assert_eq!(served.identities[0].incarnation.0, incarnation);
+    let answer = notify(&other.agent.endpoint);
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("publishes other, not policy"), "{answer}");
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let answer = notify(&format!("http://{nobody}"));
+    assert!(answer.starts_with("HTTP/1.1 504") && answer.contains("name the incarnation"), "{answer}");
+}
+
 /// Both joined again and again, thousands of times a second.
 #[test]
 fn of_two_receivers_with_one_name_the_earlier_ends_and_says_why() {
-    let world = World::new(&["--set=main=policy"]);
+    let world = World::new(&["--set=main=policy", "--heartbeat=1"]);
     let elsewhere = world.images("elsewhere");
     let mut first = world.receiver("r1", &["policy"], &[]);
     let (at, _) = world.event(0, "r1", "joined");

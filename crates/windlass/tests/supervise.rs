@@ -206,8 +206,12 @@ fn an_agent_that_cannot_start_says_why_and_is_tried_again() {
     let (kind, text, _) = error(absent, 300);
     assert_eq!(kind, Kind::NotFound);
     assert!(text.contains("cannot start /no/such/program"), "{text}");
-    // No port is free, and then one is.
+    // An address of another host does not become ours.
     let trainer = Trainer::start(&region);
+    let (kind, text, _) = error(spec(&region, &["--bind", "192.0.2.1"]), 120_000);
+    assert_eq!(kind, Kind::Invalid);
+    assert!(text.contains("does not start") && text.contains("cannot listen on 192.0.2.1"), "{text}");
+    // No port is free, which is said long before the deadline, and then one is.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let supervisor = Supervisor::start(spec(&trainer.region, &["--ports", &port.to_string()])).unwrap();
@@ -215,7 +219,10 @@ fn an_agent_that_cannot_start_says_why_and_is_tried_again() {
     let e = supervisor.whereabouts(&Stop::after(Duration::from_millis(50))).unwrap_err();
     assert_eq!(e.kind(), Kind::Exhausted);
     assert!(e.to_string().contains(&format!("cannot listen on 127.0.0.1, ports {port}")), "{e}");
+    let e = supervisor.whereabouts(&Stop::after(Duration::from_mins(2))).unwrap_err();
+    assert!(matches!(&e, SuperviseError::Refuses { kind: Kind::Exhausted, .. }), "{e}");
     drop(taken);
+    status_when(&supervisor, "an agent", |s| s.whereabouts.is_some());
     assert_eq!(found(&supervisor).endpoint, format!("http://127.0.0.1:{port}"));
 }
 

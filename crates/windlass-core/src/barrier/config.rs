@@ -87,6 +87,9 @@ impl SetConfig {
 pub struct Limits {
     /// A receiver that is silent for this long is evicted.
     pub heartbeat_ms: Millis,
+    /// How long a barrier that knows nobody yet waits for receivers that outlived the one before it. Until then versions
+    /// are staged, but nothing is loaded or served. Only time in which the barrier was called counts. 0: not at all.
+    pub settle_ms: Millis,
     /// How long a receiver may take to stage one version of one model.
     pub stage_ms: Millis,
     /// How long a receiver may take to load one version of a set.
@@ -115,6 +118,7 @@ impl Default for Limits {
     fn default() -> Limits {
         Limits {
             heartbeat_ms: 15_000,
+            settle_ms: 2_000,
             stage_ms: 300_000,
             load_ms: 120_000,
             retry_ms: 2_000,
@@ -130,6 +134,12 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// The longest that a receiver may rest between two attempts to join: several of them fit into the time in which
+    /// the roster settles, so that whoever lives has joined by its end.
+    pub fn rejoin_ms(&self) -> Millis {
+        (self.settle_ms / 4).max(10)
+    }
+
     /// Checks that nothing is zero that must not be.
     pub fn validate(&self) -> Result<(), BarrierError> {
         for (field, value) in [

@@ -27,6 +27,8 @@ pub(super) struct Group {
     pub(super) members: BTreeMap<ReceiverId, Member>,
     pub(super) live: usize,
     pub(super) service: Option<Version>,
+    /// Members may be missing who outlived the barrier before this one: nothing is loaded or served yet.
+    pub(super) settling: bool,
     pub(super) round: Option<Round>,
     pub(super) tally: Tally,
     /// The newest version announced by every model that may be loaded.
@@ -38,7 +40,7 @@ pub(super) struct Group {
 }
 
 impl Group {
-    pub(super) fn new(set: &SetConfig, models: Vec<ModelId>) -> Group {
+    pub(super) fn new(set: &SetConfig, models: Vec<ModelId>, settling: bool) -> Group {
         Group {
             set: set.name.clone(),
             lineages: models.iter().map(|_| None).collect(),
@@ -50,6 +52,7 @@ impl Group {
             members: BTreeMap::new(),
             live: 0,
             service: None,
+            settling,
             round: None,
             newest_common: None,
             stalled: None,
@@ -273,6 +276,16 @@ impl Group {
         self.fence(id, FenceReason::LoadFailed { identity: identity.clone(), reason }, ctx);
         self.advance(ctx);
         Ok(())
+    }
+
+    /// All who live have joined. The caller advances the group.
+    pub(super) fn settled(&mut self, ctx: &mut Ctx<'_>) {
+        self.settling = false;
+        let view = view!(self);
+        for member in self.members.values_mut() {
+            member.pursue(&view, ctx);
+        }
+        self.retally();
     }
 
     /// Deals with every deadline that has passed.

@@ -72,6 +72,7 @@ pub(super) struct View<'a> {
     pub(super) models: &'a [ModelId],
     pub(super) lineages: &'a [Option<Lineage>],
     pub(super) service: Option<Version>,
+    pub(super) settling: bool,
     pub(super) round: Option<(Version, Phase)>,
 }
 
@@ -93,6 +94,7 @@ impl<'a> View<'a> {
     /// The only version of which a load may begin.
     fn permitted(&self) -> Option<Version> {
         match self.round {
+            _ if self.settling => None,
             Some((v, Phase::Loading)) => Some(v),
             Some((_, Phase::Staging)) | None => self.service,
         }
@@ -383,6 +385,7 @@ macro_rules! view {
             models: &$group.models,
             lineages: &$group.lineages,
             service: $group.service,
+            settling: $group.settling,
             round: $group.round.as_ref().map(|r| (r.version, r.phase)),
         }
     };

@@ -74,12 +74,18 @@
 //! What a receiver has when it joins counts as announced in a lineage that a trainer has confirmed: this is
 //! how a restarted controller, which knows nothing, finds its way back from joins and the next notifies.
 //!
+//! **A new barrier** does not know who is there. Receivers that outlived the one before it come back within
+//! `settle_ms` of its first call ([`Limits::rejoin_ms`] is what they are told). Until then versions are staged, but no
+//! load begins, nothing is served and no gate opens, for the rules above speak of members: with some of them missing
+//! they would be kept by the letter only. [`Blocked::Settling`] says so.
+//!
 //! # Invariants
 //!
 //! Each is proved by the tests named at the end of this file.
 //!
 //! - B-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
-//!   its models, and every model of the set has announced it. A load order names the whole set.
+//!   its models, and every model of the set has announced it. A load order names the whole set. Receivers that outlived
+//!   an earlier barrier are waited for as long as they take to join.
 //! - B-2 (C72) No live member that serves has a mix of versions of a strict set.
 //! - B-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
 //!   them, and each model has one. A gate opens exactly when what it waits for is served.
@@ -170,6 +176,9 @@ pub struct Barrier {
     /// The last sessions of receivers that are gone, so that an echo of their join does not revive them.
     spent: VecDeque<(ReceiverId, u64)>,
     waits: Waits,
+    /// How much of [`Limits::settle_ms`] is left, and until when it was counted.
+    unsettled: Millis,
+    counted: Option<Millis>,
     last_order: u64,
     /// No deadline passes before this one.
     wake: Option<Millis>,
@@ -204,7 +213,6 @@ impl Barrier {
     pub fn without_sets(limits: Limits) -> Result<Barrier, BarrierError> {
         limits.validate()?;
         Ok(Barrier {
-            config: Config { sets: Vec::new(), limits },
             now: 0,
             sets: Vec::new(),
             set_names: HashMap::new(),
@@ -213,9 +221,12 @@ impl Barrier {
             receivers: BTreeMap::new(),
             spent: VecDeque::new(),
             waits: Waits::default(),
+            unsettled: limits.settle_ms,
+            counted: None,
             last_order: 0,
             wake: None,
             pending: Vec::new(),
+            config: Config { sets: Vec::new(), limits },
         })
     }
 
@@ -238,9 +249,10 @@ impl Barrier {
 
     fn place_set(&mut self, set: SetConfig) {
         let (first, index) = (self.groups.len(), self.sets.len());
+        let group = |models| Group::new(&set, models, self.unsettled > 0);
         match set.mode {
-            Mode::Strict => self.groups.push(Group::new(&set, set.models.clone())),
-            Mode::Relaxed => self.groups.extend(set.models.iter().map(|m| Group::new(&set, vec![m.clone()]))),
+            Mode::Strict => self.groups.push(group(set.models.clone())),
+            Mode::Relaxed => self.groups.extend(set.models.iter().map(|m| group(vec![m.clone()]))),
         }
         for (group, g) in self.groups.iter().enumerate().skip(first) {
             for (model, id) in g.models.iter().enumerate() {
@@ -634,7 +646,8 @@ impl Barrier {
     fn due(&mut self, now: Millis) -> Vec<Action> {
         self.now = self.now.max(now);
         let mut out = std::mem::take(&mut self.pending);
-        if self.wake.is_none_or(|wake| wake > self.now) {
+        let settled = self.settle();
+        if !settled && self.wake.is_none_or(|wake| wake > self.now) {
             return out;
         }
         let oldest = |r: &Receiver, span: Millis| r.seen.saturating_add(span);
@@ -645,6 +658,9 @@ impl Barrier {
             self.evict(&id, EvictReason::Silent, &mut out);
         }
         for group in &mut self.groups {
+            if settled {
+                group.settled(ctx!(self, &mut out));
+            }
             group.tick(ctx!(self, &mut out));
         }
         self.publish_all(&mut out);
@@ -652,8 +668,31 @@ impl Barrier {
         let history_ms = self.config.limits.history_ms;
         let groups = self.groups.iter().filter_map(|g| g.next_deadline(self.now, history_ms));
         let receivers = self.receivers.values().map(|r| oldest(r, heartbeat_ms));
-        self.wake = groups.chain(receivers).chain(self.waits.next_deadline()).min();
+        let settles = (self.unsettled > 0).then(|| self.now.saturating_add(self.stride()));
+        self.wake = groups.chain(receivers).chain(self.waits.next_deadline()).chain(settles).min();
         out
+    }
+
+    /// Counts the time in which the roster settles. Answers whether it has just ended.
+    ///
+    /// One call counts for a stride at most: of time that the controller slept through, nobody could make use to join.
+    fn settle(&mut self) -> bool {
+        let passed = self.counted.replace(self.now).map_or(0, |then| self.now - then);
+        if self.unsettled == 0 {
+            return false;
+        }
+        let stride = self.stride();
+        self.unsettled = self.unsettled.saturating_sub(passed.min(stride));
+        if self.unsettled == 0 {
+            return true;
+        }
+        let at = self.now.saturating_add(stride);
+        self.wake = Some(self.wake.map_or(at, |w| w.min(at)));
+        false
+    }
+
+    fn stride(&self) -> Millis {
+        (self.config.limits.settle_ms / 8).clamp(1, self.unsettled.max(1))
     }
 }
 
@@ -698,7 +737,9 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
 //
 // B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
-//      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other
+//      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other,
+//      new_barrier_neither_loads_nor_serves_before_its_roster_has_settled,
+//      time_that_the_controller_slept_through_does_not_settle_the_roster
 // B-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
 //      loading_another_version_than_ordered_is_a_failed_load
 // B-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,

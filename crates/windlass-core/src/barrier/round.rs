@@ -153,7 +153,9 @@ impl Group {
         let round = self.round.as_ref()?;
         let Tally { waiting, done, ref cover, .. } = self.tally;
         let need = self.need();
-        if self.members.is_empty() {
+        if self.settling {
+            Some(Blocked::Settling)
+        } else if self.members.is_empty() {
             Some(Blocked::NoReceivers)
         } else if waiting > 0 && (self.required == Required::All || done < need) {
             Some(Blocked::Waiting { version: round.version, phase: round.phase, receivers: waiting })
@@ -188,7 +190,7 @@ impl Group {
     }
 
     fn report_stall(&mut self, ctx: &mut Ctx<'_>) {
-        let why = self.missing().filter(|b| !matches!(b, Blocked::Waiting { .. }));
+        let why = self.missing().filter(|b| !matches!(b, Blocked::Waiting { .. } | Blocked::Settling));
         if why != self.stalled {
             if let Some(why) = &why {
                 ctx.out.push(Action::Stalled { set: self.set.clone(), why: why.clone() });

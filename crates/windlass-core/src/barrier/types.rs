@@ -309,6 +309,8 @@ pub enum Blocked {
         /// Who has not announced it.
         missing: Vec<ModelId>,
     },
+    /// The barrier is new, and receivers that outlived the one before it may not have joined yet.
+    Settling,
     /// No receiver has joined.
     NoReceivers,
     /// Nobody who is ready serves this model.
@@ -356,6 +358,9 @@ impl fmt::Display for Blocked {
                 missing.iter().try_for_each(|m| write!(f, " {m}"))?;
                 f.write_str("; announce it there, too")
             }
+            Blocked::Settling => f.write_str(
+                "the controller has just started and waits for receivers to join again; nothing is to be done",
+            ),
             Blocked::NoReceivers => f.write_str("no receivers have joined; start one"),
             Blocked::Uncovered { model } => {
                 write!(f, "no receiver that serves {model} is ready; start one or see why it fails")

@@ -343,6 +343,13 @@ impl Receiver {
                 ours: self.config.image.model_id.to_string(),
             });
         }
+        // A new life voids all that is known, so it is asked for twice: a flipped bit is not said twice.
+        if self.incarnation.is_none_or(|ours| ours < info.incarnation) {
+            let (was, now) = (info.incarnation, self.control.version(None, stop)?.incarnation);
+            if was != now {
+                return Err(ReceiverError::NewLife { peer: peer(), was, now });
+            }
+        }
         match self.incarnation.filter(|ours| info.incarnation < *ours) {
             Some(ours) => Err(ReceiverError::OldLife { peer: peer(), theirs: info.incarnation, ours }),
             None => Ok(info),

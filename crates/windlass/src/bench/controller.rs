@@ -94,7 +94,7 @@ impl Served {
         let models = names.iter().map(ModelId::new).collect::<Result<_, _>>();
         let models = models.map_err(|e| Error::Bug(e.to_string()))?;
         let child = program::command()?
-            .args(["controller", "--json", "--with-parent", "--set"])
+            .args(["controller", "--json", "--with-parent", "--settle=0.05", "--set"])
             .arg(format!("bench={}", names.join(",")))
             .env(token::VARIABLE, &token)
             .stdin(Stdio::piped())

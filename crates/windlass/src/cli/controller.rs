@@ -47,6 +47,11 @@ pub(super) struct ParsedController {
     /// A receiver that is silent for this long is out, in seconds
     #[arg(long, default_value_t = 15.0, value_parser = parse_seconds, value_name = "S")]
     heartbeat: f64,
+    /// How long a controller that has just started waits for receivers that outlived an earlier one, in seconds: until
+    /// then nothing is loaded or served. They try to join at least four times within it. A controller whose address moves
+    /// to another machine needs as long as --heartbeat
+    #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, value_name = "S")]
+    settle: f64,
     /// How long a receiver may take to bring a version here, in seconds
     #[arg(long, default_value_t = 300.0, value_parser = parse_seconds, value_name = "S")]
     stage_timeout: f64,
@@ -86,6 +91,7 @@ impl ParsedController {
         let ms = |seconds: f64| ((seconds * 1e3) as u64).max(1);
         let limits = Limits {
             heartbeat_ms: ms(self.heartbeat),
+            settle_ms: ms(self.settle),
             stage_ms: ms(self.stage_timeout),
             load_ms: ms(self.load_timeout),
             retry_ms: ms(self.retry),

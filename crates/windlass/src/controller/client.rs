@@ -1,7 +1,7 @@
 //! The other end of the controller's endpoints, for receivers, `windlass top` and tests.
 //!
 //! Owns: [`ControllerClient`] and what can go wrong with a request. Blocking; every call ends with its [`Stop`], or after
-//! the time it asks to wait and [`PATIENCE`] (see [`crate::client`]). Must not: retry; callers know what a refusal means to
+//! the time it asks to wait and [`PATIENCE`] (see [`crate::client`]). A token that is refused is read again from its file. Must not: retry; callers know what a refusal means to
 //! them (see [`super::wire`] on what to tell apart).
 
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::wire::{
 use crate::client::{Client, Request};
 use crate::control::refusal;
 use crate::error::Error;
-use crate::token;
+use crate::token::{self, Held};
 
 /// How long a request may take, on top of what it asks to wait.
 pub const PATIENCE: Duration = Duration::from_secs(15);
@@ -92,7 +92,7 @@ impl ControllerError {
 #[derive(Clone, Debug)]
 pub struct ControllerClient {
     endpoint: Endpoint,
-    token: Token,
+    token: Held,
     client: Client,
 }
 
@@ -102,7 +102,7 @@ impl ControllerClient {
         let scheme = if url.contains("://") { "" } else { "http://" };
         let url = format!("{scheme}{}", url.trim_end_matches('/'));
         let endpoint = url.parse().map_err(|e| Error::Usage(format!("{e}")))?;
-        Ok(ControllerClient { endpoint, token, client: Client::default() })
+        Ok(ControllerClient { endpoint, token: Held::new(token), client: Client::default() })
     }
 
     /// Trusts `trust` where the controller has a certificate; without it, those whom the system trusts.
@@ -215,14 +215,22 @@ impl ControllerClient {
         let peer = || self.endpoint.to_string();
         let url = format!("{}{path}", self.endpoint.as_str());
         let timeout = PATIENCE.saturating_add(Duration::from_millis(wait_ms));
-        let bearer = Some(self.token.expose());
-        let request = Request { url: &url, bearer, body, timeout, most: MAX_ANSWER };
         let lost = |(kind, why)| ControllerError::Lost { peer: peer(), what, why, kind };
-        let (status, bytes) = self.client.send(request, stop).map_err(lost)?;
+        let send = |token: &Token| {
+            let bearer = Some(token.expose());
+            let request = Request { url: &url, bearer, body, timeout, most: MAX_ANSWER };
+            self.client.send(request, stop).map_err(lost)
+        };
+        let mut token = self.token.get();
+        let (mut status, mut bytes) = send(&token)?;
+        if status == 401 && self.token.renew(&token) {
+            token = self.token.get();
+            (status, bytes) = send(&token)?;
+        }
         if !(200..300).contains(&status) {
             let (kind, mut message) = refusal(status, &bytes);
             if status == 401 {
-                message = token::refused(&message, &self.token, token::OF_CONTROLLERS);
+                message = token::refused(&message, &token, token::OF_CONTROLLERS);
             }
             return Err(ControllerError::Refused { peer: peer(), what, status, kind, message });
         }

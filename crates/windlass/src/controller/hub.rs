@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::Value;
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
+use windlass_core::address::Token;
 use windlass_core::barrier::{
     Action, Barrier, BarrierError, Blocked, Config, Event, EvictReason, FenceReason, GateFailure, LagReason,
     Limits, Millis, NotifyOutcome, Peer, Phase, ReceiverId, Served, SetConfig, SetName, SyncNotify, WaitId,
@@ -73,6 +74,8 @@ pub(super) struct Hub {
     /// Room for page views.
     pub(super) listeners: Arc<Semaphore>,
     ended: watch::Receiver<bool>,
+    /// Agents are asked with the controller's own token.
+    pub(super) token: Token,
 }
 
 #[derive(Debug)]
@@ -112,7 +115,11 @@ pub(super) struct State {
 }
 
 impl Hub {
-    pub(super) fn new(settings: Settings, ended: watch::Receiver<bool>) -> Result<Hub, BarrierError> {
+    pub(super) fn new(
+        settings: Settings,
+        token: Token,
+        ended: watch::Receiver<bool>,
+    ) -> Result<Hub, BarrierError> {
         let Settings { sets, template, limits } = settings;
         let (barrier, template) = if sets.is_empty() {
             (Barrier::without_sets(limits.clone())?, Some(template))
@@ -144,6 +151,7 @@ impl Hub {
             document: watch::Sender::new("".into()),
             listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
             ended,
+            token,
         })
     }
 

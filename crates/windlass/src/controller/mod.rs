@@ -163,7 +163,8 @@ pub async fn answer(
     ended: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let limits = limits(&settings);
-    let hub = hub::Hub::new(settings, ended.clone()).map_err(|e| Error::Usage(e.to_string()))?;
+    let hub =
+        hub::Hub::new(settings, token.clone(), ended.clone()).map_err(|e| Error::Usage(e.to_string()))?;
     let hub = Arc::new(hub);
     let router = http::guarded(routes::routes(Arc::clone(&hub)), routes::OPEN, token, limits)
         .layer(axum::middleware::from_fn_with_state(Arc::clone(&hub), routes::count));

@@ -21,6 +21,9 @@ use tokio::sync::oneshot;
 use windlass_core::address::Endpoint;
 use windlass_core::barrier::{BarrierError, Event, GateFailure, NotifyOutcome, Peer, SetName, WaitId};
 use windlass_core::error::Kind;
+use windlass_core::identity::Incarnation;
+use windlass_data::receiver::{Control as _, ControlError};
+use windlass_data::stop::Stop;
 
 use super::hub::{Answer, Hub, PollError};
 use super::wire::{
@@ -28,6 +31,7 @@ use super::wire::{
     ServedVersion, Service, Span, TakeEval, TrainerLeft,
 };
 use super::{events, metrics, openapi, page};
+use crate::control::HttpControl;
 use crate::http::Failure;
 
 /// How long a request's body may take to arrive.
@@ -36,6 +40,8 @@ const BODY: Duration = Duration::from_secs(5);
 const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
+/// How long an agent may take to show its life.
+const ASK: Duration = Duration::from_secs(10);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
 /// The longest name of somebody who waits.
@@ -204,7 +210,7 @@ async fn within<T>(
 
 async fn notify_version(
     State(hub): Shared,
-    Body(notify): Body<NotifyVersion>,
+    Body(mut notify): Body<NotifyVersion>,
 ) -> Result<Json<Notified>, Failure> {
     check_spans(&notify.spans)?;
     check_share("delta_ratio", notify.delta_ratio, 1e6)?;
@@ -221,6 +227,9 @@ async fn notify_version(
     }
     let sync = notify.sync || notify.eval.is_some();
     let begun = Instant::now();
+    if notify.incarnation == NotifyVersion::SHOWN {
+        notify.incarnation = shown_by_agent(&hub, &notify).await?;
+    }
     let wait = hub.change(|state, now| {
         if notify.eval.is_some() && !state.has_room_for_an_eval() {
             return Err(Failure::new(Kind::Exhausted, "too many evals are open: wait for some to end"));
@@ -270,6 +279,24 @@ async fn notify_version(
     (answer.ahead, answer.wait) = hub.with(|state, _| state.barrier.ahead(&notify.model_id))?;
     answer.served = Some(served.into());
     Ok(Json(answer))
+}
+
+/// The life that the agent of a notify shows.
+async fn shown_by_agent(hub: &Hub, notify: &NotifyVersion) -> Result<Incarnation, Failure> {
+    let agent = HttpControl::new(&notify.sender_endpoint, hub.token.clone());
+    let agent = agent.map_err(|e| invalid(format!("sender_endpoint: {e}")))?;
+    let asked = tokio::task::spawn_blocking(move || agent.version(None, &Stop::after(ASK)));
+    let answer = asked.await.map_err(|e| Failure::new(Kind::Bug, format!("the agent was not asked: {e}")))?;
+    let info = answer.map_err(|e| {
+        let kind = if matches!(e, ControlError::Lost { .. }) { Kind::Timeout } else { Kind::Invalid };
+        let how = "name the incarnation, or give the agent and the controller one token";
+        Failure::new(kind, format!("no incarnation is named, and the agent does not show one: {e}; {how}"))
+    })?;
+    if info.model_id != notify.model_id {
+        let (endpoint, theirs) = (&notify.sender_endpoint, &info.model_id);
+        return Err(invalid(format!("the agent at {endpoint} publishes {theirs}, not {}", notify.model_id)));
+    }
+    Ok(info.incarnation)
 }
 
 async fn trainer_left(State(hub): Shared, Body(left): Body<TrainerLeft>) -> Result<Json<Done>, Failure> {
@@ -415,6 +442,7 @@ async fn register_receiver(State(hub): Shared, Body(join): Body<Join>) -> Result
         ok: true,
         heartbeat_ms: limits.heartbeat_ms,
         poll_ms: poll_ms(limits.heartbeat_ms),
+        rejoin_ms: limits.rejoin_ms(),
         max_ahead: limits.max_ahead,
     }))
 }

@@ -102,7 +102,8 @@ impl fmt::Display for Lane {
 pub struct NotifyVersion {
     /// Which policy.
     pub model_id: ModelId,
-    /// Which life of its publisher.
+    /// Which life of its publisher; without it, or with 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
+    #[serde(default = "shown")]
     pub incarnation: Incarnation,
     /// Which version.
     pub version: Version,
@@ -126,6 +127,15 @@ pub struct NotifyVersion {
     /// The bytes of its delta over those of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_ratio: Option<f64>,
+}
+
+impl NotifyVersion {
+    /// No life in particular: the one that the agent shows. Lives are counted from 1.
+    pub const SHOWN: Incarnation = Incarnation(0);
+}
+
+fn shown() -> Incarnation {
+    NotifyVersion::SHOWN
 }
 
 /// The answer to a notify.
@@ -238,6 +248,9 @@ pub struct Joined {
     pub heartbeat_ms: u64,
     /// How long a poll should ask to wait.
     pub poll_ms: u64,
+    /// The longest rest between two attempts to reach the controller when it is away. One that was restarted waits for its
+    /// receivers for several of them.
+    pub rejoin_ms: u64,
     /// How many versions an agent's history must reach back for every order to be carried out.
     pub max_ahead: usize,
 }

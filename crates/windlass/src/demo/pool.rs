@@ -149,6 +149,8 @@ impl<'a> Stage<'a> {
             format!("--set={SET}={}", models.join(",")),
             format!("--token-file={}", token_file.display()),
             format!("--heartbeat={HEARTBEAT}"),
+            // No receiver is older than this controller.
+            "--settle=0.05".to_owned(),
             "--with-parent".to_owned(),
         ];
         let mut controller = Child::start("controller", home, args)?;

@@ -3,7 +3,8 @@
 //! Owns: one life with the controller after the other ([`run`]): joining, asking for orders, saying how they went and
 //! taking leave; a stager and a loader for each model ([`super::model`]), and the thread that delivers reports. Must not:
 //! end, or stop serving, because the controller is away: what is served stays, what is being fetched is fetched, and the
-//! controller is waited for with a pause that grows, and that is said once.
+//! controller is waited for with a pause that grows, and that is said once. Once it was joined nothing that it or the
+//! network says ends this, but that another receiver lives under the same name.
 //!
 //! # Lives
 //!
@@ -13,7 +14,7 @@
 //! something else than the controller was told, such as by an engine that was restarted. Then the next one begins, and
 //! the controller finds its way from there. Reports of an earlier life are not delivered.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver as Inbox, RecvTimeoutError, channel};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -27,9 +28,10 @@ use windlass_data::stop::Stop;
 
 use super::Receive;
 use super::model::{EngineLoad, EngineLoads, Model, Opening, Sending, Took};
+use super::retry::CONFIRM;
 use super::together::Together;
 use crate::controller::client::{ControllerClient, ControllerError};
-use crate::controller::wire::{Join, Joined, MAX_SPANS, Poll, Report, Task};
+use crate::controller::wire::{Join, Joined, MAX_SPANS, Outcome, Poll, Report, Task};
 use crate::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 use crate::error::Error;
 use crate::session::Session;
@@ -49,8 +51,14 @@ pub struct Controlled {
     pub models: Vec<ModelId>,
 }
 
-/// How long to wait for a controller that is away: at first, and at most.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// How long to rest before a controller that is away is asked again: at first, and at most until one has said how long
+/// at most ([`Joined::rejoin_ms`]). A controller that was restarted waits for those who join again, but not for long.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(500));
+/// The longest rest and the longest poll that a controller can ask for, and the longest silence that it can allow:
+/// whatever it says, it is heard of again.
+const REJOIN: Duration = Duration::from_secs(15);
+const POLL: Duration = Duration::from_secs(20);
+const SILENCE: Duration = Duration::from_mins(10);
 /// How long a poll waits while something is going on that people want to see, and where engines must be looked at.
 const BUSY: Duration = Duration::from_millis(400);
 const LOOK: Duration = Duration::from_secs(2);
@@ -77,7 +85,8 @@ pub(super) fn run(
         Model::open(Opening { id, index, config, token, trust, name, session, stop }, engines)
     });
     let models: Vec<Model> = models.collect::<Result<_, Error>>()?;
-    let life = AtomicU64::new(0);
+    let (life, doubt) = (AtomicU64::new(0), AtomicBool::new(false));
+    let doubt = &doubt;
     let (out, inbox) = channel::<Sending>();
     std::thread::scope(|scope| {
         for model in &models {
@@ -86,7 +95,7 @@ pub(super) fn run(
             scope.spawn(move || model.load_all(&loaded));
         }
         drop(out);
-        let reporter = Reporter { link: &link, id: &place.id, models: &models, life: &life, stop };
+        let reporter = Reporter { link: &link, id: &place.id, models: &models, life: &life, doubt, stop };
         scope.spawn(move || reporter.run(&inbox));
         let mut member = Member {
             receive,
@@ -94,10 +103,12 @@ pub(super) fn run(
             id: &place.id,
             models: &models,
             life: &life,
+            doubt,
             session,
             stop,
             last_session: 0,
             away: Away::default(),
+            longest: PAUSE.1,
         };
         let result = member.follow();
         for model in &models {
@@ -151,6 +162,7 @@ fn engines_of(
 #[derive(Debug, Default)]
 struct Away {
     told: bool,
+    failures: u64,
     pause: Option<Duration>,
 }
 
@@ -161,10 +173,14 @@ struct Member<'a> {
     models: &'a [Model],
     /// The session that counts; 0 between two lives.
     life: &'a AtomicU64,
+    /// The controller did not want a report of a load: it and this receiver may mean different orders.
+    doubt: &'a AtomicBool,
     session: &'a Session,
     stop: &'a Stop,
     last_session: u64,
     away: Away,
+    /// The longest rest before the controller is asked again.
+    longest: Duration,
 }
 
 /// Why a life ended.
@@ -226,6 +242,7 @@ impl Member<'_> {
 
     /// Begins a life. `None` if it was told to end before that.
     fn join(&mut self, before: bool) -> Result<Option<Joined>, Error> {
+        let mut refused = 0;
         loop {
             if self.stop.is_set() {
                 return Ok(None);
@@ -245,6 +262,7 @@ impl Member<'_> {
             match self.link.join(&join, self.stop) {
                 Ok(joined) => {
                     self.away = Away::default();
+                    self.longest = Duration::from_millis(joined.rejoin_ms).clamp(Stop::GLANCE, REJOIN);
                     let event = json!({
                         "event": "joined", "receiver": self.id, "session": session, "controller": self.link.peer(),
                         "has": join.has,
@@ -258,15 +276,23 @@ impl Member<'_> {
                         self.last_session.saturating_add(Duration::from_hours(1).as_nanos() as u64);
                     self.wait_a_while();
                 }
-                // Nothing was served by its orders yet: whoever started this is told what is wrong.
+                // Nothing was served by its orders yet: whoever started this is told what is wrong. A flipped bit is not
+                // said several times.
                 Err(e) if !before && !passes(&e) && !self.stop.is_set() => {
-                    return Err(Error::Plane {
-                        doing: "follow the controller",
-                        kind: e.kind(),
-                        source: Box::new(e),
-                    });
+                    refused += 1;
+                    if refused == CONFIRM {
+                        return Err(Error::Plane {
+                            doing: "follow the controller",
+                            kind: e.kind(),
+                            source: Box::new(e),
+                        });
+                    }
+                    self.wait_a_while();
                 }
-                Err(e) => self.unanswered(&e),
+                Err(e) => {
+                    refused = 0;
+                    self.unanswered(&e);
+                }
             }
         }
     }
@@ -277,16 +303,20 @@ impl Member<'_> {
 
     /// One life: asks for orders until it ends.
     fn live(&mut self, joined: &Joined) -> End {
-        let mut after = 0;
+        let (mut after, mut taken) = (0, None);
+        self.doubt.store(false, Ordering::Release);
         loop {
             if self.stop.is_set() || self.enough() {
                 return End::Enough;
+            }
+            if self.doubt.load(Ordering::Acquire) {
+                return End::Again("the controller did not want the report of a load".into());
             }
             if let Some(why) = self.models.iter().find_map(Model::differs) {
                 return End::Again(why);
             }
             let (doing, busy): (Vec<_>, Vec<_>) = self.models.iter().map(Model::doing).unzip();
-            let mut most = Duration::from_millis(joined.poll_ms);
+            let mut most = Duration::from_millis(joined.poll_ms).min(POLL);
             if busy.contains(&true) || self.receive.versions.is_some() || self.receive.until.is_some() {
                 most = most.min(BUSY);
             }
@@ -297,6 +327,7 @@ impl Member<'_> {
             match self.link.poll(&poll, self.stop) {
                 Ok(orders) => {
                     self.back();
+                    taken = None;
                     for numbered in orders.orders {
                         if numbered.seq <= after {
                             continue;
@@ -306,7 +337,15 @@ impl Member<'_> {
                     }
                 }
                 Err(_) if self.stop.is_set() => return End::Enough,
-                Err(e @ ControllerError::Refused { kind: Kind::Stale, .. }) => return End::Taken(e),
+                Err(e @ ControllerError::Refused { kind: Kind::Stale, .. }) => {
+                    // A flipped bit makes the controller say so, too, and one in somebody else's join makes a receiver of
+                    // this name that is silent. Both have passed by then.
+                    let silence = Duration::from_millis(joined.heartbeat_ms).min(SILENCE);
+                    if taken.get_or_insert_with(Instant::now).elapsed() > silence * 2 {
+                        return End::Taken(e);
+                    }
+                    self.unanswered(&e);
+                }
                 Err(e @ ControllerError::Refused { kind: Kind::NotFound | Kind::Invalid, .. }) => {
                     return End::Again(e.to_string());
                 }
@@ -347,8 +386,9 @@ impl Member<'_> {
 
     /// The controller answers again.
     fn back(&mut self) {
-        if std::mem::take(&mut self.away).told {
-            let event = json!({ "event": "controller_back", "receiver": self.id });
+        let Away { told, failures, .. } = std::mem::take(&mut self.away);
+        if told {
+            let event = json!({ "event": "controller_back", "receiver": self.id, "failures": failures });
             self.session.event(&event, || "the controller answers again".into());
         }
     }
@@ -357,6 +397,7 @@ impl Member<'_> {
         if self.stop.is_set() {
             return;
         }
+        self.away.failures += 1;
         if !std::mem::replace(&mut self.away.told, true) {
             let event = json!({
                 "event": "controller_away", "receiver": self.id, "kind": e.kind(), "error": e.to_string(),
@@ -367,7 +408,7 @@ impl Member<'_> {
     }
 
     fn wait_a_while(&mut self) {
-        let pause = self.away.pause.map_or(PAUSE.0, |p| (p * 2).min(PAUSE.1));
+        let pause = self.away.pause.map_or(PAUSE.0, |p| p * 2).min(self.longest);
         self.away.pause = Some(pause);
         let until = Instant::now() + pause;
         while Instant::now() < until && !self.stop.is_set() {
@@ -393,6 +434,7 @@ struct Reporter<'a> {
     id: &'a ReceiverId,
     models: &'a [Model],
     life: &'a AtomicU64,
+    doubt: &'a AtomicBool,
     stop: &'a Stop,
 }
 
@@ -415,7 +457,7 @@ impl Reporter<'_> {
 
     /// Repeats until the controller has taken it, or does not want it.
     fn deliver(&self, sending: &Sending) -> bool {
-        let mut pause = PAUSE.0;
+        let (mut pause, mut refused) = (PAUSE.0, 0);
         while self.life.load(Ordering::Acquire) == sending.session {
             let spans = sending.took.iter().take(MAX_SPANS).map(Took::span).collect();
             let report = Report {
@@ -429,13 +471,17 @@ impl Reporter<'_> {
             };
             match self.link.report(&report, self.stop) {
                 Ok(_) => return true,
-                Err(e) if passes(&e) && !self.stop.is_set() => {
+                Err(e) if !self.stop.is_set() && (passes(&e) || refused + 1 < CONFIRM) => {
+                    refused += u32::from(!passes(&e));
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(PAUSE.1);
                 }
                 // The order is not open any more, or not ours: the controller knows better.
                 Err(error @ ControllerError::Refused { kind: Kind::Stale | Kind::NotFound, .. }) => {
                     tracing::info!(%error, order = %report.order, "a report was not wanted");
+                    if matches!(report.outcome, Outcome::Loaded) {
+                        self.doubt.store(true, Ordering::Release);
+                    }
                     return false;
                 }
                 Err(error) => {

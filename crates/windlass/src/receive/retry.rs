@@ -4,12 +4,19 @@
 //! attempts at a version that could not be brought here ([`Attempts`]). Called by [`super::Receive`]; with a controller
 //! it is the controller that says when to try again. Must not: say more than once that it goes on as before: what is said
 //! is how long the next rest is, when that has become longer.
+//!
+//! # What ends a receiver
+//!
+//! Until something has succeeded ([`Standing::New`]), a failure that does not pass does: whoever started the receiver is
+//! there to read it. What this host lacks does so at once, what somebody else said when it was said [`CONFIRM`] times in a
+//! row, for a flipped bit is not said twice. Once something has succeeded ([`Standing::Proven`]) nothing does: the same
+//! arguments worked, so it is the world that has changed, and it may change back. What this host lacks is tried seldom.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use windlass_core::backoff::{Backoff, Rest, Span};
+use windlass_core::backoff::{Backoff, Span};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, Version};
 use windlass_data::image::ImageError;
@@ -25,6 +32,10 @@ use crate::session::Session;
 const AWAY: Span = Span { first_ms: 100, cap_ms: 5_000 };
 /// A version that could not be brought here: every attempt may cost the whole image.
 const FAILED: Span = Span { first_ms: 100, cap_ms: 60_000 };
+/// What this host lacks comes back when somebody makes room.
+const LACKING: Span = Span { first_ms: 5_000, cap_ms: 60_000 };
+/// How often something must be said in a row to be believed.
+pub(super) const CONFIRM: u32 = 3;
 /// How often a publisher is asked for something newer that cannot be waited for.
 const GLANCE: Duration = Duration::from_millis(500);
 
@@ -32,6 +43,54 @@ const GLANCE: Duration = Duration::from_millis(500);
 pub(super) trait Passing: std::error::Error + Into<Error> {
     /// Whether it is.
     fn passes(&self) -> bool;
+    /// Whether it is this host that lacks something.
+    fn is_ours(&self) -> bool;
+}
+
+/// Whether what is tried has succeeded before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// Not yet.
+    New,
+    /// It has.
+    Proven,
+}
+
+/// Failures in a row, and how many of them do not pass.
+#[derive(Clone, Copy, Debug, Default)]
+struct Failures {
+    backoff: Backoff,
+    firm: u32,
+}
+
+impl Failures {
+    /// How long to rest after this failure, which is said if that has become longer; or the failure, if it is the end.
+    fn failed<E: Passing>(
+        &mut self,
+        error: E,
+        standing: Standing,
+        span: Span,
+        session: &Session,
+    ) -> Result<Duration, Error> {
+        let text = crate::error::chain(&error);
+        let (passes, ours) = (error.passes(), error.is_ours());
+        let error: Error = error.into();
+        self.firm = if passes { 0 } else { self.firm + 1 };
+        let span = match standing {
+            Standing::New if !passes && (ours || self.firm >= CONFIRM) => return Err(error),
+            Standing::Proven if !passes && ours => LACKING,
+            Standing::New | Standing::Proven => span,
+        };
+        let rest = self.backoff.failed(span, salt());
+        let pause = Duration::from_millis(rest.ms);
+        if rest.longer {
+            let event = json!({
+                "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
+            });
+            session.event(&event, || format!("{text}; trying again in {:.1} s", pause.as_secs_f64()));
+        }
+        Ok(pause)
+    }
 }
 
 impl Passing for ReceiverError {
@@ -49,6 +108,10 @@ impl Passing for ReceiverError {
             Kind::Invalid | Kind::Unsupported | Kind::Denied | Kind::Cancelled | Kind::Bug => false,
         }
     }
+
+    fn is_ours(&self) -> bool {
+        matches!(self, ReceiverError::Image(_) | ReceiverError::Memory { .. })
+    }
 }
 
 impl Passing for LocalError {
@@ -62,6 +125,10 @@ impl Passing for LocalError {
             LocalError::TooLong { .. } | LocalError::Refused { .. } | LocalError::Answer { .. } => false,
         }
     }
+
+    fn is_ours(&self) -> bool {
+        matches!(self, LocalError::TooLong { .. })
+    }
 }
 
 /// Something that differs by process and moment.
@@ -69,43 +136,30 @@ fn salt() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// The failure, if it does not pass; otherwise it is said how long the rest is, if that has become longer.
-fn tell<E: Passing>(error: E, rest: Rest, session: &Session) -> Result<Duration, Error> {
-    let text = crate::error::chain(&error);
-    let passes = error.passes();
-    let error: Error = error.into();
-    if !passes {
-        return Err(error);
-    }
-    let pause = Duration::from_millis(rest.ms);
-    if rest.longer {
-        let event = json!({
-            "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
-        });
-        session.event(&event, || format!("{text}; trying again in {:.1} s", pause.as_secs_f64()));
-    }
-    Ok(pause)
-}
-
 /// Repeats what fails because the publisher is away, until it is back.
 pub(super) fn patiently<T, E: Passing>(
+    standing: Standing,
     session: &Session,
     stop: &Stop,
     mut attempt: impl FnMut() -> Result<T, E>,
 ) -> Result<T, Error> {
-    let mut backoff = Backoff::default();
+    let mut failures = Failures::default();
     loop {
         let error = match attempt() {
             Ok(value) => return Ok(value),
             Err(error) => error,
         };
         stop.check().map_err(|_| Error::Cancelled)?;
-        let pause = tell(error, backoff.failed(AWAY, salt()), session)?;
-        let until = stop.with_timeout(pause);
-        while !until.is_set() {
-            std::thread::sleep(until.nap());
-        }
+        pause(failures.failed(error, standing, AWAY, session)?, stop);
         stop.check().map_err(|_| Error::Cancelled)?;
+    }
+}
+
+/// Waits so long, or until it is told to end.
+pub(super) fn pause(span: Duration, stop: &Stop) {
+    let until = stop.with_timeout(span);
+    while !until.is_set() {
+        std::thread::sleep(until.nap());
     }
 }
 
@@ -113,32 +167,33 @@ pub(super) fn patiently<T, E: Passing>(
 #[derive(Debug, Default)]
 pub(super) struct Attempts {
     at: Option<(Incarnation, Version)>,
-    backoff: Backoff,
+    failures: Failures,
 }
 
 impl Attempts {
     /// What is tried next. What is newer has not failed yet.
     pub(super) fn at(&mut self, what: (Incarnation, Version)) {
         if self.at.replace(what) != Some(what) {
-            self.backoff.reset();
+            self.failures.backoff.reset();
         }
     }
 
     /// It is here.
     pub(super) fn succeeded(&mut self) {
-        self.backoff.reset();
+        self.failures = Failures::default();
     }
 
     /// It failed: rests, unless the failure does not pass, until it may be tried again or there is something newer.
     pub(super) fn failed(
         &mut self,
         error: ReceiverError,
+        standing: Standing,
         control: &dyn Control,
         session: &Session,
         stop: &Stop,
     ) -> Result<(), Error> {
         stop.check().map_err(|_| Error::Cancelled)?;
-        let pause = tell(error, self.backoff.failed(FAILED, salt()), session)?;
+        let pause = self.failures.failed(error, standing, FAILED, session)?;
         rest(control, self.at, &stop.with_timeout(pause));
         stop.check().map_err(|_| Error::Cancelled)
     }
@@ -246,21 +301,48 @@ mod tests {
     }
 
     #[test]
+    fn nothing_ends_what_has_succeeded_before_and_a_flipped_bit_ends_nothing() {
+        let session = Session::start(true).unwrap();
+        let denied = || {
+            let (peer, message) = ("a".to_owned(), "the token is wrong".to_owned());
+            ReceiverError::from(ControlError::Refused { peer, what: "sync", kind: Kind::Denied, message })
+        };
+        let away = || ReceiverError::from(lost::<()>().unwrap_err());
+        let full = || ReceiverError::Memory { bytes: 1, source: std::io::ErrorKind::OutOfMemory.into() };
+        let mut failures = Failures::default();
+        let mut new = |e| failures.failed(e, Standing::New, AWAY, &session).map(drop).map_err(|e| e.kind());
+        // What is not said often enough in a row may be a flipped bit.
+        for error in [denied(), denied(), away(), denied(), denied()] {
+            assert_eq!(new(error), Ok(()));
+        }
+        assert_eq!(new(denied()), Err(Kind::Denied));
+        assert_eq!(new(full()), Err(Kind::Exhausted), "nobody else said so");
+        let mut failures = Failures::default();
+        let mut proven = |e| failures.failed(e, Standing::Proven, AWAY, &session).unwrap();
+        assert!((0..20).map(|_| proven(denied())).all(|rest| rest <= Duration::from_millis(AWAY.cap_ms)));
+        assert!(proven(full()) > Duration::from_secs(30), "this host is seldom asked");
+    }
+
+    #[test]
     fn failures_count_for_one_version_and_until_it_is_there() {
         let mut attempts = Attempts::default();
         attempts.at((Incarnation(1), 7));
         for _ in 0..3 {
-            attempts.backoff.failed(FAILED, 0);
+            attempts.failures.backoff.failed(FAILED, 0);
             attempts.at((Incarnation(1), 7));
         }
-        assert_eq!(attempts.backoff.failures(), 3);
+        assert_eq!(attempts.failures.backoff.failures(), 3);
         attempts.at((Incarnation(1), 8));
-        assert_eq!(attempts.backoff.failures(), 0);
-        attempts.backoff.failed(FAILED, 0);
+        assert_eq!(attempts.failures.backoff.failures(), 0);
+        attempts.failures.backoff.failed(FAILED, 0);
         attempts.at((Incarnation(2), 8));
-        assert_eq!(attempts.backoff.failures(), 0, "another life of the publisher is something newer");
-        attempts.backoff.failed(FAILED, 0);
+        assert_eq!(
+            attempts.failures.backoff.failures(),
+            0,
+            "another life of the publisher is something newer"
+        );
+        attempts.failures.backoff.failed(FAILED, 0);
         attempts.succeeded();
-        assert_eq!(attempts.backoff.failures(), 0);
+        assert_eq!(attempts.failures.backoff.failures(), 0);
     }
 }

@@ -77,6 +77,8 @@ use crate::config;
 /// How often an agent may refuse in a row, for the same reason that lies in what it was asked, before that is said
 /// without waiting for the deadline.
 const REFUSALS: u32 = 5;
+/// The same where somebody else has what it needs, such as a port: the agent of a trainer that was just killed ends soon.
+const TAKEN: u32 = 7;
 
 /// What to keep running.
 #[derive(Clone, Debug)]
@@ -214,7 +216,7 @@ impl Supervisor {
             }
             let (region, said) = (self.region.clone(), state.status.last_error.clone());
             if let (Some(said), Some(kind)) = (&said, state.kind)
-                && state.refusals >= REFUSALS
+                && state.refusals >= if kind == Kind::Exhausted { TAKEN } else { REFUSALS }
             {
                 return Err(SuperviseError::Refuses { region, said: said.clone(), kind });
             }

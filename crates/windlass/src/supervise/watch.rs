@@ -175,11 +175,18 @@ impl Watch {
             Some(said) if said != end.how => format!("{} ({said})", end.how),
             Some(_) | None => end.how,
         };
-        tracing::warn!(region = %self.launch.region.display(), "the agent {what}; it is started again");
+        let region = self.launch.region.display();
         let kind = end.error.map(|(kind, _)| kind);
         self.shared.change(|state| {
             let same = state.status.last_error.as_ref() == Some(&what);
-            let refused = kind == Some(Kind::Invalid);
+            // The same again and again is said once.
+            if same {
+                tracing::debug!(%region, "the agent {what}; it is started again");
+            } else {
+                tracing::warn!(%region, "the agent {what}; it is started again until it listens");
+            }
+            // What was asked is wrong, or somebody else has it.
+            let refused = matches!(kind, Some(Kind::Invalid | Kind::Exhausted));
             state.refusals = if refused { 1 + if same { state.refusals } else { 0 } } else { 0 };
             state.kind = kind;
             state.status.last_error = Some(what);

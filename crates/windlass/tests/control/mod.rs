@@ -68,8 +68,9 @@ impl Controller {
     fn process(home: &Path, args: &[String]) -> Agent {
         let file = home.join("token");
         let token_file = format!("--token-file={}", file.display());
-        let process =
-            Process::start(["controller", &token_file].into_iter().chain(args.iter().map(String::as_str)));
+        let process = Process::start(
+            ["controller", &token_file, "--settle=0.001"].into_iter().chain(args.iter().map(String::as_str)),
+        );
         let listening = process.event("listening");
         assert_eq!(listening["token_file"], file.to_str().unwrap());
         let endpoint = listening["endpoint"].as_str().unwrap().to_owned();

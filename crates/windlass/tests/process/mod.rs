@@ -57,6 +57,11 @@ impl Process {
         line
     }
 
+    /// The next line, if one comes within this time.
+    pub fn line_within(&self, most: Duration) -> Option<Value> {
+        self.lines.recv_timeout(most).ok()
+    }
+
     /// The next line, of whatever form.
     pub fn any_line(&self) -> Value {
         self.lines.recv_timeout(PATIENCE).expect("another line")

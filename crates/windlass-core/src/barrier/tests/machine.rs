@@ -58,6 +58,12 @@ pub(super) enum Transition {
         heartbeats: bool,
     },
     Promptly,
+    /// The controller is restarted and knows nothing.
+    Restart,
+    /// A receiver joins the restarted controller.
+    Rejoin {
+        receiver: usize,
+    },
     Gate {
         id: WaitId,
         set: usize,
@@ -85,7 +91,8 @@ fn configs() -> impl Strategy<Value = Config> {
         let solo = SetConfig::strict(set("solo"), models(&MODELS[2..3]));
         let loose =
             SetConfig { mode: Mode::Relaxed, ..SetConfig::strict(set("loose"), models(&MODELS[3..])) };
-        Config { sets: vec![pair, solo, loose], limits: Limits { max_ahead, ..super::short_limits() } }
+        let limits = Limits { max_ahead, settle_ms: 60, ..super::short_limits() };
+        Config { sets: vec![pair, solo, loose], limits }
     })
 }
 
@@ -137,17 +144,19 @@ impl ReferenceStateMachine for Trainers {
             },
         );
         prop_oneof![
-            8 => notify,
-            3 => start,
-            1 => receiver.clone().prop_map(|receiver| Transition::Kill { receiver }),
-            1 => receiver.prop_map(|receiver| Transition::Leave { receiver }),
-            12 => work,
-            12 => deliver,
-            4 => pass,
-            3 => Just(Transition::Promptly),
-            2 => gate,
-            1 => (0..=waits).prop_map(|id| Transition::Cancel { id: WaitId(id) }),
-            1 => (0..=waits).prop_map(|id| Transition::EvalDone { id: WaitId(id) }),
+            16 => notify,
+            6 => start,
+            2 => receiver.clone().prop_map(|receiver| Transition::Kill { receiver }),
+            2 => receiver.clone().prop_map(|receiver| Transition::Leave { receiver }),
+            1 => Just(Transition::Restart),
+            4 => receiver.prop_map(|receiver| Transition::Rejoin { receiver }),
+            24 => work,
+            24 => deliver,
+            8 => pass,
+            6 => Just(Transition::Promptly),
+            4 => gate,
+            2 => (0..=waits).prop_map(|id| Transition::Cancel { id: WaitId(id) }),
+            2 => (0..=waits).prop_map(|id| Transition::EvalDone { id: WaitId(id) }),
         ]
         .boxed()
     }
@@ -201,12 +210,14 @@ impl StateMachineTest for BarrierTest {
             Transition::Kill { receiver: r } => {
                 if let Some(life) = world.newest.get_mut(&receiver(r)) {
                     life.running = false;
+                    world.astray.remove(&receiver(r));
                 }
             }
             Transition::Leave { receiver: r } => {
                 if let Some(life) = world.newest.get_mut(&receiver(r)) {
                     life.running = false;
                     let peer = life.peer.clone();
+                    world.astray.remove(&receiver(r));
                     world.network.push(Event::Leave { peer });
                 }
             }
@@ -229,6 +240,8 @@ impl StateMachineTest for BarrierTest {
                 }
             }
             Transition::Promptly => world.promptly(),
+            Transition::Restart => world.restart(),
+            Transition::Rejoin { receiver: r } => world.rejoin(&receiver(r)),
             Transition::Gate { id, set, at_least, lineage, timeout } => {
                 let set = world.config.sets[set].name.clone();
                 let _ = world.send(Event::GateWait { id, set, at_least, lineage, timeout });
@@ -286,7 +299,7 @@ prop_state_machine! {
 fn random_interleavings_reach_what_they_are_meant_to_test() {
     let mut runner = TestRunner::deterministic();
     let strategy = Trainers::sequential_strategy(60..120);
-    for _ in 0..100 {
+    for _ in 0..250 {
         let (state, transitions, counter) = strategy.new_tree(&mut runner).unwrap().current();
         BarrierTest::test_sequential(ProptestConfig::default(), state, transitions, counter);
     }
@@ -305,7 +318,27 @@ fn random_interleavings_reach_what_they_are_meant_to_test() {
         "evaluated",
         "released",
         "stalled",
+        "restarted",
+        "rejoined",
+        "served after a restart",
     ] {
         assert!(seen.get(what).is_some_and(|n| *n >= 40), "{what} is too rare in {seen:?}");
     }
+}
+
+/// The judge would see it: without a time to settle, restarted controllers load and serve before all are back.
+#[test]
+fn judge_sees_a_restarted_barrier_that_does_not_wait_for_those_who_live() {
+    let mut runner = TestRunner::deterministic();
+    let strategy = Trainers::sequential_strategy(60..120);
+    let caught = (0..250).any(|_| {
+        let (mut state, transitions, counter) = strategy.new_tree(&mut runner).unwrap().current();
+        state.config.limits.settle_ms = 0;
+        let run = || BarrierTest::test_sequential(ProptestConfig::default(), state, transitions, counter);
+        let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) else { return false };
+        let why = panic.downcast_ref::<String>().expect("a judgement");
+        assert!(why.starts_with("C102"), "{why}");
+        true
+    });
+    assert!(caught);
 }

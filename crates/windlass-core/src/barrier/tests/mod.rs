@@ -29,6 +29,8 @@ fn id(name: &str, incarnation: u64, version: Version) -> Identity {
 fn short_limits() -> Limits {
     Limits {
         heartbeat_ms: 1000,
+        // Only where it is about that.
+        settle_ms: 0,
         stage_ms: 400,
         load_ms: 300,
         retry_ms: 50,
@@ -60,8 +62,12 @@ struct Rig {
 
 impl Rig {
     fn new(sets: Vec<SetConfig>) -> Rig {
+        Rig::with(Config { sets, limits: short_limits() })
+    }
+
+    fn with(config: Config) -> Rig {
         Rig {
-            barrier: Barrier::new(Config { sets, limits: short_limits() }).unwrap(),
+            barrier: Barrier::new(config).unwrap(),
             now: 0,
             sessions: BTreeMap::new(),
             stages: BTreeMap::new(),

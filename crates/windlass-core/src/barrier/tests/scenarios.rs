@@ -412,6 +412,62 @@ fn restarted_controller_rebuilds_from_joins_and_the_next_notify() {
     assert_eq!(t.live(), ["r0", "r1"]);
 }
 
+fn settling() -> Rig {
+    let limits = Limits { settle_ms: 80, ..short_limits() };
+    let loose = SetConfig { mode: Mode::Relaxed, ..strict("loose", &["solo"]) };
+    let mut rig = Rig::with(Config { sets: vec![strict("set", &PAIR), loose], limits });
+    rig.after(0);
+    rig
+}
+
+/// The gate opened with most receivers missing, and loads began before they had staged.
+#[test]
+fn new_barrier_neither_loads_nor_serves_before_its_roster_has_settled() {
+    let mut t = settling();
+    // Two receivers outlived the controller before; the first one is back at once.
+    let has = [id("actor", 1, 6), id("verifier", 1, 6)];
+    t.join(0, &["actor", "verifier", "solo"], &has);
+    t.gate(1, 6, None);
+    let mut actions = t.notify_pair(1, 6);
+    actions.extend(t.notify(id("solo", 1, 3)));
+    assert_eq!(staged_orders(&actions), ["r0 solo@1.3"], "what can be prepared is");
+    actions.extend(t.stage(0, id("solo", 1, 3)));
+    for _ in 0..7 {
+        actions.extend(t.after(10));
+    }
+    assert_eq!((t.served(), loads(&actions), opened(&actions)), (None, vec![], vec![]));
+    assert_eq!(t.barrier.blocked(&set("set")), Ok(Blocked::Settling));
+    // The second one has less, and is waited for from here on: no live member makes do without it.
+    t.join(1, &PAIR, &[id("actor", 1, 5), id("verifier", 1, 5)]);
+    let actions = t.after(10);
+    assert_eq!((loads(&actions), opened(&actions)), (vec!["r0"], vec![]), "the relaxed model of the first");
+    assert_eq!(t.served(), None);
+    t.stage_pair(1, 1, 6);
+    let actions = t.load(1);
+    assert_eq!((t.served(), opened(&actions)), (Some(6), vec![1]));
+    assert_eq!(t.live(), ["r0", "r1"]);
+}
+
+#[test]
+fn time_that_the_controller_slept_through_does_not_settle_the_roster() {
+    let mut t = settling();
+    t.join(0, &PAIR, &[id("actor", 1, 6), id("verifier", 1, 6)]);
+    t.notify_pair(1, 6);
+    // It stood still for far longer than receivers take to come back, and none of them was heard meanwhile.
+    t.after(500);
+    assert_eq!((t.served(), t.barrier.next_deadline()), (None, Some(510)));
+    for _ in 0..7 {
+        assert_eq!(t.served(), None);
+        t.after(10);
+    }
+    assert_eq!(t.served(), Some(6));
+    // From then on time is time.
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.load(0);
+    assert_eq!(t.served(), Some(7));
+}
+
 #[test]
 fn snapshot_is_plain_data() {
     let mut t = Rig::pair();

@@ -80,6 +80,13 @@ pub(super) struct World {
     /// Whose trainer has been told to wait.
     pressed: BTreeSet<ModelId>,
     waits: BTreeMap<WaitId, OpenWait>,
+    /// Who lives and has not joined again since the controller was restarted.
+    pub(super) astray: BTreeSet<ReceiverId>,
+    /// By when they will have.
+    rejoin_by: Millis,
+    /// What members said that they hold when they joined, as far as no load has changed it since.
+    claims: BTreeMap<ReceiverId, Vec<Identity>>,
+    restarts: u64,
     next_session: u64,
     sent: u64,
     pub(super) seen: BTreeMap<&'static str, usize>,
@@ -107,6 +114,10 @@ impl World {
             actions: 0,
             pressed: BTreeSet::new(),
             waits: BTreeMap::new(),
+            astray: BTreeSet::new(),
+            rejoin_by: 0,
+            claims: BTreeMap::new(),
+            restarts: 0,
             next_session: 0,
             sent: 0,
             seen: BTreeMap::new(),
@@ -149,7 +160,71 @@ impl World {
 
     /// Time passes.
     pub(super) fn pass(&mut self, span: Millis) {
-        self.now += span;
+        if !self.astray.is_empty() && self.now + span >= self.rejoin_by {
+            let until = self.rejoin_by.saturating_sub(self.now);
+            self.pass_time(until);
+            let late = self.astray.iter().cloned().collect::<Vec<_>>();
+            late.iter().for_each(|id| self.rejoin(id));
+            return self.pass_time(span.saturating_sub(until));
+        }
+        self.pass_time(span);
+    }
+
+    /// A new controller, which knows nothing. Receivers are as they were, and will join it; those who waited have lost
+    /// their answers.
+    pub(super) fn restart(&mut self) {
+        self.barrier = Barrier::new(self.config.clone()).unwrap();
+        let _ = self.barrier.tick(self.now);
+        let sets = self.config.sets.len();
+        self.astray = self.newest.values().filter(|l| l.running).map(|l| l.peer.receiver.clone()).collect();
+        // The last attempt of whoever rests for the longest between two of them, and has just missed the start.
+        self.rejoin_by = self.now + 2 * self.config.limits.rejoin_ms();
+        self.ended.clear();
+        self.joined.clear();
+        self.current.clear();
+        self.announced.clear();
+        self.highest_load.clear();
+        self.live.clear();
+        self.begun = vec![BTreeMap::new(); sets];
+        self.served = vec![None; sets];
+        self.pressed.clear();
+        self.waits.clear();
+        self.claims.clear();
+        self.restarts += 1;
+        self.note("restarted");
+    }
+
+    /// A receiver finds the restarted controller, with what its engines hold.
+    pub(super) fn rejoin(&mut self, id: &ReceiverId) {
+        if !self.astray.remove(id) {
+            return;
+        }
+        let models = self.newest[id].models.clone();
+        self.start(id, models, true);
+        self.note("rejoined");
+    }
+
+    /// B-1, B-3: whoever lives counts, whether the barrier knows of it or not.
+    fn judge_astray(&self, set: usize, what: &str) {
+        let missing = |id: &&ReceiverId| !self.models_in(&self.newest[*id], set).is_empty();
+        let missing: Vec<_> = self.astray.iter().filter(missing).collect();
+        assert!(missing.is_empty(), "C102: {what}, and {missing:?} have not joined since the restart");
+    }
+
+    /// Half the time the controller looks at every deadline as it comes, the other half it slept.
+    fn pass_time(&mut self, span: Millis) {
+        let until = self.now + span;
+        while span.is_multiple_of(2)
+            && let Some(at) = self.barrier.next_deadline().filter(|at| (self.now + 1..until).contains(at))
+        {
+            self.tick_at(at);
+        }
+        self.tick_at(until);
+    }
+
+    fn tick_at(&mut self, now: Millis) {
+        let span = now - self.now;
+        self.now = now;
         let actions = self.barrier.tick(self.now);
         if !actions.is_empty() || span > 0 {
             self.judge(actions);
@@ -203,7 +278,11 @@ impl World {
                     self.note("superseded");
                 }
                 let key = (identity.model_id.clone(), identity.incarnation);
-                self.announced.entry(key).or_default().insert(identity.version);
+                let announced = self.announced.entry(key).or_default();
+                announced.insert(identity.version);
+                let same =
+                    |c: &&Identity| c.model_id == identity.model_id && c.incarnation == identity.incarnation;
+                announced.extend(self.claims.values().flatten().filter(same).map(|c| c.version));
                 if let Some(sync) = sync {
                     self.waits.insert(
                         sync.id,
@@ -219,10 +298,14 @@ impl World {
                 }
             }
             Event::Join { peer, has, .. } => {
-                for identity in has {
-                    let key = (identity.model_id, identity.incarnation);
-                    self.announced.entry(key).or_default().insert(identity.version);
+                for identity in &has {
+                    if self.current.get(&identity.model_id) == Some(&identity.incarnation) {
+                        let key = (identity.model_id.clone(), identity.incarnation);
+                        self.announced.entry(key).or_default().insert(identity.version);
+                    }
                 }
+                self.claims.insert(peer.receiver.clone(), has);
+                self.astray.remove(&peer.receiver);
                 self.joined.insert(peer.receiver, peer.session);
             }
             Event::Failed { peer, identity, phase: Phase::Staging, .. } => {
@@ -331,7 +414,7 @@ impl World {
         match order {
             Action::Stage { order, identity, .. } => {
                 let key = (identity.model_id.clone(), identity.incarnation);
-                let newest = *self.announced[&key].last().unwrap();
+                let newest = self.announced.get(&key).and_then(|a| a.last().copied()).unwrap_or(0);
                 if fail {
                     let (phase, reason) = (Phase::Staging, "the network said no".to_owned());
                     self.network.push(Event::Failed { peer, order, identity, phase, reason });
@@ -493,6 +576,7 @@ impl World {
                 self.ended.remove(&receiver);
                 match why {
                     EvictReason::Silent | EvictReason::Left => {
+                        self.claims.remove(&receiver);
                         self.joined.remove(&receiver);
                     }
                     // The world knows the new session already; it was the old one that left.
@@ -639,6 +723,7 @@ impl World {
         assert_eq!(self.joined.get(&to.receiver), Some(&to.session), "an order to a stranger");
         let version = identities[0].version;
         let set = self.set_of(&identities[0].model_id);
+        self.judge_astray(set, "a load begins");
         let life = self.member(&to.receiver);
         for identity in identities {
             assert_eq!(identity.version, version, "C72: a mixed load");
@@ -659,6 +744,9 @@ impl World {
             }
         }
         self.begun[set].entry(version).or_insert(self.actions);
+        if let Some(claims) = self.claims.get_mut(&to.receiver) {
+            claims.retain(|c| identities.iter().all(|i| i.model_id != c.model_id));
+        }
         for identity in identities {
             let key = (identity.model_id.clone(), identity.incarnation);
             let highest = self.highest_load.entry(key).or_default();
@@ -707,8 +795,12 @@ impl World {
                 }
                 let old = std::mem::replace(&mut self.served[set], served.clone());
                 if let Some(new) = &served {
+                    self.judge_astray(set, "a version is served");
                     self.judge_advance(set, old.as_ref(), new);
                     self.note("served");
+                    if self.restarts > 0 {
+                        self.note("served after a restart");
+                    }
                 }
             }
         }
