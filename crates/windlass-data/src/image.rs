@@ -17,6 +17,12 @@
 //! - [`Refresh::finish`] needs every block to be of one version and the digest of the sums to be that of the
 //!   version. Then `state.json` is put in place, the slot is committed and sealed.
 //!
+//! # Another layout
+//!
+//! An image of another layout is another region. The old one is [set aside](Image::set_aside): hidden, taken out of its place
+//! and removed, while whoever has it mapped keeps that. Readers find the new one when they open the directory again, and
+//! a reader that waits has nothing open.
+//!
 //! # After a crash
 //!
 //! `state.json` names the slot's commit, identity and digest; it counts only if it is about the commit that the
@@ -276,9 +282,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Image {
-    /// Makes an empty image.
-    pub fn create(spec: ImageSpec, manifest: Arc<Manifest>) -> Result<Image, ImageError> {
-        let region = Region::create(&RegionSpec {
+    /// Makes an empty image. Waits until `stop` for those who look at what is in its place.
+    pub fn create(spec: ImageSpec, manifest: Arc<Manifest>, stop: &Stop) -> Result<Image, ImageError> {
+        let spec_of_region = RegionSpec {
             dir: spec.dir.clone(),
             model_id: spec.model_id.clone(),
             manifest: Arc::clone(&manifest),
@@ -289,7 +295,8 @@ impl Image {
             memfd: spec.memfd,
             extra_bytes: 0,
             incarnation: None,
-        })?;
+        };
+        let region = Region::create_when_free(&spec_of_region, stop)?;
         let blocks = manifest.cuts().blocks() as usize;
         let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
         let book = Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] };
@@ -360,6 +367,14 @@ impl Image {
         self.current = None;
     }
 
+    /// Gives up the image and its place, for one of another layout. Waits until `stop` for the leases of engines to end;
+    /// from then on it cannot be leased. Those who have it open keep what they have mapped, and find what takes its place
+    /// when they open the directory again.
+    pub fn set_aside(&mut self, stop: &Stop) -> Result<(), ImageError> {
+        drop(self.refresh(stop)?);
+        Ok(self.region.set_aside()?)
+    }
+
     /// Opens the image for changes: waits for the leases of engines to end, and hides it until
     /// [`Refresh::finish`].
     pub fn refresh(&mut self, stop: &Stop) -> Result<Refresh<'_>, ImageError> {
@@ -426,27 +441,27 @@ pub struct ImageView {
     region: Arc<Region>,
 }
 
-/// How long a reader that waits for a whole version keeps a region open before it looks for another in its place.
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+/// How long a reader that waits for a whole version waits before it looks again.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 impl ImageView {
     /// Takes a map lease on the whole version in the image at `dir`, for at most `load`. Needs no receiver: an image
     /// stays when its receiver is gone. Waits until `stop` for an image and for a whole version in it.
     pub fn open(dir: &Path, load: Duration, stop: &Stop) -> Result<ImageView, ImageError> {
         loop {
-            // Opened again and again: a receiver that makes a new image, of another layout, must find it unused.
+            // Nothing is open while it waits: a receiver that makes a new image must find its place unused.
             let found = Region::open(dir).map_err(ImageError::from).and_then(|region| {
                 if region.slot_count() != 1 {
                     let (model, dir) = (region.model_id().clone(), dir.to_owned());
                     return Err(ImageError::NotAnImage { model, dir });
                 }
-                ImageView::take(&region, load, &stop.with_timeout(LOOK_AGAIN))
+                ImageView::take(&region, load, &Stop::after(Duration::ZERO))
             });
             match found {
                 Err(ImageError::NotWhole { .. } | ImageError::Region(RegionError::Absent { .. }))
                     if !stop.is_set() =>
                 {
-                    std::thread::sleep(stop.nap());
+                    std::thread::sleep(stop.nap().min(LOOK_AGAIN));
                 }
                 other => return other,
             }
@@ -731,22 +746,26 @@ impl Refresh<'_> {
         Ok(result)
     }
 
+    /// Whether every block is of the version, and the digest is right.
+    pub fn check(&self, known: &Known) -> Result<(), ImageError> {
+        let version = known.identity.version;
+        let book = locked(self.book);
+        let missing = book.at(|v| v != Some(version));
+        if let Some(first) = missing.first() {
+            let model = self.spec.model_id.clone();
+            return Err(ImageError::Incomplete { model, version, left: missing.len(), first });
+        }
+        let found = book.sums.digest(self.region.manifest());
+        if found != known.digest {
+            let identity = Box::new(known.identity.clone());
+            return Err(ImageError::Digest { identity, found, expected: known.digest });
+        }
+        Ok(())
+    }
+
     /// Makes the version visible to engines. Every block must be of it, and the digest must be right.
     pub fn finish(self, known: &Known, stop: &Stop) -> Result<(), ImageError> {
-        let version = known.identity.version;
-        {
-            let book = locked(self.book);
-            let missing = book.at(|v| v != Some(version));
-            if let Some(first) = missing.first() {
-                let model = self.spec.model_id.clone();
-                return Err(ImageError::Incomplete { model, version, left: missing.len(), first });
-            }
-            let found = book.sums.digest(self.region.manifest());
-            if found != known.digest {
-                let identity = Box::new(known.identity.clone());
-                return Err(ImageError::Digest { identity, found, expected: known.digest });
-            }
-        }
+        self.check(known)?;
         let state =
             StateFile { commit: self.attempt.id(), identity: known.identity.clone(), digest: known.digest };
         write_state(self.region.dir(), &state)?;

@@ -71,7 +71,8 @@ fn pull_into(refresh: &windlass_data::image::Refresh<'_>, ticket: &Ticket) -> Re
 fn an_image_cannot_be_leased_while_it_is_open() {
     let (publisher, known) = published();
     let dir = shm();
-    let mut image = Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest())).unwrap();
+    let mut image =
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
     let region = Arc::clone(image.region());
     let soon = || Stop::after(Duration::from_millis(20));
     let lease = |region| ImageView::take(region, Duration::from_secs(5), &soon());
@@ -117,7 +118,8 @@ fn workers_are_let_in_while_their_driver_holds_an_image_that_is_to_be_refreshed(
 fn a_refresh_with_a_missing_block_does_not_finish() {
     let (publisher, known) = published();
     let dir = shm();
-    let mut image = Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest())).unwrap();
+    let mut image =
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
     let blocks = image.manifest().cuts().blocks();
     let refresh = image.refresh(&stop()).unwrap();
     let Err(ImageError::Incomplete { left, first, .. }) = refresh.finish(&known, &stop()) else {
@@ -138,7 +140,8 @@ fn a_refresh_with_a_missing_block_does_not_finish() {
 fn a_broken_refresh_keeps_what_landed() {
     let (publisher, known) = published();
     let dir = shm();
-    let mut image = Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest())).unwrap();
+    let mut image =
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
     let refresh = image.refresh(&stop()).unwrap();
     let ticket = ticket(&publisher.server());
     pull_into(&refresh, &ticket).unwrap();

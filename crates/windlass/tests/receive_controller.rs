@@ -348,6 +348,62 @@ fn two_models_are_loaded_together_however_fast_their_trainers_are() {
     assert!(world.status().receivers.is_empty());
 }
 
+/// Whether a program that reads the image finds a version there.
+fn is_shown(world: &World, name: &str, model: &str) -> bool {
+    let dir = world.images(name).join(model);
+    ImageView::open(&dir, PATIENCE, &Stop::after(Duration::ZERO)).is_ok()
+}
+
+#[test]
+fn a_receiver_that_comes_alone_while_one_model_is_ahead_gets_what_is_served() {
+    let world = World::new(&["--set=main=actor,verifier", "--heartbeat=1"]);
+    let (mut actor, mut verifier) = (world.publisher("actor"), world.publisher("verifier"));
+    // Nobody was there while the actor went on. Its slots hold 3 and 4.
+    for version in 1..5 {
+        world.publish(&mut actor, version);
+    }
+    world.publish(&mut verifier, 1);
+    let mut first = world.receiver("first", &["actor", "verifier"], &[]);
+    assert_eq!(world.gate(1).served.unwrap().version, 1);
+    world.event(0, "first", "live");
+    assert_eq!((world.shown("first", "actor"), world.shown("first", "verifier")), (Some(1), Some(1)));
+    world.publish(&mut verifier, 2);
+    world.gate(2);
+    // All of them are lost, and so are their images. One that comes then is live at what is served.
+    first.kill();
+    let _second = world.receiver("second", &["actor", "verifier"], &[]);
+    let (at, _) = world.event(0, "second", "joined");
+    let (_, live) = world.event(at, "second", "live");
+    assert_eq!(live["live"], true, "{live}");
+    for model in ["actor", "verifier"] {
+        assert_eq!(world.digest("first", model), world.digest("second", model));
+    }
+    // The verifier's trainer had waited for that, and goes on.
+    world.publish(&mut verifier, 3);
+    world.publish(&mut verifier, 4);
+    world.gate(4);
+    assert_eq!(world.digest("second", "actor"), actor.agent.sealed(4)["digest"].as_str().unwrap());
+    for line in world.lines() {
+        assert_ne!(line["event"], "order_failed", "{line}");
+    }
+}
+
+#[test]
+fn an_image_that_was_fetched_whole_is_shown_to_nobody_before_its_load() {
+    let world = World::new(&["--set=main=actor,verifier"]);
+    let (mut actor, mut verifier) = (world.publisher("actor"), world.publisher("verifier"));
+    let _member = world.receiver("r", &["actor", "verifier"], &[]);
+    world.event(0, "r", "joined");
+    world.publish(&mut actor, 1);
+    let staged = |l: &Value| l["event"] == "staged" && l["identity"]["model_id"] == "actor";
+    let (_, staged) = world.line(0, "staged", staged);
+    assert_eq!(staged["mode"], "full", "{staged}");
+    assert!(!is_shown(&world, "r", "actor"), "the verifier has not announced it");
+    world.publish(&mut verifier, 1);
+    world.gate(1);
+    assert!(is_shown(&world, "r", "actor") && is_shown(&world, "r", "verifier"));
+}
+
 #[test]
 fn a_receiver_that_comes_late_is_live_only_with_what_is_served() {
     let world = World::new(&[]);

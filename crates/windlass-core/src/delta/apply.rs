@@ -92,6 +92,34 @@ impl Applier {
         }))
     }
 
+    /// Takes a record back: from the block's bytes as they are after it, whose sum is the record's, to those before it.
+    /// Answers their sum. A dense record cannot be taken back, since it does not say what it replaced.
+    ///
+    /// # Panics
+    /// If `bytes` is not as long as the tile, or the record is for another block.
+    pub fn revert(
+        &mut self,
+        tile: &Tile,
+        record: &Record<'_>,
+        bytes: &mut [u8],
+    ) -> Result<BlockSum, DeltaError> {
+        assert!(bytes.len() == tile.bytes() && tile.number == record.block, "the record's own block");
+        match record.mode {
+            Mode::Sparse | Mode::Bitmap => self.decode(tile, record, |_| ())?,
+            Mode::Dense => return Err(DeltaError::OneWay { block: record.block }),
+            Mode::Context => return Err(DeltaError::ContextNeedsImage { block: record.block }),
+        }
+        Ok(by_unit!(tile.unit, T => {
+            let values = T::of(&mut self.codes);
+            values.iter_mut().for_each(|code| *code = T::turned(*code));
+            let sum = record.sum.plus(step_values(tile, bytes, &self.positions, values));
+            for (&p, &value) in self.positions.iter().zip(values.iter()) {
+                value.write(bytes, p.into());
+            }
+            sum
+        }))
+    }
+
     /// Decodes a sparse or bitmap record into positions and codes.
     pub(super) fn decode(
         &mut self,

@@ -29,6 +29,8 @@ pub trait Unit: Copy + Eq + Ord + Default + std::fmt::Debug + Send + Sync + 'sta
     fn step(line: LineMask<Self>, old: Self, code: Self) -> Self;
     /// The code of the two steps together, or `None` if they cancel.
     fn add_codes(a: Self, b: Self) -> Option<Self>;
+    /// The code of the step that leads back.
+    fn turned(code: Self) -> Self;
     /// How many of these have more than so many bits; fewer than the unit has.
     fn count_longer(codes: &[Self], bits: u32) -> usize;
     /// The mask for a line.
@@ -116,6 +118,15 @@ macro_rules! unit {
                     }
                 }
 
+                #[inline(always)]
+                fn turned(code: Self) -> Self {
+                    // The codes of a step and of its negative are neighbours; only half a turn of the line is its own.
+                    match code ^ 1 {
+                        <$t>::MAX => code,
+                        other => other,
+                    }
+                }
+
                 fn count_longer(codes: &[Self], bits: u32) -> usize {
                     // Counted in lanes of the unit's own width, as often as those can hold.
                     let longer = |chunk: &[$t]| chunk.iter().map(|&c| <$t>::from(c >> bits != 0)).sum::<$t>();
@@ -149,7 +160,9 @@ mod tests {
             let mask = u8::mask(line);
             for old in 0..=255u8 {
                 for new in (0..=255u8).filter(|&n| n != old) {
-                    assert_eq!(u8::step(mask, old, u8::code(mask, old, new)), new);
+                    let code = u8::code(mask, old, new);
+                    assert_eq!(u8::step(mask, old, code), new);
+                    assert_eq!(u8::turned(code), u8::code(mask, new, old));
                 }
             }
         }
@@ -177,6 +190,7 @@ mod tests {
                     let m = T::mask(line);
                     let (a, b) = (T::code(m, old, mid), T::code(m, mid, new));
                     prop_assert_eq!(T::step(m, old, a), mid);
+                    prop_assert_eq!(T::turned(a), T::code(m, mid, old));
                     let whole = (old != new).then(|| T::code(m, old, new));
                     prop_assert_eq!(T::add_codes(a, b), whole);
                 }

@@ -107,6 +107,13 @@
 //!
 //! a→b and b→c make a→c without any image: steps add and cancel; a dense block replaces; steps after a dense
 //! block are applied to it. Context records cannot be composed, as their positions need the image.
+//!
+//! # The way back
+//!
+//! A step has a negative, so a sparse or bitmap record can be taken back over the bytes that it led to
+//! ([`Applier::revert`]). A dense record cannot: it does not say what it replaced. Whoever wants to go back over one
+//! keeps the old units, as a dense record of the other direction. A delta to an older version is a container like any
+//! other, whose base is the newer one.
 
 pub mod apply;
 pub mod bits;
@@ -227,6 +234,14 @@ pub enum DeltaError {
         /// The block.
         block: u32,
     },
+    /// A dense record does not say what it replaced.
+    #[error(
+        "block {block} has a dense record, which cannot be taken back; fetch the older version another way"
+    )]
+    OneWay {
+        /// The block.
+        block: u32,
+    },
     /// The delta speaks of a block that is not there, or of a malformed identity.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
@@ -245,7 +260,7 @@ impl DeltaError {
                 Kind::Invalid
             }
             E::WrongLayout { .. } | E::NotConsecutive { .. } => Kind::Stale,
-            E::ContextNeedsImage { .. } => Kind::Unsupported,
+            E::ContextNeedsImage { .. } | E::OneWay { .. } => Kind::Unsupported,
             E::Manifest(e) => e.kind(),
             E::Identity(e) => e.kind(),
         }

@@ -199,6 +199,32 @@ proptest! {
     }
 
     #[test]
+    fn a_record_taken_back_leaves_the_bits_that_were_there(
+        dtype in dtype(), rows in 1u64..60, cols in 1u64..600, cut: bool, change in change(), seed: u64,
+    ) {
+        let m = manifest(dtype, rows, cols, cut);
+        let mut bits = Bits(seed);
+        let old = bits.bytes(m.data_bytes() as usize);
+        let new = changed(&mut bits, &old, dtype.unit(), change);
+        let bytes = make(&m, (1, 2), &old, &new, Encoder::plain());
+        let (mut image, before, mut applier) = (new.clone(), table(&m, &old), Applier::new());
+        for record in Delta::parse(&bytes).unwrap().records() {
+            let tile = Tile::of(&m, record.block).unwrap();
+            let mut block = gather(&m, &tile, &image);
+            match applier.revert(&tile, &record, &mut block) {
+                Ok(sum) => prop_assert_eq!(sum, before.get(record.block)),
+                Err(e) => {
+                    prop_assert!(matches!(e, DeltaError::OneWay { .. }) && record.mode == Mode::Dense, "{}", e);
+                    prop_assert!(block == gather(&m, &tile, &new), "a refusal changes nothing");
+                    block = gather(&m, &tile, &old);
+                }
+            }
+            scatter(&m, &tile, &block, &mut image);
+        }
+        prop_assert!(image == old);
+    }
+
+    #[test]
     fn the_positions_of_a_record_are_the_units_that_changed(
         dtype in dtype(), rows in 1u64..60, cols in 1u64..600, cut: bool, change in change(), seed: u64, context: bool,
     ) {

@@ -197,7 +197,8 @@ pub struct TransferRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub have: Option<Have>,
     /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest. A delta
-    /// to a named version is served whatever its size.
+    /// to a named version is served whatever its size. It may be older than what the receiver has: whoever needs an older
+    /// version fetches the newest image and then the delta that leads back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<Version>,
     /// The layout that its block numbers are of; checked if given.
@@ -292,7 +293,7 @@ pub struct PartInfo {
     pub cuts_hash: CutsHash,
     /// The blocks it holds.
     pub blocks: BlockRanges,
-    /// The state sum of those blocks; parts add up.
+    /// The state sum of those blocks; parts add up. Zero where a delta leads to a version that is in no slot any more.
     pub sum: PartSum,
     /// Where its data connections go.
     pub data: Endpoint,

@@ -132,7 +132,7 @@ pub enum TicketError {
     },
     /// A delta base that the target cannot be reached from.
     #[error(
-        "{base} cannot be the base of a delta to {target}: expected an older version of the same incarnation"
+        "{base} cannot be the base of a delta to {target}: expected another version of the same incarnation"
     )]
     Base {
         /// The base.
@@ -523,9 +523,10 @@ impl TicketFields {
     fn check_mode(&self) -> Result<(), TicketError> {
         let Mode::Delta { base, payloads } = &self.mode else { return Ok(()) };
         let (from, to) = (&base.identity, &self.identity);
-        let older =
-            (&from.model_id, from.incarnation) == (&to.model_id, to.incarnation) && from.version < to.version;
-        if !older {
+        // An older one, or a newer one where the delta leads back.
+        let fits = (&from.model_id, from.incarnation) == (&to.model_id, to.incarnation)
+            && from.version != to.version;
+        if !fits {
             return Err(TicketError::Base { base: Box::new(from.clone()), target: Box::new(to.clone()) });
         }
         if self.checks != Checks::Xxh3 {

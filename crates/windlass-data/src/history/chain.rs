@@ -3,7 +3,7 @@
 //! Owns: the list behind a history's lock: links, composed deltas, and what is being composed.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -12,6 +12,7 @@ use std::sync::{Arc, Weak};
 use windlass_core::delta::{DeltaError, DeltaHeader};
 use windlass_core::identity::Version;
 
+use super::back::back_path;
 use super::{HistoryError, Job, Limits, Segment};
 use crate::seal::DeltaFile;
 use crate::seal::draft;
@@ -33,13 +34,16 @@ pub(super) struct State {
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) file: DeltaFile,
+    /// How long the file with the old units of its dense blocks is.
+    back: u64,
     open: Weak<Segment>,
     used: u64,
 }
 
 impl Held {
     pub(super) fn new(file: DeltaFile) -> Held {
-        Held { file, open: Weak::new(), used: 0 }
+        let back = fs::symlink_metadata(back_path(&file.path)).map_or(0, |m| m.len());
+        Held { file, back, open: Weak::new(), used: 0 }
     }
 
     pub(super) fn key(&self) -> Key {
@@ -60,7 +64,23 @@ impl State {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.links.iter().chain(self.composed.values()).map(|h| h.file.bytes).sum()
+        self.links.iter().chain(self.composed.values()).map(|h| h.file.bytes + h.back).sum()
+    }
+
+    /// The single links of a span.
+    pub(super) fn links_between(&self, (from, to): Span) -> Vec<Key> {
+        (from..to).filter_map(|n| self.key((n, n + 1))).collect()
+    }
+
+    /// Whether one link leads from a version to another.
+    pub(super) fn has_link(&self, key: Key) -> bool {
+        self.links.iter().any(|h| h.key() == key)
+    }
+
+    /// Notes that the old units of a link's dense blocks were put beside it. False if the link is gone.
+    pub(super) fn note_back(&mut self, key: Key, bytes: u64) -> bool {
+        let link = self.links.iter_mut().find(|h| h.key() == key);
+        link.map(|h| h.back = bytes).is_some()
     }
 
     /// The links between two versions.
@@ -142,7 +162,7 @@ impl State {
         if self.links.back().is_some_and(|h| h.key() == (base, target)) {
             let same = self.links.pop_back().is_some_and(|h| h.file.header == file.header);
             if !same {
-                self.forget(|key| key.1 >= target);
+                self.forget(|key| key.0.max(key.1) >= target);
             }
         }
         if let Some(newest) = self.newest().filter(|&newest| newest >= target) {
@@ -162,7 +182,7 @@ impl State {
 
     pub(super) fn clear(&mut self) {
         while let Some(link) = self.links.pop_front() {
-            remove(&link.file.path, "nothing leads on from it");
+            remove_link(&link, "nothing leads on from it");
         }
         self.forget(|_| true);
     }
@@ -171,7 +191,9 @@ impl State {
     pub(super) fn keep(&mut self, file: DeltaFile, segment: &Arc<Segment>, limits: Limits) {
         self.clock += 1;
         let held = Held { open: Arc::downgrade(segment), used: self.clock, ..Held::new(file) };
-        if self.span(held.key().0, held.key().1).is_err() {
+        // One that leads back has the newer version first.
+        let (a, b) = held.key();
+        if self.span(a.min(b), a.max(b)).is_err() {
             return remove(&held.file.path, "its links are gone");
         }
         self.composed.insert(held.key(), held);
@@ -204,9 +226,9 @@ impl State {
     fn drop_oldest(&mut self, why: &str) {
         let Some(link) = self.links.pop_front() else { return };
         self.first += 1;
-        remove(&link.file.path, why);
+        remove_link(&link, why);
         let oldest = self.oldest();
-        self.forget(|key| oldest.is_none_or(|oldest| key.0 < oldest));
+        self.forget(|key| oldest.is_none_or(|oldest| key.0.min(key.1) < oldest));
     }
 
     /// Throws composed deltas away for good.
@@ -243,7 +265,7 @@ impl State {
             let Some(key) = by_key.keys().filter(|k| k.1 == target).max().copied() else { break };
             let Some(file) = by_key.remove(&key) else { break };
             if self.links.front().is_some_and(|next| !follows(&file.header, &next.file.header)) {
-                remove(&file.path, "it does not lead to the history");
+                remove_link(&Held::new(file), "it does not lead to the history");
                 break;
             }
             self.links.push_front(Held::new(file));
@@ -254,7 +276,7 @@ impl State {
             if self.spans(&file.header) {
                 self.composed.insert(key, Held::new(file));
             } else {
-                remove(&file.path, "it does not lead to the history");
+                remove_link(&Held::new(file), "it does not lead to the history");
             }
         }
     }
@@ -322,6 +344,14 @@ pub(super) fn open_segment(held: &DeltaFile) -> Result<Arc<Segment>, HistoryErro
         bytes: held.bytes,
         changes: held.changes,
     }))
+}
+
+/// Removes a link, with the old units beside it.
+fn remove_link(link: &Held, why: &str) {
+    remove(&link.file.path, why);
+    if link.back > 0 {
+        remove(&back_path(&link.file.path), why);
+    }
 }
 
 /// Removes a file of the history. That it cannot be is told and no reason to fail: it is no longer counted on.

@@ -54,7 +54,7 @@ pub enum HistoryError {
         target: Version,
     },
     /// The target is not newer than the base.
-    #[error("no delta leads from version {base} to {target}: deltas lead to newer versions only")]
+    #[error("no delta of the chain leads from version {base} to {target}: its links lead to newer versions")]
     Backwards {
         /// The base asked for.
         base: Version,
@@ -103,6 +103,27 @@ pub enum HistoryError {
         /// The block.
         block: u32,
     },
+    /// A link that cannot be taken back.
+    #[error(
+        "block {block} was replaced from version {base} to {target} and its old units were not kept, so that nothing leads \
+         back over it; pull the newest image"
+    )]
+    OneWay {
+        /// Where the link begins.
+        base: Version,
+        /// Where it leads.
+        target: Version,
+        /// The block.
+        block: u32,
+    },
+    /// The slot was wanted back.
+    #[error(
+        "the slot of version {version} was wanted back while the way to an older one was made; ask again"
+    )]
+    Overtaken {
+        /// What was in the slot.
+        version: Version,
+    },
     /// A link that leads to an older version than the chain has.
     #[error("version {target} cannot be added to a history that leads to {newest}: versions only grow")]
     NotNewer {
@@ -128,7 +149,10 @@ impl HistoryError {
     pub fn kind(&self) -> Kind {
         match self {
             HistoryError::Io { source, .. } => io_kind(source),
-            HistoryError::TooOld { .. } | HistoryError::NotNewer { .. } => Kind::Stale,
+            HistoryError::TooOld { .. }
+            | HistoryError::NotNewer { .. }
+            | HistoryError::OneWay { .. }
+            | HistoryError::Overtaken { .. } => Kind::Stale,
             HistoryError::Unknown { .. } | HistoryError::Empty { .. } => Kind::NotFound,
             HistoryError::Backwards { .. } | HistoryError::Foreign { .. } => Kind::Invalid,
             HistoryError::Broken { source, .. } => source.kind(),

@@ -5,6 +5,7 @@
 //! | `chain` | which deltas there are, and which go when there are too many |
 //! | `reader` | a delta file read record by record |
 //! | `join` | consecutive deltas made one |
+//! | `back` | the way back to an older version |
 //! | `trail` | what a reader of an image finds in it |
 //!
 //! Owns: the directory `deltas/` of a region: which deltas are kept, which are thrown away, and the composed ones
@@ -49,8 +50,10 @@
 //! | H-1 | A segment applied to its base gives its target. | `any_segment_of_a_history_leads_to_its_target` |
 //! | H-2 | The newest link is never thrown away for want of room. | `composed_deltas_go_before_links_and_the_oldest_link_first` |
 //! | H-3 | A segment is composed once for all who ask for it at a time. | `callers_of_one_segment_share_one_composition` |
+//! | H-5 | A delta back, applied to its base, gives its target bit for bit. | `any_version_of_a_history_can_be_gone_back_to` |
 //! | H-4 | A killed agent leaves nothing that the next one takes for a delta and is not. | `a_sealer_that_is_killed_leaves_nothing_that_counts`, `opening_a_history_removes_what_is_broken_foreign_or_unfinished` |
 
+mod back;
 mod chain;
 mod error;
 mod join;
@@ -59,6 +62,7 @@ mod reader;
 mod tests;
 mod trail;
 
+pub use self::back::Whole;
 pub use self::error::HistoryError;
 pub use self::trail::{Trail, TrailError};
 
@@ -175,6 +179,11 @@ impl History {
         self.lock().clear();
     }
 
+    /// Throws a composed delta away that is not what it was thought to be.
+    pub fn forget(&self, base: Version, target: Version) {
+        self.lock().forget(|key| *key == (base, target));
+    }
+
     /// Adds the delta that leads to a new version, which must be in its place already.
     pub fn add(&self, file: DeltaFile) -> Result<(), HistoryError> {
         if file.context_records > 0 {
@@ -197,11 +206,25 @@ impl History {
     /// The delta that leads from `base` to `target`, as one file. Composes it if it is not there, and waits, with
     /// `stop`, for whoever composes it already.
     pub fn segment(&self, base: Version, target: Version, stop: &Stop) -> Result<Arc<Segment>, HistoryError> {
+        let key = (base, target);
+        let pieces = |state: &State| Ok(state.pieces(state.span(base, target)?));
+        self.shared(key, stop, pieces, |pieces| self.compose(key, &pieces, stop))
+    }
+
+    /// A delta that is there, or is made by the first of those who ask for it at a time. `way` says from what, with the
+    /// list locked.
+    fn shared(
+        &self,
+        (base, target): Key,
+        stop: &Stop,
+        way: impl Fn(&State) -> Result<Vec<Key>, HistoryError>,
+        make: impl FnOnce(Vec<Key>) -> Result<Arc<Segment>, HistoryError>,
+    ) -> Result<Arc<Segment>, HistoryError> {
         let stopped = |source| HistoryError::Stopped { base, target, source };
         loop {
             stop.check().map_err(stopped)?;
             let mut state = self.lock();
-            let pieces = state.pieces(state.span(base, target)?);
+            let pieces = way(&state)?;
             if let Some(found) = state.get((base, target))? {
                 return Ok(found);
             }
@@ -209,7 +232,7 @@ impl History {
                 let task = Task { history: self, key: (base, target), job: Arc::default() };
                 state.jobs.insert(task.key, Arc::clone(&task.job));
                 drop(state);
-                let made = self.compose((base, target), &pieces, stop);
+                let made = make(pieces);
                 task.over(made.as_ref().ok());
                 return made;
             };
@@ -290,6 +313,8 @@ impl History {
             let path = entry.map_err(io_error("read", &self.dir))?.path();
             match self.examine(&path) {
                 Ok(file) => found.push(file),
+                // Old units of a link; they go when it does.
+                Err(_) if back::belongs(&path) => {}
                 Err(_) if path.file_name().is_some_and(draft::is_draft) => {
                     tracing::info!(path = %path.display(), "removing a draft that a killed agent left");
                     remove(&path, "an unfinished draft");

@@ -30,6 +30,8 @@ struct Run {
     versions: Vec<Version>,
     dice: Dice,
     sums: SumTable,
+    /// Whether the old units of dense blocks are kept.
+    keeps_back: bool,
 }
 
 impl Run {
@@ -39,7 +41,16 @@ impl Run {
         let image = image(&manifest, &mut dice);
         let sums = table(&manifest, &image);
         let history = open(&dir.path().join("deltas"), &manifest, limits).unwrap();
-        Run { dir, manifest, history, images: vec![image], versions: vec![100], dice, sums }
+        Run {
+            dir,
+            manifest,
+            history,
+            images: vec![image],
+            versions: vec![100],
+            dice,
+            sums,
+            keeps_back: false,
+        }
     }
 
     /// A run of this many steps of one.
@@ -58,8 +69,13 @@ impl Run {
     }
 
     fn publish(&mut self, new: Vec<u8>, ahead: u64) {
+        let before = self.sums.clone();
         let file = self.seal(&new, ahead);
+        let key = (file.header.base.1, file.header.target.1);
         self.history.add(file).unwrap();
+        if self.keeps_back {
+            self.history.keep_back(key, self.images.last().unwrap(), &before, &Stop::never()).unwrap();
+        }
         self.versions.push(self.newest() + ahead);
         self.images.push(new);
     }
@@ -92,7 +108,11 @@ impl Run {
 
     /// Applies the segment between two of the images by their places, and compares.
     fn check(&self, from: usize, to: usize) {
-        let segment = self.segment(self.versions[from], self.versions[to]).unwrap();
+        let segment = if from < to {
+            self.segment(self.versions[from], self.versions[to]).unwrap()
+        } else {
+            self.back(from, to, self.images.len() - 1).unwrap()
+        };
         let bytes = read(&segment);
         let delta = Delta::parse(&bytes).unwrap();
         assert_eq!(delta.header, segment.header);
@@ -104,6 +124,14 @@ impl Run {
         assert!(image == self.images[to], "the segment leads from {from} to {to}");
         assert_eq!(sums.digest(&self.manifest), delta.header.target_digest);
         assert_eq!(sums, table(&self.manifest, &image));
+    }
+
+    /// The way back between two of the images, with another one in a slot.
+    fn back(&self, from: usize, to: usize, whole: usize) -> Result<Arc<Segment>, HistoryError> {
+        let sums = table(&self.manifest, &self.images[whole]);
+        let (version, data) = (self.versions[whole], self.images[whole].as_slice());
+        let whole = Whole { version, data, sums: &sums, wanted: &|| false };
+        self.history.back(self.versions[from], self.versions[to], &whole, &Stop::never())
     }
 
     fn links(&self) -> Vec<Key> {
@@ -158,6 +186,28 @@ proptest! {
     }
 
     #[test]
+    fn any_version_of_a_history_can_be_gone_back_to(seed: u64, steps in 1usize..8) {
+        let mut run = Run::new(odd_manifest(), seed, ROOMY);
+        run.keeps_back = true;
+        for _ in 0..steps {
+            let ahead = 1 + run.dice.below(3);
+            run.step(ahead);
+        }
+        run.check(steps, 0);
+        for _ in 0..4 {
+            let from = 1 + run.dice.below(steps as u64) as usize;
+            let to = run.dice.below(from as u64) as usize;
+            run.check(from, to);
+            // There and back again.
+            run.check(to, from);
+        }
+        // A later agent has what it takes, and makes the way anew.
+        run.reopen(ROOMY);
+        prop_assert!(run.history.list().iter().all(|l| l.base < l.target));
+        run.check(steps, 0);
+    }
+
+    #[test]
     fn a_span_is_made_of_few_aligned_runs(from in 0u64..1 << 40, len in 1u64..1000) {
         let spans = runs((from, from + len));
         prop_assert!(spans.iter().all(|&s| is_aligned(s)));
@@ -165,6 +215,34 @@ proptest! {
         prop_assert!(spans.windows(2).all(|w| w[0].1 == w[1].0));
         prop_assert!(spans.len() <= 2 * len.ilog2() as usize + 1);
     }
+}
+
+#[test]
+fn a_way_back_that_is_not_there_is_refused_by_name() {
+    let mut run = Run::of(3, 5, ROOMY);
+    // Something is replaced for good, and nobody kept what was there.
+    let dense = |e: &HistoryError| matches!(e, HistoryError::OneWay { .. }) && e.kind() == Kind::Stale;
+    let e = run.back(3, 0, 3).unwrap_err();
+    assert!(dense(&e) && e.to_string().contains("its old units were not kept"), "{e}");
+    // Older than the history, newer than what is in a slot, and of no version.
+    assert!(matches!(run.back(3, 2, 2).unwrap_err(), HistoryError::Backwards { .. }));
+    let sums = table(&run.manifest, &run.images[3]);
+    let whole = Whole { version: 103, data: &run.images[3], sums: &sums, wanted: &|| false };
+    let e = run.history.back(103, 7, &whole, &Stop::never()).unwrap_err();
+    assert!(matches!(e, HistoryError::TooOld { base: 7, oldest: 100 }), "{e}");
+    // The slot is wanted back.
+    let whole = Whole { wanted: &|| true, ..whole };
+    let e = run.history.back(103, 102, &whole, &Stop::never()).unwrap_err();
+    assert!(matches!(e, HistoryError::Overtaken { version: 103 }) && e.kind() == Kind::Stale, "{e}");
+    // What is kept goes with its link.
+    run.keeps_back = true;
+    run.step(1);
+    let files = run.files();
+    assert!(files.iter().any(|f| f.ends_with("103-00000000000000000104.wback")), "{files:?}");
+    assert!(run.history.bytes() > run.history.list().iter().map(|l| l.bytes).sum());
+    run.check(4, 3);
+    run.history.clear();
+    assert_eq!(run.files(), Vec::<String>::new());
 }
 
 #[test]

@@ -25,12 +25,14 @@
 //! # To a named version
 //!
 //! [`Receiver::sync`] goes to the newest version, [`Receiver::sync_to`] to a named one, by a delta from the publisher's
-//! history. Image bytes are always of the newest version: where no delta leads to the named one, the image is brought to
-//! the newest, and the result says so.
+//! history. Image bytes are always of the newest version: where that is newer than the named one, a delta leads back
+//! before anything is shown. Where none does, the image is brought to the newest, and the result says so.
 //!
 //! Whoever stages now and shows later does it in two steps: [`Receiver::fetch`] begins a delta that is fetched into
 //! memory of its own ([`Fetch::run`], which does not need the receiver), also from one that was fetched and not yet
-//! shown; [`Receiver::show`] applies what was fetched. Until then the image is as it was.
+//! shown; [`Receiver::show`] applies what was fetched. Until then the image is as it was. Where only image bytes serve,
+//! [`Receiver::stage_to`] brings them into the image and leaves it hidden, until [`Receiver::reveal`] or
+//! [`Receiver::show`]: there is no room for a second image.
 
 mod control;
 mod error;
@@ -143,6 +145,8 @@ const LIVES: u32 = 3;
 /// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
 const STALE_TRIES: u32 = 20;
 const STALE_PAUSE: Duration = Duration::from_millis(50);
+/// How often a sync goes back to an older version.
+const TURNS: u32 = 3;
 
 /// One model's receiver on this host.
 pub struct Receiver {
@@ -155,6 +159,8 @@ pub struct Receiver {
     incarnation: Option<Incarnation>,
     /// Digests of versions of this incarnation, from tickets.
     digests: BTreeMap<Version, StateDigest>,
+    /// What the image holds whole and hides.
+    staged: Option<Known>,
     status: StatusHandle,
     listener: Option<Listener>,
     kept: Kept,
@@ -188,6 +194,7 @@ impl Receiver {
             instance: None,
             incarnation: None,
             digests: BTreeMap::new(),
+            staged: None,
             status: StatusHandle::default(),
             listener,
             kept,
@@ -212,6 +219,7 @@ impl Receiver {
             self.digests.insert(known.identity.version, known.digest);
         }
         self.status.set(|s| s.image.clone_from(&known));
+        self.staged = None;
         self.layout = Some(Arc::clone(image.manifest()));
         self.image = Some(image);
         self.tell(&Event::Opened { image: known });
@@ -238,6 +246,11 @@ impl Receiver {
         self.image.as_ref()?.current()
     }
 
+    /// The whole version in the image, also if it is hidden.
+    pub fn held(&self) -> Option<&Known> {
+        self.staged.as_ref().or_else(|| self.current())
+    }
+
     /// Waits until the publisher has something newer than the image, or some time has passed.
     pub fn wait_newer(&self, stop: &Stop) -> Result<VersionInfo, ReceiverError> {
         let seen = self.current().map(|k| (k.identity.incarnation, k.identity.version));
@@ -254,10 +267,12 @@ impl Receiver {
     /// Brings the image to the newest version of the publisher.
     pub fn sync(&mut self, stop: &Stop) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
-        let mut result = self.sync_once(None, stop);
+        let mut result = self.sync_once(None, false, stop);
         for _ in 0..LIVES {
             match &result {
-                Err(ReceiverError::NewLife { .. }) if !stop.is_set() => result = self.sync_once(None, stop),
+                Err(ReceiverError::NewLife { .. }) if !stop.is_set() => {
+                    result = self.sync_once(None, false, stop)
+                }
                 Ok(_) | Err(_) => break,
             }
         }
@@ -267,17 +282,41 @@ impl Receiver {
     /// Brings the image to `version` of `incarnation`, and waits for the publisher to have it. Where no delta leads
     /// there, the image is brought to the newest version instead: the answer says which one it has. Nothing is done if
     /// it has that version, or a newer one of this incarnation.
-    pub fn sync_to(
+    pub fn sync_to(&mut self, to: (Incarnation, Version), stop: &Stop) -> Result<Synced, ReceiverError> {
+        self.bring_to(to, false, stop)
+    }
+
+    /// As [`Receiver::sync_to`], but what the image is brought to stays hidden until it is [revealed](Receiver::reveal) or
+    /// a delta from it is [shown](Receiver::show). Whatever the image showed before is gone.
+    pub fn stage_to(&mut self, to: (Incarnation, Version), stop: &Stop) -> Result<Synced, ReceiverError> {
+        self.bring_to(to, true, stop)
+    }
+
+    /// Makes visible what [`Receiver::stage_to`] brought.
+    pub fn reveal(&mut self, stop: &Stop) -> Result<(), ReceiverError> {
+        let (Some(known), Some(image)) = (self.staged.clone(), self.image.as_mut()) else { return Ok(()) };
+        image.refresh(&stop.with_timeout(self.config.open_timeout))?.finish(&known, stop)?;
+        self.staged = None;
+        self.status.set(|s| {
+            s.image = Some(known.clone());
+            s.synced += 1;
+        });
+        self.tell(&Event::Whole { image: known });
+        Ok(())
+    }
+
+    fn bring_to(
         &mut self,
         (incarnation, version): (Incarnation, Version),
+        hide: bool,
         stop: &Stop,
     ) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
-        let mut result = self.sync_once(Some((incarnation, version)), stop);
+        let mut result = self.sync_once(Some((incarnation, version)), hide, stop);
         // While a version is served by delta only, image bytes are those of the one before it, and the delta leads on.
         let behind = |s: &Synced| s.image.as_ref().is_some_and(|k| k.identity.version < version);
         while let Some(before) = result.as_ref().ok().filter(|s| behind(s)).cloned() {
-            result = self.sync_once(Some((incarnation, version)), stop).map(|mut last| {
+            result = self.sync_once(Some((incarnation, version)), hide, stop).map(|mut last| {
                 last.add(&before);
                 last.open_ms += before.open_ms;
                 last.apply_ms += before.apply_ms;
@@ -297,12 +336,12 @@ impl Receiver {
         let shown = self.current().cloned();
         self.status.set(|s| {
             s.stage = Stage::Idle;
-            s.image = shown;
+            s.image.clone_from(&shown);
             s.error = result.as_ref().err().map(ToString::to_string);
         });
         let mut synced = result?;
         synced.total_ms += millis(start);
-        if let Some(image) = &synced.image {
+        if let Some(image) = synced.image.as_ref().filter(|image| shown.as_ref() == Some(image)) {
             self.status.set(|s| {
                 s.image = Some(image.clone());
                 s.synced += 1;
@@ -359,6 +398,7 @@ impl Receiver {
     fn sync_once(
         &mut self,
         to: Option<(Incarnation, Version)>,
+        hide: bool,
         stop: &Stop,
     ) -> Result<Synced, ReceiverError> {
         let mut synced = Synced { mode: "none", ..Synced::default() };
@@ -373,11 +413,13 @@ impl Receiver {
             Some((_, version)) => k.identity.version >= version,
             None => Some(&k.identity) == info.identity().as_ref() && Some(k.digest) == info.digest,
         };
-        if self.current().is_some_and(there) {
+        let has = if hide { self.held() } else { self.current() };
+        if has.is_some_and(there) {
             return Ok(synced);
         }
-        let mut run = Run { synced, first: None, tried_sums: false };
-        let fetched = self.first_ticket(to.map(|(_, version)| version), &info, &mut run, stop)?;
+        let to = to.map(|(_, version)| version);
+        let mut run = Run { to, hide, ..Run::new(synced) };
+        let fetched = self.first_ticket(to, &info, &mut run, stop)?;
         self.bring(fetched.into_iter().collect(), run, &info, stop)
     }
 
@@ -395,15 +437,19 @@ impl Receiver {
                     announced: info.layout_hash.to_string(),
                 });
             }
-            // The old image must be let go of before its place can be taken.
+            let stop = &stop.with_timeout(self.config.open_timeout);
+            if let Some(image) = &mut self.image {
+                image.set_aside(stop)?;
+            }
             self.image = None;
-            self.adopt_image(Image::create(self.config.image.clone(), manifest)?);
+            self.adopt_image(Image::create(self.config.image.clone(), manifest, stop)?);
         }
         if self.incarnation != Some(info.incarnation) {
             if self.incarnation.is_some() {
                 self.tell(&Event::Incarnation { incarnation: info.incarnation });
             }
             self.incarnation = Some(info.incarnation);
+            self.staged = None;
             self.digests.clear();
             self.instance = None;
             if let Some(image) = &mut self.image {
@@ -423,7 +469,7 @@ impl Receiver {
     ) -> Result<Option<Fetched>, ReceiverError> {
         let blocks = self.layout.as_ref().map_or(0, |m| m.cuts().blocks());
         // There is nothing to ask for in an image without blocks.
-        let Some(known) = self.current().cloned().filter(|_| blocks > 0) else { return Ok(None) };
+        let Some(known) = self.held().cloned().filter(|_| blocks > 0) else { return Ok(None) };
         let ticket = self.ask(self.config.mode, Some(&known.identity), to, None, run, stop)?;
         match &ticket.mode {
             Mode::Full => {
@@ -436,7 +482,7 @@ impl Receiver {
 
     /// Begins to fetch the delta to `version` of `incarnation` from `after`, which was fetched before, or else from what
     /// the image has. Waits for the publisher to have that version. The image is not touched; where only image bytes serve, that
-    /// is the answer, and [`Receiver::sync_to`] fetches them.
+    /// is the answer, and [`Receiver::stage_to`] or [`Receiver::sync_to`] fetches them.
     pub fn fetch(
         &mut self,
         after: Option<&Known>,
@@ -453,7 +499,7 @@ impl Receiver {
             RequestMode::Full => return whole("the receiver asks for full images only"),
             RequestMode::Delta | RequestMode::Auto => {}
         }
-        let base = after.or_else(|| self.current()).cloned();
+        let base = after.or_else(|| self.held()).cloned();
         let Some(base) = base.filter(|b| b.identity.incarnation == incarnation) else {
             return whole("there is no version of this incarnation to start from");
         };
@@ -462,7 +508,7 @@ impl Receiver {
             return whole("the publisher has another layout");
         }
         self.digests.insert(base.identity.version, base.digest);
-        let mut run = Run { synced: Synced::default(), first: None, tried_sums: false };
+        let mut run = Run::new(Synced::default());
         let ticket = self.ask(RequestMode::Delta, Some(&base.identity), Some(version), None, &mut run, stop);
         self.status.set(|s| s.stage = Stage::Idle);
         match ticket {
@@ -483,7 +529,7 @@ impl Receiver {
         let Some(info) = fetched.last().map(|f| f.info().clone()) else {
             return Ok(Synced { mode: "none", ..Synced::default() });
         };
-        let mut held = self.current().map(|k| k.identity.clone());
+        let mut held = self.held().map(|k| k.identity.clone());
         let mut synced = Synced { mode: "delta", ..Synced::default() };
         for fetched in &fetched {
             let base = fetched.base();
@@ -499,7 +545,7 @@ impl Receiver {
         if let Some(image) = &self.image {
             self.kept.follow(image, &self.config.image.model_id, info.incarnation);
         }
-        let run = Run { synced, first: None, tried_sums: false };
+        let run = Run::new(synced);
         let result = self.bring(fetched, run, &info, stop);
         self.settle(result, start)
     }
@@ -664,6 +710,7 @@ impl Receiver {
             return Err(ReceiverError::NothingYet { peer: self.control.peer() });
         };
         let deltas = fetched.len();
+        self.staged = None;
         let result = self.refresh(&mut image, fetched, &mut run, info, stop);
         if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
             // Something is not what it was thought to be. The sums will tell what.
@@ -718,6 +765,9 @@ impl Receiver {
             match (oldest, newest) {
                 (Some(old), Some(new)) if old < new => self.lift(&refresh, old, new, run, info, stop)?,
                 _ if !unknown.is_empty() => self.fill(&refresh, unknown, run, info, stop)?,
+                (_, Some(new)) if run.to.is_some_and(|to| to < new) => {
+                    self.go_back(&refresh, new, run, info, stop)?;
+                }
                 (_, newest) => {
                     // An image without blocks is of any version.
                     let version = newest.or(info.version).unwrap_or_default();
@@ -725,8 +775,13 @@ impl Receiver {
                     self.status.set(|s| s.stage = Stage::Finishing);
                     // One delta, from one whole version to the next, and nothing else: only that was proved.
                     let straight = run.synced.transfers == 1 && run.synced.laps == 0;
-                    let proved = placed.filter(|p| straight && p.target() == Some(version));
-                    refresh.finish(&known, stop)?;
+                    let proved = placed.filter(|p| straight && !run.hide && p.target() == Some(version));
+                    if run.hide {
+                        refresh.check(&known)?;
+                        self.staged = Some(known.clone());
+                    } else {
+                        refresh.finish(&known, stop)?;
+                    }
                     match proved {
                         Some(placed) => self.kept.add(placed),
                         None => self.kept.end("the version did not come as one plain delta"),
@@ -773,6 +828,38 @@ impl Receiver {
             Err(ReceiverError::Refused { reason, .. }) => {
                 tracing::info!(old, new, reason, "no delta for the blocks behind; they are fetched again");
                 refresh.forget(old);
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Brings the image from `new`, which all of it is, back to the version that was asked for, or makes do with `new`.
+    fn go_back(
+        &mut self,
+        refresh: &Refresh<'_>,
+        new: Version,
+        run: &mut Run,
+        info: &VersionInfo,
+        stop: &Stop,
+    ) -> Result<(), ReceiverError> {
+        // Blocks that were not what they were thought to be are fetched as they are now, and it is tried again.
+        let Some(to) = run.to.filter(|_| run.turns < TURNS) else {
+            run.to = None;
+            return Ok(());
+        };
+        run.turns += 1;
+        let model_id = self.config.image.model_id.clone();
+        let have = self.incarnation.map(|incarnation| Identity { model_id, incarnation, version: new });
+        match self.ask(RequestMode::Delta, have.as_ref(), Some(to), None, run, stop) {
+            Ok(ticket) => {
+                let fetched = self.puller().stage(ticket, info.clone(), &mut run.synced, stop)?;
+                let parts = fetched.parts(self.config.image.threads)?;
+                self.apply(refresh, &fetched, &parts, run, stop)
+            }
+            Err(ReceiverError::Refused { reason, .. }) => {
+                tracing::warn!(new, to, reason, "nothing leads back to the version; the newest is taken");
+                run.to = None;
                 Ok(())
             }
             Err(e) => Err(e),
@@ -847,6 +934,18 @@ struct Run {
     /// A full ticket that was granted where a delta was hoped for.
     first: Option<Ticket>,
     tried_sums: bool,
+    /// The version that was asked for, unless the newest is.
+    to: Option<Version>,
+    /// How often it was tried to go back to it.
+    turns: u32,
+    /// What comes about is not shown.
+    hide: bool,
+}
+
+impl Run {
+    fn new(synced: Synced) -> Run {
+        Run { synced, first: None, tried_sums: false, to: None, turns: 0, hide: false }
+    }
 }
 
 fn millis(since: Instant) -> f64 {

@@ -26,11 +26,22 @@ struct Publisher {
     region: Arc<Region>,
     server: Arc<Server>,
     writer: Writer,
+    next: Vec<u8>,
 }
 
 impl Publisher {
     fn new(dir: &Path, incarnation: Option<Incarnation>) -> Publisher {
-        let tensor = TensorSpec::new("w", Dtype::U8, [BYTES]);
+        Publisher::keeping(dir, incarnation, ServerConfig::new(Host::new("127.0.0.1").unwrap()).history)
+    }
+
+    /// One that keeps so many deltas.
+    fn keeping(dir: &Path, incarnation: Option<Incarnation>, history: Limits) -> Publisher {
+        Publisher::of(dir, incarnation, history, BYTES)
+    }
+
+    /// One whose tensor has so many bytes.
+    fn of(dir: &Path, incarnation: Option<Incarnation>, history: Limits, bytes: u64) -> Publisher {
+        let tensor = TensorSpec::new("w", Dtype::U8, [bytes]);
         let region = Region::create(&RegionSpec {
             dir: dir.to_owned(),
             model_id: model(),
@@ -44,16 +55,23 @@ impl Publisher {
             incarnation,
         })
         .unwrap();
-        let config = ServerConfig::new(Host::new("127.0.0.1").unwrap());
+        let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };
         let server = Arc::new(Server::start(Arc::clone(&region), config).unwrap());
         let writer = region.writer(0).unwrap();
-        Publisher { region, server, writer }
+        Publisher { region, server, writer, next: Vec::new() }
+    }
+
+    /// Has the next version replace the bytes up to some place.
+    fn fill(&mut self, seed: u64, bytes: u64) {
+        let mut dice = crate::seal::testing::Dice(seed);
+        self.next = (0..bytes).map(|_| dice.roll() as u8).collect();
     }
 
     /// Publishes a version in which a few bytes are others.
     fn publish(&mut self, version: Version) {
         let stop = stop();
         let attempt = self.writer.begin(version, &stop).unwrap();
+        attempt.write(0, &std::mem::take(&mut self.next)).unwrap();
         attempt.write(version * 7, &version.to_le_bytes()).unwrap();
         attempt.done(&stop).unwrap();
         self.server.wait_version(Some((self.region.incarnation(), version - 1)), &stop);
@@ -288,25 +306,100 @@ fn a_sync_to_a_named_version_stops_there_and_the_next_goes_on() {
 }
 
 #[test]
-fn where_no_delta_leads_to_a_named_version_the_newest_comes_and_says_so() {
+fn an_older_version_than_the_image_bytes_is_reached_by_a_delta_that_leads_back() {
     let home = tempfile::tempdir_in("/dev/shm").unwrap();
     let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    // One that was there at the time.
+    let then = home.path().join("then");
+    let mut witness = publisher.receiver(&then, RequestMode::Auto, 0);
+    for version in 1..7 {
+        publisher.publish(version);
+        if version == 2 {
+            // All of one block is replaced, so that its record is dense.
+            publisher.fill(3, 131_072);
+            witness.sync_to((life, 2), &stop()).unwrap();
+        }
+    }
+    // Versions 6 and 5 are in the slots.
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    assert!(matches!(receiver.fetch(None, (life, 2), &stop()).unwrap(), Start::Whole { newest: 6, .. }));
+    let synced = receiver.sync_to((life, 2), &stop()).unwrap();
+    assert_eq!((synced.image.unwrap().identity.version, synced.transfers), (2, 2));
+    assert_eq!(shown(&dir), shown(&then));
+    // And on from there.
+    assert_eq!(receiver.sync_to((life, 4), &stop()).unwrap().mode, "delta");
+    assert_eq!(shown(&dir).0, 4);
+}
+
+#[test]
+fn where_nothing_leads_to_a_named_version_the_newest_comes_and_says_so() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let limits = Limits { count: 2, bytes: 1 << 30 };
+    let mut publisher = Publisher::keeping(&home.path().join("region"), None, limits);
+    let dir = home.path().join("image");
     let life = publisher.region.incarnation();
     for version in 1..6 {
         publisher.publish(version);
     }
-    // There is nothing here that a delta could start from.
+    // The history begins at 3.
     let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
-    assert!(matches!(receiver.fetch(None, (life, 3), &stop()).unwrap(), Start::Whole { newest: 5, .. }));
-    let synced = receiver.sync_to((life, 3), &stop()).unwrap();
+    let synced = receiver.sync_to((life, 2), &stop()).unwrap();
     assert_eq!((synced.mode, synced.image.unwrap().identity.version, shown(&dir).0), ("full", 5, 5));
-    // A receiver that takes full images only.
+    // A receiver that takes full images only goes back all the same: there is no other way.
     drop(receiver);
     let mut receiver = publisher.receiver(&dir, RequestMode::Full, 0);
     publisher.publish(6);
     publisher.publish(7);
     assert!(matches!(receiver.fetch(None, (life, 6), &stop()).unwrap(), Start::Whole { .. }));
-    assert_eq!(receiver.sync_to((life, 6), &stop()).unwrap().image.unwrap().identity.version, 7);
+    assert_eq!(receiver.sync_to((life, 6), &stop()).unwrap().image.unwrap().identity.version, 6);
+}
+
+#[test]
+fn an_image_that_is_staged_is_hidden_until_it_is_revealed() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let (mut publisher, dir) = (Publisher::new(&home.path().join("region"), None), home.path().join("image"));
+    let life = publisher.region.incarnation();
+    let hidden = |dir: &Path| {
+        let e = ImageView::open(dir, Duration::from_secs(9), &Stop::after(Duration::ZERO)).unwrap_err();
+        assert!(matches!(e, ImageError::NotWhole { .. }), "{e}");
+    };
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    publisher.publish(1);
+    let staged = receiver.stage_to((life, 1), &stop()).unwrap();
+    assert_eq!((staged.mode, staged.image.unwrap().identity.version), ("full", 1));
+    assert!(receiver.current().is_none() && receiver.status().get().image.is_none());
+    assert_eq!(receiver.held().unwrap().identity.version, 1);
+    hidden(&dir);
+    // What leads on from it can be fetched.
+    publisher.publish(2);
+    let two = fetched(&mut receiver, None, (life, 2));
+    hidden(&dir);
+    receiver.reveal(&stop()).unwrap();
+    assert_eq!(shown(&dir).0, 1);
+    receiver.reveal(&stop()).unwrap();
+    receiver.show(vec![two], &stop()).unwrap();
+    assert_eq!(shown(&dir).0, 2);
+    // One that is killed before leaves nothing that the next one takes for shown.
+    let other = home.path().join("other");
+    let mut receiver = publisher.receiver(&other, RequestMode::Auto, 0);
+    receiver.stage_to((life, 2), &stop()).unwrap();
+    publisher.publish(3);
+    let three = fetched(&mut receiver, None, (life, 3));
+    drop(receiver);
+    let mut receiver = publisher.receiver(&other, RequestMode::Auto, 0);
+    assert!(receiver.held().is_none());
+    hidden(&other);
+    assert!(matches!(receiver.show(vec![three], &stop()).unwrap_err(), ReceiverError::NotNext { .. }));
+    // Its bytes are of use: only what differs is fetched.
+    let staged = receiver.stage_to((life, 3), &stop()).unwrap();
+    assert!(staged.wire_bytes < BYTES, "{staged:?}");
+    hidden(&other);
+    // A delta is shown with it, at once.
+    publisher.publish(4);
+    let four = fetched(&mut receiver, None, (life, 4));
+    receiver.show(vec![four], &stop()).unwrap();
+    assert_eq!(shown(&other).0, 4);
 }
 
 #[test]
@@ -396,4 +489,48 @@ fn a_receiver_turns_to_the_agent_that_took_over() {
     let known = receiver.sync_to((Incarnation(5), 4), &stop()).unwrap().image.unwrap();
     assert_eq!((known.identity.incarnation, known.identity.version), (Incarnation(5), 4));
     assert_eq!(shown(&dir).0, 4);
+}
+
+#[test]
+fn a_new_life_of_another_layout_takes_the_place_of_an_image_that_others_have_open() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let dir = home.path().join("image");
+    let mut publisher = Publisher::new(&home.path().join("old"), Some(Incarnation(3)));
+    let mut receiver = publisher.receiver(&dir, RequestMode::Auto, 0);
+    publisher.publish(8);
+    receiver.sync(&stop()).unwrap();
+    // A process that has read it keeps it mapped.
+    let region = Region::open(&dir).unwrap();
+    let view = ImageView::take(&region, Duration::from_secs(9), &stop()).unwrap();
+    let before = view.data().to_vec();
+    let limits = Limits { count: 4, bytes: 1 << 30 };
+    let mut publisher = Publisher::of(&home.path().join("new"), Some(Incarnation(5)), limits, BYTES / 2);
+    publisher.publish(1);
+    receiver.turn_to(Arc::clone(&publisher.server) as Arc<dyn Control>);
+    // As long as it is being read, its place is not taken.
+    receiver.config.open_timeout = Duration::from_millis(20);
+    let busy = receiver.sync(&stop()).unwrap_err();
+    assert!(matches!(busy, ReceiverError::Image(ImageError::Region(_))), "{busy}");
+    assert_eq!(view.data(), before);
+    view.finish().unwrap();
+    receiver.config.open_timeout = Duration::from_secs(20);
+    std::thread::scope(|scope| {
+        // One that waits for a whole version holds nothing up, and finds the new image.
+        let waiting = scope.spawn(|| {
+            let deadline = stop();
+            while shown(&dir).0 != 1 {
+                assert!(!deadline.is_set());
+                std::thread::yield_now();
+            }
+        });
+        assert_eq!(receiver.sync(&stop()).unwrap().image.unwrap().identity.version, 1);
+        waiting.join().unwrap();
+    });
+    assert_eq!(shown(&dir).1.len() as u64, BYTES / 2);
+    // The old one is out of its place, with its bytes, and cannot be leased any more.
+    let gone = ImageView::take(&region, Duration::from_secs(9), &Stop::after(Duration::ZERO)).unwrap_err();
+    assert!(matches!(gone, ImageError::NotWhole { .. }), "{gone}");
+    let left: Vec<_> = std::fs::read_dir(home.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 3, "{left:?}");
+    assert_eq!(region.manifest().data_bytes(), BYTES);
 }

@@ -226,6 +226,25 @@ impl Region {
         }
     }
 
+    /// Whether `dir` holds a region whose creator is dead: nobody publishes there any more, and the next publisher will take
+    /// its place. False where that cannot be told, as from another PID namespace.
+    pub fn is_left(dir: &Path) -> bool {
+        let here = pid_namespace().ok();
+        gc::facts(dir).is_some_and(|f| Some(f.namespace) == here && !Owner(f.creator).is_alive())
+    }
+
+    /// Takes the region's directory out of its place and removes it. Those who have it open keep what they have mapped.
+    pub(crate) fn set_aside(&self) -> Result<(), RegionError> {
+        let name = self.dir.file_name().unwrap_or_default().to_string_lossy();
+        let aside = self.dir.with_file_name(format!(".{name}.old-{}", self.me().0));
+        std::fs::rename(&self.dir, &aside).map_err(io_error("rename", &self.dir))?;
+        // The place is free. What is left of the old one is in nobody's way, and a collector finds it.
+        if let Err(error) = gc::remove(&aside) {
+            tracing::warn!(dir = %aside.display(), %error, "what a new image replaced is not removed");
+        }
+        Ok(())
+    }
+
     /// Opens a region.
     pub fn open(dir: &Path) -> Result<Arc<Region>, RegionError> {
         let absent = || RegionError::Absent { dir: dir.to_owned() };

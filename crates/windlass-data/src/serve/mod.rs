@@ -46,7 +46,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::digest::{BlockSum, SumTable};
+use windlass_core::digest::{BlockSum, StateSum, SumTable};
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
@@ -71,6 +71,8 @@ const PEER_PATIENCE: Duration = Duration::from_secs(5);
 const GATHER_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a request waits for the version that replaces one whose slot was taken back.
 const REPLACED_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the way back to an older version may take, and how long is waited for a slot to begin at.
+const BACK_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How a server is run.
 #[derive(Clone)]
@@ -515,11 +517,13 @@ impl Server {
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
         let slot = state.slots.iter().flatten().find(|s| s.version == version);
-        let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
-        let sum = slot.sums.state();
+        // A delta may lead to a version that is in no slot any more, and needs no sum.
+        let sum = slot.map(|s| s.sums.state());
         drop(state);
         let region = &self.inner.region;
-        let segment = base.and_then(|b| self.inner.history.segment(b, version, stop).ok());
+        let segment = base.and_then(|b| self.inner.segment(b, version, stop).ok());
+        let sum = sum.or(segment.as_ref().map(|_| StateSum::default()));
+        let sum = sum.ok_or(ServeError::NoVersion { version, newest })?;
         Ok(PartInfo {
             identity: self.inner.identity(version),
             layout_hash: region.manifest().layout_hash(),
@@ -566,7 +570,7 @@ impl Server {
                 self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
             }
             Mode::Delta { base, payloads } => {
-                let segment = self.inner.history.segment(base.identity.version, version, stop)?;
+                let segment = self.inner.segment(base.identity.version, version, stop)?;
                 let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
                 (
                     Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),

@@ -10,7 +10,8 @@ use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::TicketError;
 
 use super::{
-    Active, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, blocks_of, count, revoke_all,
+    Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, blocks_of,
+    count, revoke_all,
 };
 use crate::region::{AgentSeat, Lease, LeaseKind, RegionError, Seal};
 use crate::seal::table::{self, TableId};
@@ -242,14 +243,38 @@ impl Inner {
         }
         self.counters.seal_ms.fetch_add(start.elapsed().as_millis() as u64, Ordering::Relaxed);
         drop(base);
+        let base = self.hold_base(&job);
         job.finish(digest)?;
         self.sealed(slot, id, version, Arc::new(sealed.sums), delta);
+        self.keep_back(base, version);
         if self.joins() {
             self.sweep(version);
             // What follows may have waited for this.
             self.join_ready();
         }
         Ok(())
+    }
+
+    /// A hold on the slot of the version before, beyond the end of the sealing.
+    fn hold_base(&self, job: &Seal) -> Option<(Lease, SealedSlot)> {
+        let base = job.base.as_ref()?;
+        let known = self.state().slots[base.slot()].clone().filter(|s| s.id == base.id())?;
+        let lease = self.region.lease(base.id(), LeaseKind::Stream, BACK_PATIENCE).ok()?;
+        Some((lease, known))
+    }
+
+    /// Keeps what the new version replaced for good, so that receivers can go back over it ([`crate::history`]). Nobody
+    /// waits for this but the next writer of that slot.
+    fn keep_back(&self, base: Option<(Lease, SealedSlot)>, version: Version) {
+        let Some((lease, known)) = base else { return };
+        let kept = self.history.keep_back((known.version, version), lease.data(), &known.sums, &self.stop);
+        if let Err(error) = kept {
+            tracing::warn!(version, %error, "nothing leads back over this version");
+        }
+        if let Err(error) = lease.finish() {
+            tracing::warn!(version, %error, "the version before was taken while it was kept; nothing leads back");
+            self.history.drop_back((known.version, version));
+        }
     }
 
     /// Seals a version whose sums came with the deltas of its ranks.
@@ -260,8 +285,10 @@ impl Inner {
         self.keep_table(slot, self.table_id(version, id), digest, &sums);
         count(&self.counters.sealed);
         self.counters.seal_ms.fetch_add(start.elapsed().as_millis() as u64, Ordering::Relaxed);
+        let base = self.hold_base(&job);
         job.finish(digest)?;
         self.sealed(slot, id, version, Arc::clone(&sums), None);
+        self.keep_back(base, version);
         self.sealed_unseen(slot, SealedSlot { id, version, sums, digest });
         self.sweep(version);
         Ok(())

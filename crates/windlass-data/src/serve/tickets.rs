@@ -15,10 +15,10 @@ use windlass_core::wire::{
 };
 
 use super::{
-    Active, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError, blocks_of, count,
-    random, sparsity,
+    Active, BACK_PATIENCE, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError,
+    blocks_of, count, random, sparsity,
 };
-use crate::history::Segment;
+use crate::history::{HistoryError, Segment, Whole};
 use crate::region::{Lease, LeaseKind, RegionError};
 use crate::stop::Stop;
 use crate::tcp::{Body, Offer};
@@ -127,10 +127,13 @@ impl Inner {
                 self.region.incarnation()
             ));
         }
-        if *base >= target {
-            return Err(format!("version {base} is not older than {target}"));
+        if *base == target {
+            return Err(format!("version {base} is what was asked for"));
         }
-        let segment = self.history.segment(*base, target, stop).map_err(|e| e.to_string())?;
+        if *base > target && request.version.is_none() {
+            return Err(format!("version {base} is newer than {target}, and nobody asked to go back"));
+        }
+        let segment = self.segment(*base, target, stop).map_err(|e| e.to_string())?;
         let known = self.state().digests.get(base).copied().unwrap_or(segment.header.base_digest);
         if known != *digest {
             return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
@@ -145,6 +148,61 @@ impl Inner {
                 share * 100.0
             ));
         }
+        Ok(segment)
+    }
+
+    /// The delta from one version to another, newer or older. The way back begins at the newest version in a slot.
+    pub(super) fn segment(
+        &self,
+        base: Version,
+        target: Version,
+        stop: &Stop,
+    ) -> Result<Arc<Segment>, ServeError> {
+        if base <= target {
+            return Ok(self.history.segment(base, target, stop)?);
+        }
+        let patience = stop.with_timeout(BACK_PATIENCE);
+        loop {
+            let state = self.state();
+            let newest = state.slots.iter().flatten().max_by_key(|s| s.version).cloned();
+            // What was served by delta only will be in a slot soon.
+            let Some(slot) = newest.filter(|s| s.version >= base) else {
+                if patience.is_set() || self.stop.is_set() {
+                    return Err(ServeError::NotWhole { version: base });
+                }
+                drop(self.changed.wait_timeout(state, patience.nap()));
+                continue;
+            };
+            drop(state);
+            match self.back(base, target, &slot, stop) {
+                // A writer takes the slot; the next version will be in the other one.
+                Err(
+                    ServeError::Region(RegionError::LeaseGone { .. } | RegionError::LeaseBroken { .. })
+                    | ServeError::History(HistoryError::Overtaken { .. }),
+                ) if !patience.is_set() && !self.stop.is_set() => {
+                    let state = self.state();
+                    if state.slots.iter().flatten().all(|s| s.version <= slot.version) {
+                        drop(self.changed.wait_timeout(state, patience.nap()));
+                    }
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn back(
+        &self,
+        base: Version,
+        target: Version,
+        slot: &SealedSlot,
+        stop: &Stop,
+    ) -> Result<Arc<Segment>, ServeError> {
+        let lease = self.slot_lease(slot.id, BACK_PATIENCE)?;
+        let wanted = || lease.wanted_back() || self.stop.is_set();
+        let whole = Whole { version: slot.version, data: lease.data(), sums: &slot.sums, wanted: &wanted };
+        let segment = self.history.back(base, target, &whole, stop)?;
+        // What was read from a slot that was taken back meanwhile is of two versions.
+        lease.renew(BACK_PATIENCE).inspect_err(|_| self.history.forget(base, target))?;
         Ok(segment)
     }
 

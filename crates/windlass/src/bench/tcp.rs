@@ -86,7 +86,7 @@ fn with_link(
     publisher.served(1)?;
     let spec = rig::image_spec(place, "image", config.bench.threads)?;
     let manifest = Arc::clone(publisher.region.manifest());
-    let mut image = Image::create(spec, manifest).map_err(failed!("make an image"))?;
+    let mut image = Image::create(spec, manifest, &publisher.stop()).map_err(failed!("make an image"))?;
     image.region().report();
     let refresh = image.refresh(&publisher.stop()).map_err(failed!("open the image"))?;
     let path = publisher.region.slot_path(publisher.region.state().active.map_or(0, |s| s.slot));

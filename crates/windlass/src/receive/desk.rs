@@ -11,9 +11,10 @@
 //! reads the image while versions are being staged (an engine that was restarted, a program of one's own) finds the one
 //! that may be served.
 //!
-//! Image bytes cannot be staged like that: they go into the image itself, and are of the newest version. That is needed
-//! at the start, after an incarnation change, and where the publisher's history does not reach back far enough. Then
-//! what the image holds is *staged* until a load permits it, and nothing else may replace it meanwhile.
+//! Image bytes cannot be staged like that: there is no room for a second image, so they go into the image itself. That is
+//! needed at the start, after an incarnation change, and where the publisher's history does not reach back far enough.
+//! What the image holds then is *staged*, and hidden from all readers until a load permits it, and nothing else may
+//! replace it meanwhile. It is the version that was ordered, or the newest if nothing leads back to that.
 //!
 //! # Rules
 //!

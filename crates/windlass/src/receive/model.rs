@@ -522,8 +522,8 @@ impl Model {
         Self::await_version(stage, control, stop)?;
         let mut receiver = self.receiver();
         self.state().progress = Some(receiver.status());
-        let synced = receiver.sync_to((stage.identity.incarnation, stage.identity.version), stop)?;
-        let known = receiver.current().map(|k| k.identity.clone());
+        let synced = receiver.stage_to((stage.identity.incarnation, stage.identity.version), stop)?;
+        let known = receiver.held().map(|k| k.identity.clone());
         let known = known.ok_or_else(|| Error::Bug("a sync ended without a whole image".into()))?;
         Ok((synced, known))
     }
@@ -558,7 +558,7 @@ impl Model {
 
     fn stage_failed(&self, state: MutexGuard<'_, State>, stage: &Stage, e: &Error, out: &Sender<Sending>) {
         drop(state);
-        let image = self.receiver().current().map(|k| k.identity.clone());
+        let image = self.receiver().held().map(|k| k.identity.clone());
         let mut state = self.state();
         let (session, text) = (state.session, e.chain());
         let answer = state.desk.stage_failed(stage.order, image, (e.kind(), text.clone()));
@@ -712,11 +712,13 @@ impl Model {
     /// Brings the image to the version of a load.
     fn apply(&self, deltas: Vec<Fetched>, took: &mut Vec<Took>) -> Result<Known, Error> {
         let count = deltas.len();
-        let mut receiver = self.receiver();
-        if count > 0 {
-            let shown = receiver.show(deltas, &Stop::after(self.timeout));
+        let (mut receiver, stop) = (self.receiver(), Stop::after(self.timeout));
+        if count == 0 {
+            receiver.reveal(&stop)?;
+        } else {
+            let shown = receiver.show(deltas, &stop);
             let ended = Instant::now();
-            let image = receiver.current().map(|k| k.identity.clone());
+            let image = receiver.held().map(|k| k.identity.clone());
             self.state().desk.applied(count, image);
             let synced = shown?;
             took.push(Took::of(Lane::Wire, "apply", ended, synced.open_ms + synced.apply_ms, None));

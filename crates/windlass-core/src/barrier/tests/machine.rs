@@ -275,6 +275,7 @@ impl StateMachineTest for BarrierTest {
         }
         world.calm_down();
         world.assert_caught_up();
+        lose_everybody_while_one_model_is_ahead(&mut world, &trainers);
         world.pass(world.config.limits.max_wait_ms);
         SEEN.with_borrow_mut(|seen| {
             for (what, n) in &world.seen {
@@ -282,6 +283,38 @@ impl StateMachineTest for BarrierTest {
             }
         });
     }
+}
+
+/// C101: nobody is left, and one model of the strict pair has gone on. Whoever comes then, alone if one is enough, is live at
+/// what is served: the other model's trainer may wait for what only they can make.
+fn lose_everybody_while_one_model_is_ahead(world: &mut World, trainers: &Trainers) {
+    let pair = world.config.sets[0].clone();
+    let version = (0..2).map(|p| trainers.lives[p].1).max().unwrap() + 1;
+    let was = world.barrier.service_version(&pair.name).unwrap().map(|s| s.version);
+    for id in world.newest.keys().cloned().collect::<Vec<_>>() {
+        let life = world.newest.get_mut(&id).unwrap();
+        life.running = false;
+        let leave = Event::Leave { peer: life.peer.clone() };
+        let _ = world.send(leave);
+    }
+    for ahead in 1..=world.config.limits.max_ahead as u64 {
+        let identity = id_of(0, trainers.lives[0].0, version + ahead);
+        world.send(Event::Notify { identity, sender_endpoint: "a:1".into(), sync: None }).unwrap();
+    }
+    let need = match pair.required {
+        Required::All => 1,
+        Required::AtLeast(n) => n,
+        // However many there are, all of them are there.
+        Required::Percent(_) => 1,
+    };
+    let models: BTreeSet<_> = MODELS.iter().map(|m| model(m)).collect();
+    for r in 0..need.max(pair.floor) {
+        world.start(&receiver(r), models.clone(), false);
+    }
+    world.calm_down();
+    world.assert_caught_up();
+    let served = world.barrier.service_version(&pair.name).unwrap().map(|s| s.version);
+    assert_eq!(served, Some(was.map_or(version, |was| was.max(version))), "{:#?}", world.barrier.snapshot());
 }
 
 prop_state_machine! {
