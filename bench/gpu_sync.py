@@ -111,7 +111,7 @@ class Serving:
         at["fetched"] = time.monotonic()
         staged = fetched is not None and self.live.stage_fetched(fetched, PATIENCE)
         at["staged"] = time.monotonic()
-        synced: dict[str, Any] = {}
+        synced: Any = {}
         if not staged:
             synced = self.receiver.sync(PATIENCE)
         if fetched is not None and staged:

@@ -30,7 +30,7 @@ from windlass.errors import (
 )
 from windlass.follow import Follower, Loaded
 from windlass.names import DtypeRules, Selection, SourceMap, View
-from windlass.receiver import Image, Receiver, open_image
+from windlass.receiver import Image, Receiver, Synced, open_image
 from windlass.request import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
@@ -138,6 +138,7 @@ __all__ = [
     "SourceMap",
     "StoreWeightSyncInfo",
     "StoreWeightUpdateRequest",
+    "Synced",
     "TcpTransferStrategy",
     "TorchDistributedWeightSyncInfo",
     "TorchDistributedWeightSyncInitInfo",

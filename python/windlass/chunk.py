@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
+from windlass.names.dtypes import canonical_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +40,20 @@ class WeightChunk:
     dtypes: list[str]
     shapes: list[list[int]]
     module_name: str | None = None
+    #: Bytes of all tensors, as they would lie without gaps. Counted; one that is given must be right.
+    total_size_bytes: int | None = None
     packed: bool = False
 
     def __post_init__(self) -> None:
+        if self.tensors is None:
+            raise WindlassInvalid(
+                "a chunk has no tensors",
+                "what only has names, dtypes and shapes is a request: create_request(chunk)",
+            )
         # Column by column a caller may hand over tuples; requests are written from lists.
         object.__setattr__(self, "names", list(self.names))
         object.__setattr__(self, "tensors", list(self.tensors))
-        object.__setattr__(self, "dtypes", [_windlass.dtype_name(str(dtype)) for dtype in self.dtypes])
+        object.__setattr__(self, "dtypes", [canonical_dtype(dtype) for dtype in self.dtypes])
         object.__setattr__(self, "shapes", [[int(size) for size in shape] for shape in self.shapes])
         lengths = [len(self.names), len(self.tensors), len(self.dtypes), len(self.shapes)]
         if len(set(lengths)) != 1:
@@ -56,6 +64,13 @@ class WeightChunk:
             raise WindlassInvalid(f"a chunk names {twice[0]!r} twice", "names are keys at the receiver")
         for position in range(len(self.names)):
             self._check(position)
+        counted = _bytes(self.tensors)
+        if self.total_size_bytes not in (None, counted):
+            raise WindlassInvalid(
+                f"a chunk's total_size_bytes is {self.total_size_bytes}, and its tensors have {counted} bytes",
+                "leave it out: it is counted",
+            )
+        object.__setattr__(self, "total_size_bytes", counted)
 
     def _check(self, position: int) -> None:
         name, tensor = self.names[position], self.tensors[position]
@@ -92,16 +107,16 @@ class WeightChunk:
         for column in ("names", "tensors", "dtypes", "shapes"):
             object.__setattr__(joined, column, [item for c in chunks for item in getattr(c, column)])
         object.__setattr__(joined, "module_name", None)
+        object.__setattr__(joined, "total_size_bytes", sum(chunk.total_size_bytes for chunk in chunks))
         object.__setattr__(joined, "packed", False)
         return joined
-
-    @property
-    def total_size_bytes(self) -> int:
-        """Bytes of all tensors, as they would lie without gaps."""
-        return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in self.tensors)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return zip(self.names, self.tensors)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)

@@ -25,11 +25,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout
+from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout, WindlassUnsupported
 from windlass.request import WeightUpdateRequest, parse_request
-from windlass.sync_info import EngineShape, rank_offsets
+from windlass.sync_info import EngineShape, TorchDistributedWeightSyncInfo, rank_offsets
+from windlass.sync_info import world_size as world_size_of
 
 if TYPE_CHECKING:
+    from windlass.strategies.document import Document
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient"]
@@ -72,6 +74,22 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def update_weights(self, request: WeightUpdateRequest) -> object:
         """Receives and loads one request; returns when that is done."""
+
+    async def init_weight_update_communicator(
+        self,
+        master_addr: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: Literal["nccl", "gloo"] = "nccl",
+        override_existing: bool = False,
+    ) -> object:
+        """:meth:`init_weight_transfer` for an update group, in the words that trainers had for it."""
+        if override_existing:
+            raise _override(f"{self.name}.init_weight_update_communicator")
+        info = TorchDistributedWeightSyncInfo(master_addr, master_port, world_size, group_name, backend)
+        return await self.init_weight_transfer(info, rank_offset)
 
     async def start_update(self) -> None:
         """Before the first request of a sync."""
@@ -137,6 +155,35 @@ class InferenceEngineClient:
         #: Set between the first write and the end of a sync, cache included.
         self.dirty = False
 
+    @classmethod
+    def from_config(
+        cls, cfg: Any, engines: Sequence[InferenceEngine], **options: Any
+    ) -> InferenceEngineClient:
+        """The client of these engines as a trainer's configuration has it. Engines of which it says other numbers or
+        shapes than they have are an error.
+
+        >>> from windlass.remote import VllmEngine
+        >>> engines = [VllmEngine("http://127.0.0.1:8000", shape=EngineShape(tp=2))]
+        >>> client = InferenceEngineClient.from_config(
+        ...     {"generator": {"num_inference_engines": 1, "inference_engine_tensor_parallel_size": 2}}, engines
+        ... )
+        >>> client.shapes
+        [EngineShape(tp=2, pp=1, dp=1)]
+        """
+        from windlass.strategies.document import Document
+
+        document = Document.read(cfg)
+        said = [EngineShape(**shape) for shape in document.engines] if document.names_engines else None
+        made = cls(engines, **{**_options(document), **options})
+        if said is not None and said != made.shapes:
+            raise WindlassInvalid(
+                f"the configuration says that there are {len(said)} engines, {_shapes(said)}, and these are "
+                f"{len(engines)}: {_shapes(made.shapes)}",
+                "give each engine its shape (shape=EngineShape(tp=...)), or correct generator.num_inference_engines "
+                "and generator.inference_engine_*_parallel_size",
+            )
+        return made
+
     @property
     def shapes(self) -> list[EngineShape]:
         """The shapes of the engines, as a strategy's configuration wants them."""
@@ -149,6 +196,30 @@ class InferenceEngineClient:
         await self._all(
             "init_weight_transfer", lambda engine: engine.init_weight_transfer(sync_info, places[id(engine)])
         )
+
+    async def init_weight_update_communicator(
+        self,
+        master_addr: str,
+        master_port: int,
+        rank_offset: int = 1,
+        world_size: int | None = None,
+        group_name: str = "weight_update_group",
+        backend: Literal["nccl", "gloo"] = "nccl",
+        override_existing: bool = False,
+    ) -> None:
+        """:meth:`init_weight_transfer` for an update group, in the words that trainers had for it. ``rank_offset`` is
+        that of the first engine."""
+        own = world_size_of(self.shapes)
+        if rank_offset != 1 or world_size not in (None, own):
+            raise WindlassInvalid(
+                f"an update group with these engines has rank_offset 1 and world_size {own}, not {rank_offset} and "
+                f"{world_size}",
+                "world_size is 1 and the ranks of all engines; check their shapes",
+            )
+        if override_existing:
+            raise _override("init_weight_update_communicator")
+        info = TorchDistributedWeightSyncInfo(master_addr, master_port, own, group_name, backend)
+        await self.init_weight_transfer(info)
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         """Hands the request to every engine, and returns when each has received and loaded it."""
@@ -266,6 +337,23 @@ class InferenceEngineClient:
         if failures:
             first = next(iter(failures.values()))
             raise EnginesFailed.at(step, failures, len(tasks)) from first
+
+
+def _override(call: str) -> WindlassUnsupported:
+    return WindlassUnsupported(
+        f"{call} cannot ask for override_existing: whether an older group is left is settled when a side is made",
+        "set generator.override_existing_update_group, or override_existing_update_group=True of the engine",
+    )
+
+
+def _options(document: Document) -> dict[str, Any]:
+    """What a document says about the client."""
+    timeout = document.values.get("generator.timeout")
+    return {} if timeout is None else {"timeout": float(timeout)}
+
+
+def _shapes(shapes: Sequence[EngineShape]) -> str:
+    return ", ".join(f"tp={shape.tp} pp={shape.pp} dp={shape.dp}" for shape in shapes)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

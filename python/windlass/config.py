@@ -17,12 +17,14 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
+from windlass.names.dtypes import canonical_dtype
 from windlass.names.quantised import SCHEMES
 from windlass.plain import Plain
 from windlass.request import Identity
@@ -281,10 +283,9 @@ class WeightManagerConfig(Config):
 
     def __post_init__(self) -> None:
         self._text("model_id", "region_dir")
-        self._by_core("model_id", _windlass.check_model_id)
-        self._by_core("generator_dtype", _windlass.dtype_name)
+        self._model_id()
         if self.generator_dtype is not None:
-            object.__setattr__(self, "generator_dtype", _windlass.dtype_name(self.generator_dtype))
+            object.__setattr__(self, "generator_dtype", self._dtype("generator_dtype", self.generator_dtype))
         self._dtypes()
         self._text("checkpoint", optional=True)
         self._texts("include", "exclude")
@@ -308,19 +309,35 @@ class WeightManagerConfig(Config):
         self._part("agent", SenderAgentConfig)
         self._part("engine", TransferEngineConfig)
 
+    def _model_id(self) -> None:
+        try:
+            self._by_core("model_id", _windlass.check_model_id)
+        except WindlassInvalid as e:
+            # It is part of paths and addresses, so it is not changed behind anybody's back: all sides must say the same.
+            safe = re.sub(r"[^A-Za-z0-9._-]+", "--", self.model_id).lstrip(".-")[:128]
+            hint = f"; use {safe!r}" if safe else ""
+            raise WindlassInvalid(
+                f"{e}{hint}", f"set model_id to {safe!r}" if safe else e.advice, e.name
+            ) from e
+
+    def _dtype(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) and type(value).__module__ != "torch":
+            raise WindlassInvalid(
+                f"{type(self).__name__}.{name} is {value!r}: expected a dtype such as 'bfloat16', 'bf16' or torch.bfloat16"
+            )
+        try:
+            return canonical_dtype(value)
+        except WindlassInvalid as e:
+            raise WindlassInvalid(f"{type(self).__name__}.{name}: {e}", e.advice, e.name) from e
+
     def _dtypes(self) -> None:
         if not isinstance(self.dtypes, Mapping):
             raise self._bad("dtypes", "a dictionary of name patterns and dtypes")
         canonical = {}
         for pattern, dtype in self.dtypes.items():
-            if not isinstance(pattern, str) or not isinstance(dtype, str):
+            if not isinstance(pattern, str):
                 raise self._bad("dtypes", "a dictionary of name patterns and dtypes")
-            try:
-                canonical[pattern] = dtype if dtype in SCHEMES else _windlass.dtype_name(dtype)
-            except WindlassInvalid as e:
-                raise WindlassInvalid(
-                    f"{type(self).__name__}.dtypes[{pattern!r}]: {e}", e.advice, e.name
-                ) from e
+            canonical[pattern] = dtype if dtype in SCHEMES else self._dtype(f"dtypes[{pattern!r}]", dtype)
         object.__setattr__(self, "dtypes", canonical)
 
 

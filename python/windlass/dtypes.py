@@ -12,6 +12,7 @@ import torch
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.names.dtypes import canonical_dtype
 
 __all__ = ["Dtype", "dtype_name", "torch_dtype"]
 
@@ -22,12 +23,12 @@ Dtype: TypeAlias = torch.dtype | str
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """torch's own dtype for any spelling of it.
 
-    >>> torch_dtype("BF16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
-    (torch.bfloat16, torch.float32, torch.int8)
+    >>> torch_dtype("BF16"), torch_dtype("bf16"), torch_dtype("torch.float32"), torch_dtype(torch.int8)
+    (torch.bfloat16, torch.bfloat16, torch.float32, torch.int8)
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, _windlass.dtype_name(dtype), None)
+    found = getattr(torch, canonical_dtype(dtype), None)
     if not isinstance(found, torch.dtype):
         raise WindlassUnsupported(f"this torch ({torch.__version__}) has no dtype {dtype!r}; use a newer one")
     return found

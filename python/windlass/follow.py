@@ -23,6 +23,7 @@ from windlass.errors import (
     WindlassPeerLost,
     WindlassTimeout,
 )
+from windlass.plain import numbers
 from windlass.receiver import Image, Receiver
 
 __all__ = ["Follower", "Loaded"]
@@ -41,7 +42,7 @@ class Loaded:
     """One version that an engine has taken over."""
 
     version: int
-    incarnation: str
+    incarnation: int
     digest: str | None
     #: How the image came by it: "full", "delta", "fuzzy", or "none" if it was there already.
     mode: str
@@ -49,6 +50,14 @@ class Loaded:
     pause_ms: float
     #: How long the load itself took.
     load_ms: float
+
+    def metrics(self, prefix: str = "windlass/load_") -> dict[str, float]:
+        """What a logger such as wandb or TensorBoard plots: numbers by flat names.
+
+        >>> Loaded(7, 1, None, "delta", 12.0, 9.0).metrics()
+        {'windlass/load_version': 7, 'windlass/load_pause_ms': 12.0, 'windlass/load_load_ms': 9.0}
+        """
+        return numbers(prefix, self, ("version", "pause_ms", "load_ms"))
 
 
 class Follower:
@@ -80,11 +89,11 @@ class Follower:
         self._load = load
         self._pause = pause
         self._stage = stage
-        self._live: tuple[str, int] | None = None
+        self._live: tuple[int, int] | None = None
         self._fenced = False
 
     @property
-    def live(self) -> tuple[str, int] | None:
+    def live(self) -> tuple[int, int] | None:
         """What the engine has: (incarnation, version). ``None`` before the first load and while it is fenced."""
         return self._live
 
@@ -187,7 +196,7 @@ class Follower:
                 return failed is None
         return True
 
-    def _newest(self) -> tuple[str, int] | None:
+    def _newest(self) -> tuple[int, int] | None:
         """What the publisher has that the image has not, if it answers."""
         with contextlib.suppress(WindlassError):
             return self._receiver.wait_newer(0.05)

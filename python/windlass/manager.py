@@ -54,6 +54,7 @@ from windlass.memory import flat
 from windlass.names import SCHEMES, DtypeRules, Selection, SourceMap, checkpoint_layout, quantization_config
 from windlass.names.quantised import scales_among
 from windlass.on_gpu import OnGpu, can_compare, find
+from windlass.plain import numbers
 from windlass.plan import Naming, Plan, Source
 from windlass.request import Identity
 
@@ -79,7 +80,8 @@ class Offloaded:
     """A committed version, and what this rank did for it."""
 
     version: int
-    incarnation: str
+    #: Which life of the publisher; 0 on a rank that only takes part in the gathering.
+    incarnation: int
     #: Bytes that this rank wrote.
     bytes: int
     #: Waiting for the slot and for the other ranks to begin.
@@ -92,6 +94,14 @@ class Offloaded:
     new: bool = True
     #: "copy" if the version is committed; "delta" if it is handed out, and its slot follows in the background.
     mode: str = "copy"
+
+    def metrics(self, prefix: str = "windlass/offload_") -> dict[str, float]:
+        """What a logger such as wandb or TensorBoard plots: numbers by flat names.
+
+        >>> Offloaded(7, 1, 2048, 0.5, 3.0, 0.25).metrics()["windlass/offload_copy_ms"]
+        3.0
+        """
+        return numbers(prefix, self, ("version", "bytes", "wait_ms", "copy_ms", "commit_ms"))
 
 
 @dataclass
@@ -295,10 +305,10 @@ class WeightManager:
         return None if publisher is None else str(publisher.dir)
 
     @property
-    def incarnation(self) -> str | None:
+    def incarnation(self) -> int | None:
         """Which life of the publisher this is, once it has begun."""
         publisher = None if self._open is None else self._open.publisher
-        return None if publisher is None else publisher.incarnation
+        return None if publisher is None else int(publisher.incarnation, 16)
 
     @property
     def version(self) -> int | None:
@@ -709,7 +719,7 @@ class WeightManager:
             for _ in pieces(plan, stream):
                 pass
             taken = (time.monotonic() - begun) * 1e3
-            return Offloaded(version, "", 0, 0.0, taken, 0.0)
+            return Offloaded(version, 0, 0, 0.0, taken, 0.0)
         start = time.monotonic()
         # The version before may still be under way; its error is raised here.
         publisher.settle(_left(until))
@@ -751,7 +761,7 @@ class WeightManager:
         self._check_agent()
         return Offloaded(
             version,
-            publisher.incarnation,
+            int(publisher.incarnation, 16),
             size,
             (begun - start) * 1e3,
             (copied - begun) * 1e3,
@@ -840,7 +850,7 @@ class WeightManager:
                 f"version {version} was published before with other bytes; nothing was changed",
                 "give the next version another number",
             )
-        return Offloaded(version, publisher.incarnation, 0, 0.0, 0.0, 0.0, new=False)
+        return Offloaded(version, int(publisher.incarnation, 16), 0, 0.0, 0.0, 0.0, new=False)
 
     def _published(self, what: str) -> Publisher:
         self._check_usable()

@@ -7,13 +7,13 @@ gives back. So there is one set of rules for both languages, and what a record h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Plain", "Record", "text_of"]
+__all__ = ["Plain", "Record", "numbers", "text_of"]
 
 #: A value of JSON.
 Plain: TypeAlias = dict[str, Any]
@@ -32,6 +32,12 @@ def text_of(value: object, what: str) -> str:
             f"this {what} is not plain data: {e}; give strings, numbers, lists and dictionaries only",
             name="not_json",
         ) from e
+
+
+def numbers(prefix: str, record: object, names: Sequence[str]) -> dict[str, float]:
+    """Fields of a record as flat names and numbers, for loggers; what is not known is left out."""
+    values = ((name, getattr(record, name)) for name in names)
+    return {f"{prefix}{name}": value for name, value in values if value is not None}
 
 
 R = TypeVar("R", bound="Record")

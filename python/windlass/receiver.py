@@ -10,12 +10,12 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
-from windlass.config import TransferStatus
+from windlass.config import Known, TransferStatus
 from windlass.errors import (
     WindlassCorrupt,
     WindlassDenied,
@@ -26,12 +26,13 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
+from windlass.plain import numbers
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-__all__ = ["Image", "Receiver", "open_image"]
+__all__ = ["Image", "Receiver", "Synced", "open_image"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,59 @@ class Image:
     there before, until the receiver finds the difference."""
 
     version: int
-    incarnation: str
+    incarnation: int
     #: The state digest, which was found right.
     digest: str | None
     #: The image as a safetensors file.
     path: Path
     tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synced:
+    """What one sync of a receiver carried, and how long its parts took."""
+
+    #: The version that is visible now; ``None`` if nothing was newer.
+    image: Known | None = None
+    #: "full", "delta", "fuzzy" (several transfers), or "none".
+    mode: str = "none"
+    #: Bytes of all transfers.
+    wire_bytes: int = 0
+    transfers: int = 0
+    #: Pulls that the publisher lapped.
+    laps: int = 0
+    #: Blocks that a delta found to be wrong.
+    refetched: int = 0
+    #: Asking for versions and tickets.
+    ask_ms: float = 0.0
+    #: Bytes flowing.
+    wire_ms: float = 0.0
+    #: Waiting for engines.
+    open_ms: float = 0.0
+    #: Applying deltas.
+    apply_ms: float = 0.0
+    total_ms: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> Synced:
+        """From the words of the core."""
+        said = json.loads(text)
+        image = said.pop("image", None)
+        known = {name.name for name in fields(cls)}
+        own = {name: value for name, value in said.items() if name in known}
+        return cls(image=None if image is None else Known.from_dict(image), **own)
+
+    def __getitem__(self, name: str) -> Any:
+        # It was a dictionary once.
+        return getattr(self, name)
+
+    def metrics(self, prefix: str = "windlass/sync_") -> dict[str, float]:
+        """What a logger such as wandb or TensorBoard plots: numbers by flat names.
+
+        >>> Synced(mode="delta", wire_bytes=4096).metrics()["windlass/sync_wire_bytes"]
+        4096
+        """
+        return numbers(prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode")])
 
 
 class Receiver:
@@ -117,16 +165,16 @@ class Receiver:
                 f"{e}; the token that was sent is that of the file {token_file}", e.advice, e.name
             ) from e
 
-    def sync(self, timeout: float = 600.0) -> dict[str, Any]:
+    def sync(self, timeout: float = 600.0) -> Synced:
         """Brings the image to the newest version, and tells how: mode, bytes, milliseconds of each part."""
-        told: dict[str, Any] = json.loads(self._inner.sync(timeout))
-        return told
+        return Synced.of(self._inner.sync(timeout))
 
-    def wait_newer(self, timeout: float) -> tuple[str, int] | None:
+    def wait_newer(self, timeout: float) -> tuple[int, int] | None:
         """Waits until the publisher has something newer: (incarnation, version), or ``None`` after ``timeout``."""
-        return self._inner.wait_newer(timeout)
+        newer = self._inner.wait_newer(timeout)
+        return None if newer is None else (int(newer[0], 16), newer[1])
 
-    def wait(self, version: int, timeout: float = 60.0) -> dict[str, Any]:
+    def wait(self, version: int, timeout: float = 60.0) -> Synced:
         """Syncs until the image is at ``version`` or beyond, and tells how the last sync went.
 
         An agent that is away, or dies, is waited for as the version is: its trainer starts another one.
@@ -134,13 +182,13 @@ class Receiver:
         until = time.monotonic() + timeout
         lost: WindlassError | None = None
         while True:
-            told: dict[str, Any] = {}
+            told: Synced | None = None
             try:
                 # Before the first version there is nothing to sync to; it is waited for like any other.
                 with contextlib.suppress(WindlassNotFound):
                     told = self.sync(max(0.0, until - time.monotonic()))
                 have = self.version
-                if told and have is not None and have >= version:
+                if told is not None and have is not None and have >= version:
                     return told
                 lost = None
                 if (left := until - time.monotonic()) > 0:
@@ -156,7 +204,7 @@ class Receiver:
                 ) from lost
 
     def fetch(
-        self, timeout: float = 60.0, newer: tuple[str, int] | None = None
+        self, timeout: float = 60.0, newer: tuple[int, int] | None = None
     ) -> _windlass.FetchedDelta | None:
         """The delta from what the image holds to the newest version, in memory, once there is something newer; or to the one
         that :meth:`wait_newer` has told of.
@@ -170,12 +218,12 @@ class Receiver:
             return None
         if newer is None and (newer := self.wait_newer(timeout)) is None:
             return None
-        return self._inner.fetch(*newer, max(0.1, until - time.monotonic()))
+        incarnation, version = newer
+        return self._inner.fetch(f"{incarnation:016x}", version, max(0.1, until - time.monotonic()))
 
-    def show(self, fetched: _windlass.FetchedDelta, timeout: float = 600.0) -> dict[str, Any]:
+    def show(self, fetched: _windlass.FetchedDelta, timeout: float = 600.0) -> Synced:
         """Brings the image to the version of a delta that was fetched, and tells how, as :meth:`sync` does."""
-        told: dict[str, Any] = json.loads(self._inner.show(fetched, timeout))
-        return told
+        return Synced.of(self._inner.show(fetched, timeout))
 
     @property
     def version(self) -> int | None:
@@ -195,7 +243,7 @@ class Receiver:
         """
         held = self._inner.hold(seconds, timeout)
         try:
-            yield Image(held.version, held.incarnation, held.digest, Path(held.path), _Tensors(held))
+            yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), _Tensors(held))
         finally:
             held.finish()
 
@@ -222,7 +270,7 @@ def open_image(directory: str | Path, seconds: float = 300.0, timeout: float = 6
     """
     held = _windlass.open_image(Path(directory), seconds, timeout)
     try:
-        yield Image(held.version, held.incarnation, held.digest, Path(held.path), _Tensors(held))
+        yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), _Tensors(held))
     finally:
         held.finish()
 

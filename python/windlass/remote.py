@@ -358,7 +358,7 @@ class RemoteWeightLoader(WeightLoader):
         """Has the server read the image in place."""
         with self._directory() as folder:
             (folder / "model.safetensors").symlink_to(image.path)
-            await self._load(folder, f"windlass:{image.incarnation}:{image.version}")
+            await self._load(folder, f"windlass:{image.incarnation:016x}:{image.version}")
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Writes the tensors as a file, and has the server read it. They may be a part of the model."""

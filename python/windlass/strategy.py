@@ -17,27 +17,34 @@ the same plain configuration, and nothing but plain data crosses between them.
 
 Strategies come from outside as well: :func:`register_strategy`, or an entry point in the group
 ``windlass.strategies`` of an installed package.
+
+The longer calls of the interface design work on every strategy, plain or awaited: ``create_sync_info(cfg, client)``,
+``create_sender(cfg, client, sync_info)`` and ``create_receiver(cfg, sync_info, rank_offset)``. ``cfg`` configures a strategy
+that was made without a configuration, and must not contradict one that has one. ``rank_offset`` is the engine's; the rank
+of this process among the engine's own, as torch knows it, is added.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from windlass import _windlass
-from windlass.errors import WindlassInvalid, WindlassNotFound
+from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassUnsupported
 from windlass.plain import Plain, text_of
+from windlass.request import WeightUpdateRequest
+from windlass.sync_info import WeightSyncInfo
 
 if TYPE_CHECKING:
     import torch
 
     from windlass.chunk import WeightChunk
-    from windlass.request import WeightUpdateRequest
-    from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
     "ENTRY_POINTS",
@@ -69,6 +76,7 @@ NamedTensors: TypeAlias = (
 
 S = TypeVar("S", bound="WeightTransferSender")
 V = TypeVar("V", bound="WeightTransferReceiver")
+T = TypeVar("T", bound="WeightTransferStrategy")
 
 
 class InferenceClient(Protocol):
@@ -115,8 +123,23 @@ class WeightTransferSender(ABC):
     ) -> None:
         """Sends chunk by chunk without collecting them. Each is announced before its bytes move."""
 
+    def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
+        """The announcement of one chunk, for callers that do themselves what :meth:`send_chunks` does.
+
+        Every training rank calls it. What it refers to stays as it is until the request after the next one is made.
+        """
+        raise WindlassUnsupported(
+            f"{type(self).__name__} announces whole versions, and one chunk is none",
+            "give all chunks to send_chunks(chunks, inference_client)",
+        )
+
     def close(self) -> None:
         """Leaves the group or closes the connection. More than once is the same as once."""
+
+    def __await__(self: S) -> Generator[Any, None, S]:
+        # Ready when created: there is nothing to wait for.
+        return self
+        yield
 
     def __enter__(self: S) -> S:
         return self
@@ -127,6 +150,13 @@ class WeightTransferSender(ABC):
 
 class WeightTransferReceiver(ABC):
     """The engine's end. Ready when created; owns its process group or connection."""
+
+    #: The requests that it takes.
+    request_type: ClassVar[type[WeightUpdateRequest]] = WeightUpdateRequest
+
+    def parse_request(self, request_dict: Mapping[str, Any] | str | bytes) -> WeightUpdateRequest:
+        """Reads a request as it came, typed or as a legacy dictionary; one of another strategy is refused."""
+        return self.request_type._parse(request_dict)
 
     @abstractmethod
     def receive_weights(self, request: WeightUpdateRequest) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -139,6 +169,10 @@ class WeightTransferReceiver(ABC):
 
     def close(self) -> None:
         """Leaves the group or closes the connection. More than once is the same as once."""
+
+    def __await__(self: V) -> Generator[Any, None, V]:
+        return self
+        yield
 
     def __enter__(self: V) -> V:
         return self
@@ -159,6 +193,54 @@ class WeightTransferStrategy(ABC):
         self._config: Plain = json.loads(
             text_of(dict(config or {}), f"configuration of {type(self).__name__}")
         )
+
+    def __init_subclass__(cls, **how: Any) -> None:
+        super().__init_subclass__(**how)
+        for name, longer in _LONGER.items():
+            method = vars(cls).get(name)
+            # One that is declared with the longer form already does as it likes.
+            if method is not None and _begins_with(method, longer.begins):
+                setattr(cls, name, _also(method, longer.form, longer.call))
+
+    @classmethod
+    def from_config(cls: type[T], config: Any, facts: Mapping[str, Any] | None = None) -> T:
+        """This strategy as a configuration has it, which is a trainer's document or settings of the strategy's own.
+
+        On :class:`WeightTransferStrategy` itself, the strategy that the configuration means (:func:`strategy_from_config`).
+
+        >>> from windlass import CudaIpcTransferStrategy
+        >>> CudaIpcTransferStrategy.from_config({"weight_transfer_threshold_cuda_ipc_GB": 0.5}).config
+        {'weight_transfer_threshold_cuda_ipc_GB': 0.5}
+        """
+        if inspect.isabstract(cls):
+            return strategy_from_config(config, facts)  # type: ignore[return-value]
+        return cls(_settings(cls, config, facts))
+
+    def _configure(self, cfg: Any, client: Any = None) -> None:
+        """Takes ``cfg`` for the configuration where there is none; one that contradicts it is an error."""
+        if cfg is None:
+            return
+        meant = _settings(type(self), cfg, None, client)
+        if not self._config:
+            # As if it had been made of it.
+            self.__init__(meant)  # type: ignore[misc]
+            return
+        if _name_of(type(self)) is None:
+            # Only the strategy itself knows what its own configuration and a trainer's have in common.
+            return
+        # Only what is said counts, not what a document without a word about it would mean too.
+        default = _settings(type(self), {"generator": {}}, None, client)
+        said = {key: value for key, value in meant.items() if key not in default or default[key] != value}
+        other = sorted(key for key, value in said.items() if self._config.get(key) != value)
+        if other:
+            raise WindlassInvalid(
+                f"cfg and the configuration that this {type(self).__name__} was made of differ in {', '.join(other)}",
+                "make the strategy of the same cfg (from_config), or without one",
+            )
+
+    def _begin_sender(self, sync_info: WeightSyncInfo) -> WeightTransferSender:
+        """:meth:`create_sender` where nobody may wait for engines yet, because they are told afterwards."""
+        return self.create_sender(sync_info)
 
     @property
     def config(self) -> Plain:
@@ -182,9 +264,10 @@ class WeightTransferStrategy(ABC):
     def create_sync_info(self) -> WeightSyncInfo:
         """What engines need to join. Called once, on the trainer's rank 0."""
 
-    def create_init_info(self) -> WeightSyncInfo:
+    def create_init_info(self, *given: Any, **named: Any) -> WeightSyncInfo:
         """Another name of :meth:`create_sync_info`."""
-        return self.create_sync_info()
+        make: Callable[..., WeightSyncInfo] = self.create_sync_info
+        return make(*given, **named)
 
     @abstractmethod
     def create_sender(self, sync_info: WeightSyncInfo) -> WeightTransferSender:
@@ -198,6 +281,120 @@ class WeightTransferStrategy(ABC):
     @abstractmethod
     def get_request_type(self) -> type[WeightUpdateRequest]:
         """The class of the requests that announce its chunks."""
+
+
+def _long_sync_info(self: Any, cfg: Any, inference_client: Any = None) -> WeightSyncInfo:
+    self._configure(cfg, inference_client)
+    made: WeightSyncInfo = self.create_sync_info()
+    return made
+
+
+def _long_sender(self: Any, cfg: Any, inference_client: Any, sync_info: WeightSyncInfo) -> Any:
+    self._configure(cfg, inference_client)
+    return self._begin_sender(sync_info)
+
+
+def _long_receiver(self: Any, cfg: Any, sync_info: WeightSyncInfo, rank_offset: int = 1) -> Any:
+    self._configure(cfg)
+    return self.create_receiver(sync_info, rank=rank_offset + _local_rank())
+
+
+class _Long(NamedTuple):
+    """A longer call: what the short one begins with, and what carries it out."""
+
+    begins: list[str]
+    call: Callable[..., Any]
+
+    @property
+    def form(self) -> inspect.Signature:
+        return inspect.signature(self.call)
+
+
+#: The calls of the interface design beside ours.
+_LONGER = {
+    "create_sync_info": _Long([], _long_sync_info),
+    "create_sender": _Long(["sync_info"], _long_sender),
+    "create_receiver": _Long(["sync_info", "rank"], _long_receiver),
+}
+
+
+def _begins_with(method: Any, names: list[str]) -> bool:
+    return callable(method) and list(inspect.signature(method).parameters)[1:] == names
+
+
+def _also(method: Callable[..., Any], form: inspect.Signature, longer: Callable[..., Any]) -> Any:
+    """The method, which takes the longer form too."""
+    short = inspect.signature(method)
+
+    @functools.wraps(method)
+    def either(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            short.bind(self, *given, **named)
+        except TypeError as e:
+            # As the migration plan has it: without cfg.
+            if given and isinstance(given[0], WeightSyncInfo):
+                given = (None, *given)
+            elif not given and "cfg" not in named:
+                named["cfg"] = None
+            try:
+                bound = form.bind(self, *given, **named)
+            except TypeError:
+                raise TypeError(
+                    f"{type(self).__name__}.{method.__name__}: {e}; it takes {_words(short)}, or {_words(form)}"
+                ) from None
+            return longer(*bound.args, **bound.kwargs)
+        return method(self, *given, **named)
+
+    return either
+
+
+def _words(form: inspect.Signature) -> str:
+    return "(" + ", ".join(str(p) for p in list(form.parameters.values())[1:]).replace("'", "") + ")"
+
+
+def _local_rank() -> int:
+    """The rank of this process among those of its engine."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _name_of(kind: type[WeightTransferStrategy]) -> str | None:
+    """The name of a strategy of ours, or of the one that this is derived from."""
+    from windlass.strategies import OWN
+
+    names = {place: name for name, place in OWN.items()}
+    return next(
+        (names[at] for base in kind.__mro__ if (at := (base.__module__, base.__name__)) in names), None
+    )
+
+
+def _settings(
+    kind: type[WeightTransferStrategy], config: Any, facts: Mapping[str, Any] | None, client: Any = None
+) -> Plain:
+    """The settings of a strategy that a configuration means for it."""
+    from windlass.strategies.document import Document, is_document, plain, section, settings_for
+
+    given = section(config)
+    if given is None:
+        raise WindlassInvalid(
+            f"the configuration is a {type(config).__name__}: expected a mapping, such as a trainer's document"
+        )
+    name = _name_of(kind)
+    if name is None or not is_document(given):
+        own: Plain = plain(given)
+        named = own.pop("strategy", None) if name is not None else None
+        if named not in (None, name):
+            raise WindlassInvalid(f"the configuration names the strategy {named!r}, and this is {name!r}")
+        return own
+    document = Document.read(given)
+    shapes = getattr(client, "shapes", None)
+    if shapes is not None and not document.names_engines:
+        document = document.with_engines(shapes)
+    # The class says it all: which strategy, and whether parameters are packed.
+    document = document.demanding(name)
+    choice = choose(document.facts(facts), document.overrides())
+    return settings_for(name, document, choice)
 
 
 #: Those that were registered. Installed packages are asked when a name is not here.
@@ -276,26 +473,28 @@ def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) ->
     return choice
 
 
-def strategy_from_config(
-    config: Mapping[str, Any], facts: Mapping[str, Any] | None = None
-) -> WeightTransferStrategy:
+def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) -> WeightTransferStrategy:
     """The strategy that a configuration names under ``strategy``; the other keys are its own.
 
     Every worker calls this with the same configuration. Where ``strategy`` is "auto" or absent, ``facts`` decide
     (:func:`choose`), with ``overrides`` among the keys; the decision and its reason are logged.
 
-    A configuration may also be a trainer's own document, nested or dotted, with the keys that weight sync has there
-    (``generator.weight_sync_backend``, ``trainer.placement.colocate_all``, ...; all of them in
-    :data:`windlass.strategies.document.KEYS`). What it says is then among the facts.
+    A configuration may also be a trainer's own document, whole, nested or dotted, a dictionary or OmegaConf's, with the
+    keys that weight sync has there (``generator.weight_sync_backend``, ``trainer.placement.colocate_all``, ...; all of
+    them in :data:`windlass.strategies.document.KEYS`). What it says is then among the facts; the trainer's other keys
+    are left alone.
 
     >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
     (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
-    from windlass.strategies.document import is_document, offloading
+    from windlass.strategies.document import is_document, offloading, section
 
-    if is_document(config):
-        return _from_document(config, facts)
-    own = dict(config)
+    given = section(config)
+    if given is None:
+        raise WindlassInvalid(f"the configuration is a {type(config).__name__}: expected a mapping")
+    if is_document(given):
+        return _from_document(given, facts)
+    own = dict(given)
     name = own.pop("strategy", None) or "auto"
     if name == "auto":
         if facts is None:

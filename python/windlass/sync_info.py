@@ -13,7 +13,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -46,6 +46,11 @@ class WeightSyncInfo(Record):
 
     _what = "sync info"
     _judge = _windlass.parse_sync_info
+
+    def __await__(self) -> Generator[Any, None, WeightSyncInfo]:
+        # For callers that await what makes it, as the interface design does. There is nothing to wait for.
+        return self
+        yield
 
 
 @dataclass(frozen=True)

@@ -150,3 +150,37 @@ def test_the_defaults_of_an_agent_are_those_of_the_command() -> None:
     assert agent.history_bytes == 4 << 30
     assert int(defaults["streams"]) == engine.streams
     assert float(defaults["timeout"]) == engine.timeout
+
+
+def test_a_dtype_may_be_spelt_as_torch_safetensors_or_configurations_do() -> None:
+    import torch
+
+    for spelling in (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16", "bf16"):
+        config = WeightManagerConfig(generator_dtype=spelling, dtypes={"*.A_log": spelling})  # type: ignore[arg-type,dict-item]
+        assert (config.generator_dtype, config.dtypes) == ("bfloat16", {"*.A_log": "bfloat16"})
+    from windlass.dtypes import torch_dtype
+    from windlass.names.dtypes import canonical_dtype
+
+    short = {
+        "fp16": "float16",
+        "f16": "float16",
+        "fp32": "float32",
+        "fp8_e4m3": "float8_e4m3fn",
+        "i8": "int8",
+    }
+    assert {name: canonical_dtype(name) for name in short} == short
+    assert torch_dtype("bf16") is torch.bfloat16
+    for wrong in ("bfloat61", 16):
+        with pytest.raises(WindlassInvalid, match="generator_dtype"):
+            WeightManagerConfig(generator_dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_id_that_cannot_be_says_which_one_can() -> None:
+    with pytest.raises(WindlassInvalid, match="use 'Qwen--Qwen3-8B'") as e:
+        WeightManagerConfig(model_id="Qwen/Qwen3-8B")
+    assert e.value.advice == "set model_id to 'Qwen--Qwen3-8B'"
+    assert WeightManagerConfig(model_id="Qwen--Qwen3-8B").model_id == "Qwen--Qwen3-8B"
+    with pytest.raises(WindlassInvalid, match="use 'a-b--c'"):
+        WeightManagerConfig(model_id="../a-b c")
+    with pytest.raises(WindlassInvalid, match="not usable"):
+        WeightManagerConfig(model_id="/")

@@ -72,7 +72,7 @@ def test_a_version_that_was_announced_is_served_and_opens_the_gate(home: Path) -
             told = wm.notify_version(sync=True, timeout=PATIENCE)
             assert told is not None
             assert (told.wait, told.set) == (False, "policy")
-            assert told.served == Served(step, (Identity("policy", int(wm.incarnation or "", 16), step),))
+            assert told.served == Served(step, (Identity("policy", wm.incarnation or 0, step),))
             assert windlass.gate(step, controller=controller, timeout=PATIENCE) == told.served
             assert wm.gate(step, timeout=PATIENCE) == told.served
         # What is served is what the receivers' images hold.

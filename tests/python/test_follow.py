@@ -19,6 +19,7 @@ from windlass import (
     Follower,
     Image,
     Receiver,
+    Synced,
     WeightManager,
     WindlassCorrupt,
     WindlassDenied,
@@ -159,7 +160,7 @@ def test_following_ends_at_the_version_asked_for(pair: tuple[WeightManager, Rece
 class Away:
     """A receiver whose publisher cannot be reached until some attempts have failed, and a clock that only rests move."""
 
-    def __init__(self, failures: int, newest: list[tuple[str, int] | None]) -> None:
+    def __init__(self, failures: int, newest: list[tuple[int, int] | None]) -> None:
         self.failures = failures
         self.newest = newest
         self.now = 0.0
@@ -173,7 +174,7 @@ class Away:
         self.version = 1
         return {"mode": "full"}
 
-    def wait_newer(self, timeout: float) -> tuple[str, int] | None:
+    def wait_newer(self, timeout: float) -> tuple[int, int] | None:
         if len(self.newest) > 1:
             return self.newest.pop(0)
         return self.newest[0]
@@ -212,8 +213,8 @@ def test_a_publisher_that_stays_away_is_tried_less_and_less_often(
 
 def test_something_newer_is_tried_without_resting_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     # Version 7 cannot be fetched, again and again; after sixty looks there is a version 8.
-    looks: list[tuple[str, int] | None] = [("a", 7)] * 60
-    rests = followed(Away(12, [*looks, ("a", 8)]), monkeypatch)
+    looks: list[tuple[int, int] | None] = [(1, 7)] * 60
+    rests = followed(Away(12, [*looks, (1, 8)]), monkeypatch)
     cut = next((n for n, rest in enumerate(rests) if rest < 0.075 * 2**n - 1e-6), len(rests))
     assert cut + 1 < len(rests), f"nothing was tried early: {rests}"
     assert rests[cut + 1] <= 0.1 + 1e-6, f"what is newer had not failed yet: {rests}"
@@ -222,7 +223,7 @@ def test_something_newer_is_tried_without_resting_to_the_end(monkeypatch: pytest
 def test_a_publisher_that_is_back_is_not_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     # It says nothing sixty times, and then has a version that cannot be fetched.
     looks: list[tuple[str, int] | None] = [None] * 60
-    rests = followed(Away(14, [*looks, ("a", 7)]), monkeypatch)
+    rests = followed(Away(14, [*looks, (1, 7)]), monkeypatch)
     least = [0.75 * min(60.0, 0.1 * 2**n) - 1e-6 for n in range(len(rests))]
     cut = [n for n, rest in enumerate(rests) if rest < least[n]]
     assert len(cut) == 1, f"rests that ended early: {cut} of {rests}"
@@ -280,3 +281,27 @@ def test_the_snippet_of_the_guide_for_engines_of_ones_own_runs(
     receiver.sync()
     with receiver.hold() as image:
         assert torch.equal(engine.model.weight, image.tensors["weight"])
+
+
+def test_results_are_records_with_one_incarnation_and_flat_metrics(tmp_path: Path) -> None:
+    with WeightManager(model_id="actor", region_dir=str(tmp_path)) as wm:
+        done = wm.offload({"w": torch.ones(64)}, 1, 0, 1)
+        with Receiver(tmp_path / "image", region=wm.region) as receiver:
+            told = receiver.wait(1, 60)
+            assert isinstance(told, Synced)
+            assert (told.mode, told["mode"]) == ("full", "full")
+            assert told.image is not None
+            loaded = Follower(receiver, lambda image: None).step(60)
+            assert loaded is not None
+            with receiver.hold() as image:
+                lives = {done.incarnation, wm.incarnation, image.incarnation, loaded.incarnation}
+            lives |= {told.image.identity.incarnation, wm.status()["incarnation"]}
+            assert lives == {done.incarnation}
+            assert isinstance(done.incarnation, int)
+            wm.offload({"w": torch.zeros(64)}, 2, 0, 1)
+            assert receiver.wait_newer(60) == (done.incarnation, 2)
+    for record in (done, told, loaded):
+        metrics = record.metrics()
+        assert metrics and all(type(value) in (int, float) for value in metrics.values())
+        assert {name.split("/")[0] for name in metrics} == {"windlass"}
+    assert done.metrics("sync/")["sync/version"] == 1

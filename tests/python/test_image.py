@@ -33,7 +33,7 @@ WORKER = """
     held = _windlass.open_image(sys.argv[1], 30.0, 5.0)
     values = _Tensors(held)["w"].tolist()
     held.finish()
-    print(json.dumps([held.model_id, held.version, held.incarnation, held.digest, values]))
+    print(json.dumps([held.model_id, held.version, int(held.incarnation, 16), held.digest, values]))
 """
 
 

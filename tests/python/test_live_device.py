@@ -450,7 +450,7 @@ def test_a_version_that_comes_late_has_as_much_time_as_any(
     loop.announce()
     given: list[float] = []
 
-    def fetch(timeout: float, newer: tuple[str, int]) -> Any:
+    def fetch(timeout: float, newer: tuple[int, int]) -> Any:
         given.append(timeout)
         return Receiver.fetch(bench.receiver, timeout, newer)
 

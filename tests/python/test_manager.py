@@ -707,7 +707,7 @@ def test_the_controller_hears_of_versions_and_its_failures_are_told_apart(home: 
             assert heard == {
                 "path": "/notify_version",
                 "model_id": "told",
-                "incarnation": int(wm.incarnation or "", 16),
+                "incarnation": wm.incarnation,
                 "version": 4,
                 "sender_endpoint": wm.endpoint,
                 "sync": False,

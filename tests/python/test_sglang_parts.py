@@ -245,7 +245,7 @@ class World:
             return {
                 "image": str(image.path.parent),
                 "model_id": "policy",
-                "incarnation": int(image.incarnation, 16),
+                "incarnation": image.incarnation,
                 "version": image.version,
                 "digest": image.digest,
                 "reports": str(self.home / f"reports-{os.urandom(4).hex()}"),

@@ -10,7 +10,7 @@ time. The bridge is given, not made, and is used by these members alone::
         where they are there, and ``mapping.group_key`` of tasks with ``mapping.is_grouped_export``, which make up
         one weight together.
     bridge.export_hf_weights(model, cpu=False, show_progress=False, conversion_tasks=tasks)
-        An iterator of tuples that begin with name and weight.
+        An iterator of tuples that begin with name and weight, or a mapping of names and weights.
     bridge.export_adapter_weights(model, cpu=False, show_progress=False)
         The same for LoRA adapters; only used with ``lora=True``.
 
@@ -21,7 +21,7 @@ megatron-bridge itself needs transformer_engine and thereby a GPU build; it was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -38,7 +38,7 @@ __all__ = ["MegatronWeightExtractor"]
 
 
 class MegatronWeightExtractor(WeightExtractor):
-    """Weights of a Megatron model, converted by ``bridge``.
+    """Weights of a Megatron model, converted by ``bridge``, which is the first argument or follows the configuration.
 
     With ``threshold_gb`` the conversion tasks are put into buckets of about that size when the extractor is made,
     once for all syncs, and each bucket is converted and yielded as one chunk. All ranks make the extractor together
@@ -48,10 +48,27 @@ class MegatronWeightExtractor(WeightExtractor):
     detection: whether a Megatron model has adapters is the bridge's knowledge.
     """
 
-    def __init__(self, bridge: Any, model: Any, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        bridge_or_cfg: Any = None,
+        model: Any = None,
+        *,
+        bridge: Any = None,
+        cfg: Any = None,
+        **options: Any,
+    ) -> None:
+        # A configuration of OmegaConf's has whatever attribute it is asked for.
+        if not isinstance(bridge_or_cfg, Mapping) and hasattr(bridge_or_cfg, "export_hf_weights"):
+            bridge = bridge_or_cfg
+        elif bridge_or_cfg is not None:
+            cfg = bridge_or_cfg
+        if bridge is None or model is None:
+            raise WindlassInvalid(
+                f"{type(self).__name__} needs the bridge that converts, and the model",
+                "MegatronWeightExtractor(bridge, model), or MegatronWeightExtractor(cfg, model, bridge=bridge)",
+            )
+        super().__init__(cfg, model, **options)
         self.bridge = bridge
-        self.model = model
         self.buckets = self._buckets() if self._should_batch_by_threshold() else None
 
     def _buckets(self) -> list[list[Any]]:
@@ -79,7 +96,7 @@ class MegatronWeightExtractor(WeightExtractor):
         exported = self.bridge.export_hf_weights(
             self.model, cpu=False, show_progress=False, conversion_tasks=bucket
         )
-        for weight in exported:
+        for weight in _tuples(exported):
             pair = [(weight[0], weight[1].detach())]
             del weight
             yield pair.pop()
@@ -94,8 +111,13 @@ class MegatronWeightExtractor(WeightExtractor):
                 "use a newer bridge, or leave lora out: adapters are merged into the weights then",
             )
         return (
-            (weight[0], weight[1].detach()) for weight in export(self.model, cpu=False, show_progress=False)
+            (weight[0], weight[1].detach())
+            for weight in _tuples(export(self.model, cpu=False, show_progress=False))
         )
+
+
+def _tuples(exported: Any) -> Iterable[Any]:
+    return exported.items() if isinstance(exported, Mapping) else exported
 
 
 #: How long ranks may take to tell each other the sizes.

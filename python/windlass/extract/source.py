@@ -54,8 +54,10 @@ class GatheringExtractor(WeightExtractor):
     ``buffers=True`` adds the persistent buffers, after the parameters.
     """
 
-    def __init__(self, *, buffers: bool = False, **options: Any) -> None:
-        super().__init__(**options)
+    needs_model = True
+
+    def __init__(self, cfg: Any = None, model: Any = None, *, buffers: bool = False, **options: Any) -> None:
+        super().__init__(cfg, model, **options)
         self.buffers = buffers
         self._made: tuple[weakref.ref[torch.nn.Module], Views] | None = None
 

@@ -137,7 +137,7 @@ class LoadOrder(Config):
                 return cls(
                     image=str(folder),
                     model_id=folder.name,
-                    incarnation=int(image.incarnation, 16),
+                    incarnation=image.incarnation,
                     version=image.version,
                     digest=image.digest or "",
                 )

@@ -56,6 +56,13 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
         **{stored: name for name, (stored, _) in DTYPES.items()},
         **{"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32"},
         **{"long": "int64", "cfloat": "complex64"},
+        # As configurations have them: bf16, fp16, f32.
+        **{stored.lower(): name for name, (stored, _) in DTYPES.items()},
+        **{
+            stored.lower().replace("f", "fp", 1): name
+            for name, (stored, _) in DTYPES.items()
+            if stored[0] == "F"
+        },
     }
 )
 _PACKED = frozenset({"float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"})
@@ -64,10 +71,10 @@ _INTEGER = frozenset(name for name in DTYPES if name.startswith(("int", "uint", 
 
 
 def canonical_dtype(spelling: object) -> str:
-    """The canonical name of a dtype; torch's own dtypes and safetensors' names are accepted.
+    """The canonical name of a dtype; torch's own dtypes, safetensors' names and the usual short ones are accepted.
 
-    >>> canonical_dtype("BF16"), canonical_dtype("torch.float32")
-    ('bfloat16', 'float32')
+    >>> canonical_dtype("BF16"), canonical_dtype("torch.float32"), canonical_dtype("bf16"), canonical_dtype("fp16")
+    ('bfloat16', 'float32', 'bfloat16', 'float16')
     """
     name = _SPELLINGS.get(str(spelling).removeprefix("torch."))
     if name is None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,6 +122,16 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     def create_sender(self, sync_info: WeightSyncInfo) -> BroadcastTransferSender:
         """Joins as rank 0, in the process that made the sync info; other training ranks join nothing."""
+        sender = self._begin_sender(sync_info)
+        try:
+            sender.wait_joined()
+        except BaseException:
+            sender.close()
+            raise
+        return sender
+
+    def _begin_sender(self, sync_info: WeightSyncInfo) -> BroadcastTransferSender:
+        """Joins in the background; the first chunk waits for the engines."""
         info = _checked(sync_info)
         ranks = TrainerRanks()
         if ranks.rank != 0:
@@ -132,14 +142,13 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
                 f"this strategy does not hold the store at port {info.master_port}",
                 "the sync info is made by the same object on training rank 0, once for each sender",
             )
-        group = UpdateGroup(
-            info,
-            0,
-            store=store,
-            timeout=self.settings.join_timeout,
-            override=self.settings.override_existing_update_group,
-        )
-        return BroadcastTransferSender(group, ranks, self.settings.timeout)
+        settings = self.settings
+
+        def join() -> UpdateGroup:
+            override = settings.override_existing_update_group
+            return UpdateGroup(info, 0, store=store, timeout=settings.join_timeout, override=override)
+
+        return BroadcastTransferSender(join, ranks, settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> BroadcastTransferReceiver:
         """Joins as ``rank``, which is 1 or more: an engine's rank offset plus its local rank."""
@@ -171,8 +180,7 @@ def _checked(info: WeightSyncInfo) -> TorchDistributedWeightSyncInfo:
 class BroadcastTransferSender(WeightTransferSender):
     """Announces and broadcasts on rank 0; on other training ranks, walks along."""
 
-    def __init__(self, group: UpdateGroup | None, ranks: TrainerRanks, timeout: float) -> None:
-        self._group = group
+    def __init__(self, join: Callable[[], UpdateGroup] | None, ranks: TrainerRanks, timeout: float) -> None:
         self._ranks = ranks
         self._timeout = timeout
         # Collectives block, and those of one group come from one thread. Training ranks meet on another one: a failure
@@ -180,6 +188,12 @@ class BroadcastTransferSender(WeightTransferSender):
         device = (_current_device(),)
         self._thread = ThreadPoolExecutor(1, "windlass-broadcast", _use_device, device)
         self._meeting = ThreadPoolExecutor(1, "windlass-meeting", _use_device, device)
+        self._joined = None if join is None else self._thread.submit(join)
+
+    def wait_joined(self) -> None:
+        """Waits until all engines have joined, or raises why they have not."""
+        if self._joined is not None:
+            self._joined.result()
 
     def create_request(self, chunk: WeightChunk) -> BroadcastWeightUpdateRequest:
         """The announcement of a chunk."""
@@ -196,8 +210,10 @@ class BroadcastTransferSender(WeightTransferSender):
                 number += 1
                 failure: BaseException | None = None
                 try:
-                    if self._group is not None:
-                        await self._send(self._group, chunk, inference_client)
+                    if self._joined is not None:
+                        # Shielded: a sync that is cancelled leaves the joining alone.
+                        group = await asyncio.shield(asyncio.wrap_future(self._joined))
+                        await self._send(group, chunk, inference_client)
                 except Exception as e:
                     failure = e
                 del chunk
@@ -253,8 +269,14 @@ class BroadcastTransferSender(WeightTransferSender):
         # The thread may be in a broadcast that nobody takes part in; leaving does not wait for its deadline.
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._meeting.shutdown(wait=False, cancel_futures=True)
-        if self._group is not None:
-            self._group.close()
+        if self._joined is not None:
+            # Also one that comes about later: engines that join then learn that nobody is there.
+            self._joined.add_done_callback(_left)
+
+
+def _left(joined: Future[UpdateGroup]) -> None:
+    if not joined.cancelled() and joined.exception() is None:
+        joined.result().close()
 
 
 async def _told(client: InferenceClient, request: WeightUpdateRequest) -> object:
@@ -269,6 +291,8 @@ def _ignored(future: asyncio.Future[Any]) -> None:
 
 class BroadcastTransferReceiver(WeightTransferReceiver):
     """Receives what rank 0 broadcasts; a tensor is freed when its consumer lets go of it."""
+
+    request_type = BroadcastWeightUpdateRequest
 
     def __init__(self, group: UpdateGroup, timeout: float, device: str | None) -> None:
         import torch

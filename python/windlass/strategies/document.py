@@ -3,22 +3,29 @@
 Owns: what ``generator.*`` and ``trainer.*`` keys mean for weight sync. Trainers write them nested
 (``{"generator": {"weight_sync_backend": "nccl"}}``) or dotted (``{"generator.weight_sync_backend": "nccl"}``); both are
 read here, and become the facts and overrides that :func:`windlass.choose` decides by and the settings of the strategy
-that it chooses. A key that is not known is refused, because a key that is misspelt is a wish that is not granted.
+that it chooses.
 
-What a document leaves open is assumed, and the assumption is logged: nccl is taken to mean that there are GPUs, and
-``colocate_all`` that trainers and engines share them. ``facts`` that somebody has gathered come before both.
+A trainer's document is taken whole, as it is. Keys that are not ours are left alone: their values are not even read,
+so that an interpolation that cannot be resolved yet does no harm. A key that looks like one of ours misspelt is refused
+with the one that was meant, because a key that is misspelt is a wish that is not granted.
+
+What a document leaves open is assumed, and the assumption is logged: nccl is taken to mean that there are GPUs,
+``colocate_all`` that trainers and engines share them, and so does a ``weight_sync_backend`` of ``cuda_ipc`` where nothing
+else is said. ``facts`` that somebody has gathered come before all of them.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Document", "is_document", "offloading", "settings_for"]
+__all__ = ["Document", "is_document", "offloading", "plain", "section", "settings_for"]
+
+log = logging.getLogger("windlass")
 
 #: Stand for GPUs that nobody has named. Only their being the same or not matters.
 _TRAINER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -29,7 +36,7 @@ _LORA = "trainer.policy.model.lora."
 
 #: Every key, and what it is for.
 KEYS = {
-    "generator.weight_sync_backend": "nccl or gloo",
+    "generator.weight_sync_backend": "nccl, gloo or cuda_ipc",
     "generator.weight_transfer_threshold_cuda_ipc_GB": "bytes of one bucket, in units of 1024 cubed",
     "generator.override_existing_update_group": "true, false, enable, disable or auto",
     "generator.pack_weights": "whether IPC packs parameters into buckets",
@@ -77,6 +84,22 @@ _OVERRIDES = (
 )
 
 
+def section(config: Any) -> Mapping[str, Any] | None:
+    """A part of a document as a mapping: a dictionary, OmegaConf's, a dataclass or a namespace; else None.
+
+    >>> from types import SimpleNamespace
+    >>> section(SimpleNamespace(weight_sync_backend="nccl")), section("nccl")
+    ({'weight_sync_backend': 'nccl'}, None)
+    """
+    if isinstance(config, Mapping):
+        return config
+    named = type(config).__name__ in ("Namespace", "SimpleNamespace")
+    if (is_dataclass(config) and not isinstance(config, type)) or named:
+        parts: Mapping[str, Any] = vars(config)
+        return parts
+    return None
+
+
 def is_document(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is written in the keys of a trainer's document.
 
@@ -95,39 +118,66 @@ class Document:
     assumed: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Document:
-        """Reads a document, nested or dotted. Unknown keys are refused."""
+    def read(cls, config: Any) -> Document:
+        """Reads a document, nested or dotted. Keys that are not ours are left alone, unless one looks misspelt.
+
+        >>> Document.read({"generator": {"strategy": "tcp", "sampling_params": {"temperature": 1.0}}, "data": {}}).values
+        {'generator.strategy': 'tcp'}
+        """
         values: dict[str, Any] = {}
-        for key, value in _flat(config, ""):
+        others: list[str] = []
+        for key, place, last in _keys(config, ""):
             if key not in KEYS:
-                near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KEYS)}"
-                raise WindlassInvalid(f"the configuration has no key {key!r}; {hint}", name="unknown_key")
+                others.append(key)
+                continue
             if key in values:
                 raise WindlassInvalid(f"the configuration gives {key!r} twice, nested and dotted")
-            values[key] = value
+            values[key] = plain(place[last])
+        for key in others:
+            meant = _meant(key)
+            if meant in values:
+                # A template has the right one, and this may be a key of the trainer's own.
+                log.warning(
+                    "the configuration has the key %r, which is left alone; did you mean %r?", key, meant
+                )
+            elif meant is not None:
+                raise WindlassInvalid(
+                    f"the configuration has the key {key!r}; did you mean {meant!r}?",
+                    f"spell it {meant!r}; if {key!r} is a key of your own, say {meant!r} beside it, null for its default",
+                    "unknown_key",
+                )
+        # A key without a value says nothing.
         return cls({key: value for key, value in values.items() if value is not None})
 
     def overrides(self) -> dict[str, Any]:
         """What it demands of the choice."""
         own = {name: self.values.get(f"generator.{name}") for name in _OVERRIDES}
+        if own["weight_sync_backend"] == "cuda_ipc":
+            if own["use_cuda_ipc"] is False:
+                raise WindlassInvalid(
+                    "generator.weight_sync_backend is 'cuda_ipc' and generator.use_cuda_ipc is false: say one of them"
+                )
+            own |= {"weight_sync_backend": "nccl", "use_cuda_ipc": True}
         return {name: value for name, value in own.items() if value is not None}
 
     def facts(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What it says about the run; what is ``known`` comes first."""
         backend = self.values.get("generator.weight_sync_backend", "nccl")
-        colocated = bool(self.values.get("trainer.placement.colocate_all"))
+        demanded = self.demands_ipc
+        # An engine that runs elsewhere shares no GPU, whatever else is said.
         local = bool(self.values.get("generator.run_engines_locally", True))
+        colocated = local and bool(self.values.get("trainer.placement.colocate_all", demanded))
         facts: dict[str, Any] = {
-            "backend": backend,
+            "backend": "nccl" if backend == "cuda_ipc" else backend,
             "placement": "same_gpu" if colocated else "same_host" if local else "remote",
         }
-        if backend == "nccl":
+        if facts["backend"] == "nccl":
             facts["trainer_gpus"] = [_TRAINER_GPU]
             facts["engine_gpus"] = [_TRAINER_GPU if colocated else _ENGINE_GPU]
             if not {"trainer_gpus", "engine_gpus"} <= set(known or {}):
+                by = "cuda_ipc" if not self.values.get("trainer.placement.colocate_all") else "colocate_all"
                 self.assumed.append(
-                    "nccl means GPUs" + (", and colocate_all shared ones" if colocated else "")
+                    f"{backend} means GPUs" + (f", and {by} shared ones" if colocated else "")
                 )
         engine = self.values.get("generator.backend")
         if engine is not None:
@@ -160,6 +210,32 @@ class Document:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise WindlassInvalid(f"{key} of the engines is {value!r}: expected 1 or more")
         return [dict(shape) for _ in range(count)]
+
+    @property
+    def names_engines(self) -> bool:
+        """Whether it says how many engines there are, and of which shape."""
+        keys = ("generator.engines", "generator.num_inference_engines")
+        return any(key in self.values for key in keys) or any(key.startswith(_ENGINES) for key in self.values)
+
+    @property
+    def demands_ipc(self) -> bool:
+        """Whether nothing else will do."""
+        said = [self.values.get(f"generator.{name}") for name in ("weight_sync_backend", "strategy")]
+        return (
+            "cuda_ipc" in said
+            or "packed_cuda_ipc" in said
+            or self.values.get("generator.use_cuda_ipc") is True
+        )
+
+    def demanding(self, strategy: str) -> Document:
+        """The same, for this strategy and no other."""
+        rest = {key: value for key, value in self.values.items() if key != "generator.pack_weights"}
+        return Document({**rest, "generator.strategy": strategy}, self.assumed)
+
+    def with_engines(self, shapes: Sequence[Any]) -> Document:
+        """The same, with engines of these shapes."""
+        engines = [{"tp": shape.tp, "pp": shape.pp, "dp": shape.dp} for shape in shapes]
+        return Document({**self.values, "generator.engines": engines}, self.assumed)
 
     @property
     def override_group(self) -> bool:
@@ -221,11 +297,70 @@ def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     return {"manager": {"offload_mode": choice["offload"]}}
 
 
-def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        # A key of the table may itself hold a mapping or a list; what is not in it and is nested is looked into.
-        if isinstance(value, Mapping) and name not in KEYS:
-            yield from _flat(value, f"{name}.")
+def _keys(config: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """Every key with the place of its value. Values are read only where they may hold keys of ours."""
+    part = section(config) or {}
+    for last in part:
+        name = f"{prefix}{last}"
+        nested = None
+        # A key of the table may itself hold a mapping or a list.
+        if name not in KEYS and name.count(".") < _DEPTH:
+            try:
+                nested = section(part[last])
+            except Exception:
+                # OmegaConf: an interpolation or a value that is still missing.
+                nested = None
+        if nested is None:
+            yield name, part, last
         else:
-            yield name, value
+            yield from _keys(nested, f"{name}.")
+
+
+#: Dots of the longest key.
+_DEPTH = max(key.count(".") for key in KEYS)
+
+
+def _meant(key: str) -> str | None:
+    """The key of ours that this one is a misspelling of, if it looks like one."""
+    parts = key.split(".")
+    for ours in KEYS:
+        own = ours.split(".")
+        differ = [(a, b) for a, b in zip(parts, own) if a != b]
+        if len(own) != len(parts) or len(differ) != 1:
+            continue
+        (given, right), *_ = differ
+        # A plural is another word.
+        if given in (f"{right}s", right.removesuffix("s")):
+            continue
+        if given.lower() == right.lower() or _distance(given, right) <= (2 if len(right) >= 10 else 1):
+            return ours
+    return None
+
+
+def _distance(a: str, b: str) -> int:
+    """How many letters are to be put in, left out, replaced or exchanged with their neighbour.
+
+    >>> _distance("rnk", "rank"), _distance("stratgey", "strategy"), _distance("model_name", "model_dtype")
+    (1, 1, 4)
+    """
+    before: list[int] = []
+    last: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, last, row = last, row, [i]
+        for j, y in enumerate(b, 1):
+            best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y))
+            if before and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+    return row[-1]
+
+
+def plain(value: Any) -> Any:
+    """A value as plain data, whatever kind of list or mapping the document has."""
+    part = section(value)
+    if part is not None:
+        return {str(key): plain(item) for key, item in part.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain(item) for item in value]
+    return value

@@ -65,17 +65,18 @@ def node_address() -> str:
     return "127.0.0.1"
 
 
-def open_store(address: str, timeout: float) -> TCPStore:
-    """The meeting point on a free port of this host, which stays bound while the store lives."""
+def open_store(address: str, timeout: float, port: int = 0) -> TCPStore:
+    """The meeting point on this host, on a free port unless one is named, which stays bound while the store lives."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         return TCPStore(
-            address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            address, port, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
         )
     except RuntimeError as e:
+        where = f"{address}:{port}" if port else address
         raise WindlassInvalid(
-            f"no store can be opened on {address}: {e}",
+            f"no store can be opened on {where}: {e}",
             "master_addr must be an address or name of the host of training rank 0",
         ) from e
 
@@ -101,11 +102,7 @@ class UpdateGroup:
                 f"rank {rank} is none of the {info.world_size} ranks of group {info.group_name!r}",
                 "the world is 1 + the ranks of all engines; check rank_offset and the shapes of the engines",
             )
-        self.info, self.rank = info, rank
-        self._broken: str | None = None
-        self._closed = False
-        self._store: Store | None = None
-        self._backends: dict[str, Any] = {}
+        self._begin(info, rank)
         with _joining:
             standing = _joined.get(info.group_name)
             if standing is not None and not standing.closed:
@@ -122,6 +119,44 @@ class UpdateGroup:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def given(cls, process_group: Any) -> UpdateGroup:
+        """A process group of torch's that somebody else has made and ends, with the trainer as its rank 0."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import ProcessGroup
+
+        from windlass.sync_info import TorchDistributedWeightSyncInfo
+
+        if isinstance(process_group, cls):
+            return process_group
+        if not isinstance(process_group, ProcessGroup):
+            raise WindlassInvalid(
+                f"the process group is a {type(process_group).__name__}: expected one of torch.distributed, or what "
+                "init_custom_process_group gives"
+            )
+        backend = str(dist.get_backend(process_group))
+        group = cls.__new__(cls)
+        info = TorchDistributedWeightSyncInfo(
+            "127.0.0.1",
+            1,
+            process_group.size(),
+            process_group.group_name,
+            backend,  # type: ignore[arg-type]
+        )
+        group._begin(info, process_group.rank())
+        group._own = False
+        group._backends = dict.fromkeys(_devices(backend), process_group)
+        return group
+
+    def _begin(self, info: TorchDistributedWeightSyncInfo, rank: int) -> None:
+        self.info, self.rank = info, rank
+        self._broken: str | None = None
+        self._closed = False
+        #: Whether it is ended when it is left.
+        self._own = True
+        self._store: Store | None = None
+        self._backends: dict[str, Any] = {}
 
     @property
     def closed(self) -> bool:
@@ -245,7 +280,7 @@ class UpdateGroup:
             return
         self._closed = True
         backends, self._backends = self._backends, {}
-        for backend in set(backends.values()):
+        for backend in set(backends.values()) if self._own else ():
             # A group that is broken complains once more; NCCL must not wait for those that are gone.
             with contextlib.suppress(Exception):
                 end = getattr(backend, "abort" if self._broken else "shutdown", None)

@@ -167,6 +167,13 @@ class IpcSender(WeightTransferSender):
     ) -> WeightUpdateRequest:
         """The same announcement with other handles."""
 
+    def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
+        """Puts a chunk out, and answers the announcement with the handles of all ranks. Engines must have answered the
+        request before the last one: its half is written again."""
+        self._arena.follow()
+        look = self._arena.look(chunk, all_=self.lends_all) if self._exports else Look()
+        return self._export(chunk, look, _Sync(None))
+
     async def send_chunks(
         self, chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk], inference_client: InferenceClient
     ) -> None:
@@ -331,7 +338,8 @@ class IpcSender(WeightTransferSender):
         self._arena.close()
 
 
-async def _told(client: InferenceClient, request: WeightUpdateRequest) -> object:
+async def _told(client: InferenceClient | None, request: WeightUpdateRequest) -> object:
+    assert client is not None
     return await client.update_weights(request)
 
 
@@ -352,7 +360,7 @@ class _Announced:
 class _Sync:
     """One sync under way."""
 
-    client: InferenceClient
+    client: InferenceClient | None
     number: int = 0
     #: Chunks that were looked at and not put out yet; how many may be.
     held: list[tuple[WeightChunk, Look]] = field(default_factory=list)
@@ -529,6 +537,8 @@ class IpcReceiver(WeightTransferReceiver):
 
 class CudaIpcTransferReceiver(IpcReceiver):
     """Opens a handle for each parameter."""
+
+    request_type = CudaIpcWeightUpdateRequest
 
     def _checked(self, request: WeightUpdateRequest) -> CudaIpcWeightUpdateRequest:
         if not isinstance(request, CudaIpcWeightUpdateRequest):

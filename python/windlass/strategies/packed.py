@@ -77,6 +77,8 @@ class PackedCudaIpcTransferSender(IpcSender):
 class PackedCudaIpcTransferReceiver(IpcReceiver):
     """Opens one handle, and takes the parameters out of it by the layout."""
 
+    request_type = PackedCudaIpcWeightUpdateRequest
+
     def _checked(self, request: WeightUpdateRequest) -> PackedCudaIpcWeightUpdateRequest:
         if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
             raise WindlassInvalid(

@@ -317,7 +317,7 @@ class TcpTransferSender(WeightTransferSender):
                 f"the agent listens at {endpoint}, and engines were told {self._info.endpoints[0]}",
                 "something else took the reserved port; make new sync info",
             )
-        identity = Identity(self._config.model_id, int(manager.incarnation, 16), version)
+        identity = Identity(self._config.model_id, manager.incarnation, version)
         await client.update_weights(PullWeightUpdateRequest(identity, endpoint, self._settings.mode))
 
     def close(self) -> None:
@@ -390,6 +390,8 @@ def _pairs(
 class TcpTransferReceiver(WeightTransferReceiver):
     """Pulls into an image of its own."""
 
+    request_type = PullWeightUpdateRequest
+
     def __init__(self, settings: TcpSettings, info: AgentWeightSyncInfo, rank: int) -> None:
         self._settings, self._info, self._rank = settings, info, rank
         self._own = (
@@ -443,9 +445,9 @@ class TcpTransferReceiver(WeightTransferReceiver):
         hold = receiver.hold(seconds=self._settings.timeout, timeout=self._settings.timeout)
         image = await asyncio.to_thread(hold.__enter__)
         try:
-            if int(image.incarnation, 16) < request.identity.incarnation:
+            if image.incarnation < request.identity.incarnation:
                 raise WindlassStale(
-                    f"the image is of incarnation {image.incarnation}, and {request.identity.incarnation:016x} was "
+                    f"the image is of incarnation {image.incarnation:016x}, and {request.identity.incarnation:016x} was "
                     "announced",
                     "the trainer was restarted; sync again",
                 )

@@ -94,7 +94,7 @@ class WindlassTrainerWeightTransferEngine(
         order = LoadOrder(
             image=str(Path(self._info.image_dir) / self._manager.config.model_id),
             model_id=self._manager.config.model_id,
-            incarnation=int(done.incarnation, 16),
+            incarnation=done.incarnation,
             version=version,
             timeout=self._info.timeout,
         )

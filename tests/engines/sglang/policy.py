@@ -52,7 +52,7 @@ class Policy:
             return {
                 "image": str(image.path.parent),
                 "model_id": "policy",
-                "incarnation": int(image.incarnation, 16),
+                "incarnation": image.incarnation,
                 "version": image.version,
                 "digest": image.digest,
                 "timeout": 120.0,

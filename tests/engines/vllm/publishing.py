@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class Publishing:
         self._manager.offload(weights, version, 0, 1)
         if self._receiver is None:
             self._receiver = Receiver(self._home / "image", region=self._manager.region, **self._how)
-        self.told: Mapping[str, Any] = self._receiver.wait(version, 60)
+        self.told = self._receiver.wait(version, 60)
         return self.order(**order)
 
     def begin_again(self) -> None:
@@ -42,7 +41,7 @@ class Publishing:
             order = {
                 "image": self.image,
                 "model_id": self.model_id,
-                "incarnation": int(image.incarnation, 16),
+                "incarnation": image.incarnation,
                 "version": image.version,
                 "digest": image.digest or "",
             }
