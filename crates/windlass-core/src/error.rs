@@ -84,7 +84,9 @@ impl Kind {
             Kind::Invalid => {
                 row("WindlassInvalid", "ValueError", 400, 2, "the input is malformed or contradicts itself")
             }
-            Kind::NotFound => row("WindlassNotFound", "LookupError", 404, 3, "the named thing does not exist"),
+            Kind::NotFound => {
+                row("WindlassNotFound", "LookupError", 404, 3, "the named thing does not exist")
+            }
             Kind::Stale => row(
                 "WindlassStale",
                 "RuntimeError",
@@ -92,7 +94,9 @@ impl Kind {
                 4,
                 "it was right once: an older version, an earlier life, a base that has moved on",
             ),
-            Kind::Corrupt => row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes are not what their sums say"),
+            Kind::Corrupt => {
+                row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes are not what their sums say")
+            }
             Kind::Timeout => row("WindlassTimeout", "TimeoutError", 504, 6, "a deadline passed"),
             Kind::PeerLost => row("WindlassPeerLost", "ConnectionError", 502, 7, "the other side went away"),
             Kind::Exhausted => row(
@@ -109,7 +113,9 @@ impl Kind {
                 9,
                 "this build, machine or peer cannot do it",
             ),
-            Kind::Denied => row("WindlassDenied", "PermissionError", 403, 10, "not authenticated or not allowed"),
+            Kind::Denied => {
+                row("WindlassDenied", "PermissionError", 403, 10, "not authenticated or not allowed")
+            }
             Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "given up on request"),
             Kind::Bug => row("WindlassBug", "RuntimeError", 500, 70, "a defect in Windlass"),
         }

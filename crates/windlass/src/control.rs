@@ -25,6 +25,7 @@ use windlass_core::wire::control::{
     VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
+use windlass_data::region::is_region;
 use windlass_data::serve::Peer;
 use windlass_data::stop::Stop;
 use windlass_data::tls::{Privacy, Trust};
@@ -38,6 +39,8 @@ use crate::token::{self, Held};
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How long one long-poll waits at the other end.
 const POLL: Duration = Duration::from_secs(20);
+/// The route for versions.
+const VERSION: &str = "/get_version";
 /// The longest answer: the manifest of a very large model.
 const MAX_ANSWER: u64 = 1 << 30;
 
@@ -117,7 +120,10 @@ impl HttpControl {
                         Kind::NotFound => Kind::PeerLost,
                         kind => kind,
                     };
-                    let why = format!("no agent is known to serve it: {}", error::chain(&e));
+                    let why = match kind {
+                        Kind::PeerLost => absent(dir),
+                        _ => format!("no agent is known to serve it: {}", error::chain(&e)),
+                    };
                     ControlError::Lost { peer: dir.display().to_string(), what, why, kind }
                 })?;
                 Ok(place.insert(found).clone())
@@ -181,9 +187,13 @@ impl HttpControl {
         if (200..300).contains(&status) {
             return Ok(bytes);
         }
-        let (kind, mut message) = refusal(status, &bytes);
+        let (mut kind, mut message) = refusal(status, &bytes);
         if status == 401 {
             message = token::refused(&message, &token, token::OF_AGENTS);
+        } else if kind == Kind::NotFound && path.starts_with(VERSION) {
+            // Every agent has this route.
+            kind = Kind::Unsupported;
+            message = format!("this is not an agent ({message}): a controller is given with --controller");
         }
         Err(ControlError::Refused { peer: endpoint.to_string(), what, kind, message })
     }
@@ -233,6 +243,27 @@ impl HttpControl {
     }
 }
 
+/// What is missing where an agent's region should be.
+fn absent(dir: &Path) -> String {
+    if is_region(dir) {
+        return "its trainer has made the region, and no agent serves it yet".into();
+    }
+    let inside = |dir: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let mut found: Vec<String> =
+            entries.map(|e| e.path()).filter(|p| is_region(p)).map(|p| p.display().to_string()).collect();
+        found.sort();
+        found
+    };
+    let (below, beside) = (inside(dir), dir.parent().map(inside).unwrap_or_default());
+    let here = match (below.is_empty(), beside.is_empty()) {
+        (false, _) => format!("it is not a region itself; those in it: {}", below.join(", ")),
+        (true, false) => format!("regions here: {}", beside.join(", ")),
+        (true, true) => "there is no other region here".into(),
+    };
+    format!("nothing has been published in it yet; {here}")
+}
+
 /// Where the agent of a region is and what it wants to hear.
 fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
     let here = whereabouts(dir)?;
@@ -258,6 +289,10 @@ pub(crate) fn refusal(status: u16, body: &[u8]) -> (Kind, String) {
     }
     match serde_json::from_slice::<Outer>(body) {
         Ok(Outer { error: Inner { kind, message } }) => (kind, message),
+        // A service of ours says what is wrong in this form, also where it has no such route.
+        Err(_) if matches!(status, 404 | 405 | 501) => {
+            (Kind::Unsupported, format!("what listens there is not a Windlass service (status {status})"))
+        }
         Err(_) => (kind_of(status), format!("status {status}")),
     }
 }
@@ -280,13 +315,11 @@ impl Control for HttpControl {
     ) -> Result<VersionInfo, ControlError> {
         let what = "get the version";
         match newer_than {
-            None => self.get(what, "/get_version", stop),
+            None => self.get(what, VERSION, stop),
             Some((incarnation, version)) => {
                 let wait = self.poll(stop).as_millis();
-                let path = format!(
-                    "/get_version?newer_than={version}&incarnation={}&timeout_ms={wait}",
-                    incarnation.0
-                );
+                let path =
+                    format!("{VERSION}?newer_than={version}&incarnation={}&timeout_ms={wait}", incarnation.0);
                 self.get(what, &path, stop)
             }
         }
@@ -347,8 +380,8 @@ mod tests {
         assert_eq!(refusal(503, said), (Kind::Stale, "m".into()));
         let kind = |status| refusal(status, b"<html>").0;
         assert_eq!(
-            [401, 403, 400, 418].map(kind),
-            [Kind::Denied, Kind::Denied, Kind::Invalid, Kind::Invalid]
+            [401, 403, 400, 418, 404].map(kind),
+            [Kind::Denied, Kind::Denied, Kind::Invalid, Kind::Invalid, Kind::Unsupported]
         );
         // A receiver waits these out.
         let passing = [Kind::PeerLost, Kind::PeerLost, Kind::Exhausted, Kind::Exhausted, Kind::Timeout];

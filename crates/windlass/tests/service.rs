@@ -383,6 +383,48 @@ fn an_agent_says_why_it_cannot_serve() {
 }
 
 #[test]
+fn a_receiver_of_the_wrong_place_is_told_what_is_there() {
+    let home = home();
+    let (_trainer, agent) = publisher(home.path());
+    let token = home.path().join("region").join("token");
+    let dir = format!("--dir={}", home.path().join("images").display());
+    let controller =
+        Process::start(["controller", "--set=main=demo", "--token-file", token.to_str().unwrap()]);
+    let controller = controller.event("listening")["endpoint"].as_str().unwrap().to_owned();
+    let foreign = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = format!("http://{}", foreign.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in foreign.incoming() {
+            let mut stream = stream.unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\n\r\n<html>");
+        }
+    });
+    for (from, says) in [
+        (format!("http://127.0.0.1:{}", agent.data_port), "this is the data port of an agent"),
+        (
+            controller,
+            "this is not an agent (there is no GET /get_version): a controller is given with --controller",
+        ),
+        (other, "what listens there is not a Windlass service (status 404)"),
+    ] {
+        let told = run!("receive", "--from", &from, "--token-file", &token, &dir, "--json");
+        let error = &told.json()["error"];
+        assert_eq!((told.code, error["kind"].as_str()), (9, Some("unsupported")), "{error}");
+        assert!(error["message"].as_str().unwrap().contains(says), "{says} in {error}");
+    }
+    // A region that is not there yet is waited for; what is there instead is named.
+    for (region, says) in [
+        (home.path().join("regoin"), format!("regions here: {}", home.path().join("region").display())),
+        (home.path().to_owned(), format!("those in it: {}", home.path().join("region").display())),
+    ] {
+        let waits = receiver(&home.path().join("images"), &region, &[]);
+        let waiting = waits.event("waiting");
+        assert!(waiting["error"].as_str().unwrap().contains(&says), "{says} in {waiting}");
+    }
+}
+
+#[test]
 fn a_receiver_waits_for_its_agent_and_follows_it_to_another_port() {
     let home = home();
     let mut trainer = Trainer::start(&home.path().join("region"));

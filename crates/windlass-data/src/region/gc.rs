@@ -103,7 +103,7 @@ fn remove_dead(dir: PathBuf, dry_run: bool) -> Result<Option<Removed>, RegionErr
 }
 
 /// Whether a directory holds a region, or what is left of one.
-pub(super) fn is_region(dir: &Path) -> bool {
+pub fn is_region(dir: &Path) -> bool {
     [HEADER, HEADER_TMP].iter().any(|name| File::open(dir.join(name)).is_ok_and(|f| Facts::is_header(&f)))
 }
 

@@ -76,7 +76,7 @@ use windlass_core::ranges::BlockRanges;
 
 pub use create::{Memfd, RegionSpec, Slots};
 pub use error::{Missing, RegionError, Stage};
-pub use gc::{Removed, Sweep, gc, sweep};
+pub use gc::{Removed, Sweep, gc, is_region, sweep};
 pub use lease::{AgentSeat, Lease, Seal};
 pub use space::{Room, Shortage, memory as memory_room};
 pub use writer::{Attempt, Committed, OwnedAttempt, Writer};

@@ -34,6 +34,11 @@ const GATHER: usize = 256 << 10;
 const MAX_SENDFILE: u64 = 16 << 20;
 /// Bytes of answers that the peer has not taken, at most.
 const MAX_PONGS: usize = 16 << 10;
+/// What a peer is told that takes this port for that of requests.
+const MISDIRECTED: &str = "HTTP/1.1 421 Misdirected Request\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n\
+    {\"ok\":false,\"error\":{\"kind\":\"unsupported\",\"message\":\"this is the data port of an agent, which only its tickets \
+    lead to: give the address that the agent printed when it started, which is also in agent.json in the directory of its \
+    region\",\"advice\":\"\"}}";
 /// How long the peer gets to read the last word.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -49,7 +54,11 @@ pub(super) fn converse(
     let (served, proved) = match greet(shared, id, peer, &mut conn) {
         Ok(greeting) => greeting,
         Err((error, stream)) => {
-            if let TcpError::Wire { source, .. } = &error
+            if let TcpError::Wire { source: WireError::Magic { found }, .. } = &error
+                && matches!(found, b"GET " | b"POST" | b"HEAD" | b"PUT ")
+            {
+                conn.farewell(MISDIRECTED.as_bytes(), LINGER);
+            } else if let TcpError::Wire { source, .. } = &error
                 && !matches!(source, WireError::Refused(_) | WireError::Peer(_))
                 && let Ok(word) = refuse(source, stream)
             {

@@ -57,7 +57,8 @@ pub(super) fn controller_client(
 ) -> Result<ControllerClient, Error> {
     let (url, of_page) = match url.split_once("#token=") {
         Some((page, token)) => {
-            let token = Token::new(token).map_err(|e| Error::Usage(format!("the address {page}#token=…: {e}")))?;
+            let token =
+                Token::new(token).map_err(|e| Error::Usage(format!("the address {page}#token=…: {e}")))?;
             (page, Some(token.found_in("the page's address")))
         }
         None => (url, None),

@@ -331,9 +331,10 @@ impl EngineError {
             | EngineError::Unsupported { .. }
             | EngineError::Guard { .. }
             | EngineError::Process { .. } => "",
-            EngineError::Image(_) | EngineError::Region(_) | EngineError::File(_) | EngineError::Io { .. } => {
-                self.kind().advice()
-            }
+            EngineError::Image(_)
+            | EngineError::Region(_)
+            | EngineError::File(_)
+            | EngineError::Io { .. } => self.kind().advice(),
         }
     }
 }

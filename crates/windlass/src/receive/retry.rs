@@ -2,8 +2,8 @@
 //!
 //! Owns: which failures pass ([`Passing`]), waiting for a publisher that is away ([`patiently`]), and the rests between two
 //! attempts at a version that could not be brought here ([`Attempts`]). Called by [`super::Receive`]; with a controller
-//! it is the controller that says when to try again. Must not: say more than once that it goes on as before: what is said
-//! is how long the next rest is, when that has become longer.
+//! it is the controller that says when to try again. Must not: say over and over that it goes on as before: people are
+//! told at the first failure and then once a minute, programs whenever the rests have become longer.
 //!
 //! # What ends a receiver
 //!
@@ -34,6 +34,8 @@ const AWAY: Span = Span { first_ms: 100, cap_ms: 5_000 };
 const FAILED: Span = Span { first_ms: 100, cap_ms: 60_000 };
 /// What this host lacks comes back when somebody makes room.
 const LACKING: Span = Span { first_ms: 5_000, cap_ms: 60_000 };
+/// How often people are told that nothing has changed.
+const REMINDER: Duration = Duration::from_mins(1);
 /// How often something must be said in a row to be believed.
 pub(super) const CONFIRM: u32 = 3;
 /// How often a publisher is asked for something newer that cannot be waited for.
@@ -61,6 +63,7 @@ pub(super) enum Standing {
 struct Failures {
     backoff: Backoff,
     firm: u32,
+    told: Option<Instant>,
 }
 
 impl Failures {
@@ -82,14 +85,18 @@ impl Failures {
             Standing::New | Standing::Proven => span,
         };
         let rest = self.backoff.failed(span, salt());
-        let pause = Duration::from_millis(rest.ms);
-        if rest.longer {
+        let due = self.told.is_none_or(|told| told.elapsed() >= REMINDER);
+        if due || rest.longer && session.json() {
+            self.told = Some(Instant::now());
             let event = json!({
                 "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
             });
-            session.event(&event, || format!("{text}; trying again in {:.1} s", pause.as_secs_f64()));
+            session.event(&event, || match standing {
+                Standing::New => format!("waiting for a trainer: {text}"),
+                Standing::Proven => format!("{text}; trying again"),
+            });
         }
-        Ok(pause)
+        Ok(Duration::from_millis(rest.ms))
     }
 }
 

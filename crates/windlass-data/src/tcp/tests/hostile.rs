@@ -60,6 +60,23 @@ fn garbage_on_the_port_is_closed_and_harms_nobody() {
 }
 
 #[test]
+fn a_request_on_the_data_port_is_told_where_it_is() {
+    let sender = sender();
+    let mut socket = TcpStream::connect(sender.local_addr()).unwrap();
+    socket.write_all(b"GET /get_version HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 421 "), "{head}");
+    let body: serde_json::Value = serde_json::from_str(body).unwrap();
+    assert_eq!(body["error"]["kind"], "unsupported");
+    assert!(
+        body["error"]["message"].as_str().unwrap().starts_with("this is the data port of an agent"),
+        "{body}"
+    );
+}
+
+#[test]
 fn a_wrong_key_and_an_unknown_ticket_are_refused_in_the_same_words() {
     let image = Image::new(plain_manifest(100_000), 2);
     let sender = sender();
