@@ -131,6 +131,7 @@ impl Agent {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
+        http::raise_descriptors();
         let certificate = tls::certificate(self.tls.as_ref(), &advertise_host)?;
         if let Some(plain) = self.peers.iter().find(|p| self.tls.is_some() && !p.starts_with("https://")) {
             return Err(Error::Usage(format!(
