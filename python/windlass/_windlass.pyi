@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "legacy_request", "main", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "legacy_request", "main", "make_place", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "read_token", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -919,6 +919,12 @@ def main(argv: SupportsGetItem[int, str], program: SupportsGetItem[int, str]) ->
     `program` is how to start it again. Signals are the command's own from here on.
     """
 
+def make_place(path: str | PathLike[str], *, group: bool = False) -> None:
+    """
+    Makes a directory below which things of this user are kept, if it is not there. Raises `WindlassDenied` if another user
+    could replace what is in it.
+    """
+
 def module_of(name: str) -> str | None:
     """
     The module of a parameter: its name without the last two dotted parts, or `None` where nothing remains.
@@ -957,6 +963,11 @@ def place_baseline(weights: SupportsIndex, free: SupportsIndex, total: SupportsI
 def rank_offsets(engines: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]) -> list[int]:
     """
     Each engine's rank offset: 1 for the first, then advancing by the ranks of the engine before.
+    """
+
+def read_token(path: str | PathLike[str], *, group: bool = False) -> str:
+    """
+    The token in a file, which must be this user's or root's, and nobody else's to read; its group's too, if `group`.
     """
 
 def threshold_from_gb(gb: SupportsFloat | SupportsIndex) -> int:

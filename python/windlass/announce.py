@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass import _windlass
 from windlass.controller import Controller, Notified, Reminder, Span
 from windlass.errors import WindlassError
 from windlass.http import HttpClient, trusted
@@ -38,7 +39,7 @@ class AgentClient:
         self._token_file, self._tls_ca = token_file, tls_ca
 
     def _http(self) -> HttpClient:
-        token = Path(self._token_file).read_text().strip()
+        token = _windlass.read_token(Path(self._token_file))
         return HttpClient(self.endpoint, name="the agent", token=token, tls_ca=trusted(self._tls_ca))
 
     def wait_served(self, version: int, until: float) -> bool:

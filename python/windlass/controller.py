@@ -175,7 +175,7 @@ class Controller:
         if token is not None and token_file is not None:
             raise WindlassInvalid("give a token or the file that holds it, not both")
         if token_file is not None:
-            token = _token_in(token_file)
+            token = _windlass.read_token(Path(token_file))
         if token is None:
             token = os.environ.get(TOKEN_VARIABLE)
         _windlass.check_endpoint(url)
@@ -540,13 +540,6 @@ def _patience(left: float | None) -> float:
     """How long a request may take that asks the controller to wait."""
     # Longer than any controller lets anybody wait.
     return 2 * 86_400.0 if left is None else left + GRACE_S
-
-
-def _token_in(file: str | os.PathLike[str]) -> str:
-    try:
-        return Path(file).read_text().strip()
-    except OSError as e:
-        raise WindlassNotFound(f"the token file {os.fspath(file)!r} cannot be read: {e.strerror}") from e
 
 
 def _sleep(seconds: float, stop: Stopper | None) -> None:

@@ -135,12 +135,7 @@ class Receiver:
         if token_file is not None:
             if token is not None:
                 raise WindlassInvalid("give a token or the file that holds it, not both")
-            try:
-                token = Path(token_file).read_text().strip()
-            except OSError as e:
-                raise WindlassNotFound(
-                    f"the token file {str(token_file)!r} cannot be read: {e.strerror}"
-                ) from e
+            token = _windlass.read_token(Path(token_file), group=group_readable)
         try:
             self._inner = _windlass.Receiver(
                 Path(image_dir),

@@ -237,6 +237,7 @@ def test_a_wrong_token_is_named_by_its_file_and_so_is_an_image_by_who_has_it(
     receiver.sync()
     wrong = tmp_path / "wrong"
     wrong.write_text("not-the-token-0123456789")
+    wrong.chmod(0o600)
     with pytest.raises(WindlassDenied, match=f"that of the file {wrong}") as refused:
         Receiver(tmp_path / "other", endpoint=wm.endpoint, token_file=wrong)
     assert "`token` in the directory of its region" in str(refused.value)

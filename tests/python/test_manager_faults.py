@@ -151,7 +151,7 @@ def test_a_killed_trainer_leaves_no_agent_and_the_next_one_or_gc_cleans_up(stem:
         if cleaner == "trainer":
             assert stem.run(2, "published", home, 1) == [True, True]
         else:
-            command = [sys.executable, "-m", "windlass", "gc", home]
+            command = [sys.executable, "-m", "windlass", "gc", "--yes", home]
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
         assert os.listdir(home) == []

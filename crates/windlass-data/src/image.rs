@@ -56,6 +56,7 @@ use windlass_core::wire::{Fault, Stage, Ticket};
 use crate::region::{
     AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer,
 };
+use crate::seal::draft::Draft;
 use crate::seal::{self, SealError};
 use crate::shm::{Access, LoanError, Mapping};
 use crate::stop::{Stop, Stopped};
@@ -779,12 +780,8 @@ impl Refresh<'_> {
 }
 
 fn write_state(dir: &Path, state: &StateFile) -> Result<(), ImageError> {
-    let (path, temp) = (dir.join(STATE), dir.join(".state.json.new"));
-    let io = |action, path: &Path| {
-        let path = path.to_owned();
-        move |source| ImageError::Io { action, path, source }
-    };
-    let text = serde_json::to_vec(state).map_err(|e| io("write", &temp)(e.into()))?;
-    fs::write(&temp, text).map_err(io("write", &temp))?;
-    fs::rename(&temp, &path).map_err(io("rename", &temp))
+    let path = dir.join(STATE);
+    let text = serde_json::to_vec(state).map_err(io::Error::from);
+    let written = text.and_then(|text| Draft::write(&path, &text));
+    written.map_err(|source| ImageError::Io { action: "write", path, source })
 }

@@ -6,6 +6,7 @@
 //! | [`file`](mod@file) | safetensors files on disk |
 //! | [`shm`] | shared memory, and all of the `unsafe` that it takes |
 //! | [`flip`] | who may read and who may write a slot: the protocol in a region's header |
+//! | [`private`] | whose directories and secrets are |
 //! | [`region`] | the directory that publishers and readers share |
 //! | [`copies`] | a process' tensors into the slot that is written |
 //! | [`cuda`] | weights on a GPU |
@@ -40,6 +41,7 @@ pub mod history;
 pub mod image;
 pub mod load;
 pub mod local;
+pub mod private;
 pub mod receiver;
 pub mod region;
 pub mod roles;

@@ -17,7 +17,6 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -29,6 +28,8 @@ use rustls::server::ParsedCertificate;
 use rustls::{CertificateError, ClientConfig, InconsistentKeys, InvalidMessage, RootCertStore, ServerConfig};
 use windlass_core::address::Host;
 use windlass_core::error::Kind;
+
+use crate::private::{self, PrivateError};
 
 /// The protocol name of data connections.
 pub const DATA_PROTOCOL: &[u8] = b"windlass/1";
@@ -61,14 +62,9 @@ pub enum TlsError {
         /// How that was seen.
         why: String,
     },
-    /// The key can be read by others.
-    #[error("the key {} can be read by everybody (mode {mode:o}): run chmod 600 on it", path.display())]
-    OpenKey {
-        /// The file.
-        path: PathBuf,
-        /// Its mode.
-        mode: u32,
-    },
+    /// The key is not this user's alone.
+    #[error("the key of the certificate: {0}")]
+    OpenKey(PrivateError),
     /// A key of another certificate.
     #[error(
         "the key in {} is not that of the first certificate in {}: give the two that were made together, \
@@ -138,8 +134,8 @@ impl TlsError {
     pub fn kind(&self) -> Kind {
         match self {
             TlsError::Read { source, .. } => crate::file::io_kind(source),
+            TlsError::OpenKey(e) => e.kind(),
             TlsError::Empty { .. }
-            | TlsError::OpenKey { .. }
             | TlsError::Mismatch { .. }
             | TlsError::Unusable { .. }
             | TlsError::OtherHost { .. }
@@ -201,11 +197,14 @@ fn provider() -> Arc<CryptoProvider> {
 /// The text of a PEM file, of at most a mebibyte.
 fn read(what: &'static str, path: &Path, secret: bool) -> Result<Vec<u8>, TlsError> {
     let failed = |source| TlsError::Read { what, path: path.to_owned(), source };
-    let mut file = File::open(path).map_err(failed)?;
-    let mode = file.metadata().map_err(failed)?.mode() & 0o777;
-    if secret && mode & 0o007 != 0 {
-        return Err(TlsError::OpenKey { path: path.to_owned(), mode });
-    }
+    let mut file = if secret {
+        private::secret(path, private::Readers::Group).map_err(|e| match e {
+            PrivateError::Io { source, .. } => failed(source),
+            refused => TlsError::OpenKey(refused),
+        })?
+    } else {
+        File::open(path).map_err(failed)?
+    };
     let mut bytes = Vec::new();
     (&mut file).take(MAX_PEM + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_PEM {

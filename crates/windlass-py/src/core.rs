@@ -4,6 +4,8 @@
 //! text, which the Python side reads and writes with its own `json`; the rules stand in `windlass-core`, once for
 //! both languages. What Python attaches to a parameter (a tensor) rides through the chunker untouched.
 
+use std::path::PathBuf;
+
 use pyo3::prelude::*;
 use windlass_core::Dtype;
 use windlass_core::address::{Endpoint, Host};
@@ -13,6 +15,7 @@ use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
 use windlass_core::identity::ModelId;
 use windlass_core::request::{Parameters, WeightUpdateRequest, is_canonical_packed, parse_request_json};
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
+use windlass_data::private::{self, Readers};
 
 use crate::errors::Failure;
 
@@ -167,6 +170,22 @@ pub(crate) fn check_model_id(text: &str) -> Result<(), Failure> {
 pub(crate) fn check_endpoint(text: &str) -> Result<(), Failure> {
     text.parse::<Endpoint>()?;
     Ok(())
+}
+
+/// The token in a file, which must be this user's or root's, and nobody else's to read; its group's too, if `group`.
+#[pyfunction]
+#[pyo3(signature = (path, *, group = false))]
+pub(crate) fn read_token(path: PathBuf, group: bool) -> Result<String, Failure> {
+    let readers = if group { Readers::Group } else { Readers::Owner };
+    Ok(windlass::token::read_for(&path, readers)?.expose().to_owned())
+}
+
+/// Makes a directory below which things of this user are kept, if it is not there. Raises `WindlassDenied` if another user
+/// could replace what is in it.
+#[pyfunction]
+#[pyo3(signature = (path, *, group = false))]
+pub(crate) fn make_place(path: PathBuf, group: bool) -> Result<(), Failure> {
+    Ok(private::make_place(&path, if group { 0o750 } else { 0o700 }).map_err(windlass::error::Error::from)?)
 }
 
 /// Checks the host part of an address that peers are told to connect to.

@@ -28,8 +28,8 @@ mod _windlass {
     #[pymodule_export]
     use crate::core::{
         Backoff, Chunker, check_endpoint, check_host, check_model_id, choose, dtype_bits, dtype_name,
-        dtype_safetensors, dtypes, engine_rank, extent, legacy_request, module_of, packed_layout,
-        parse_request, parse_sync_info, rank_offsets, threshold_from_gb, world_size,
+        dtype_safetensors, dtypes, engine_rank, extent, legacy_request, make_place, module_of, packed_layout,
+        parse_request, parse_sync_info, rank_offsets, read_token, threshold_from_gb, world_size,
     };
     #[pymodule_export]
     use crate::errors::kinds;

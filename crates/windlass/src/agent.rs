@@ -39,7 +39,9 @@ use windlass_core::wire::control::{
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
+use windlass_data::private::{self, PrivateError};
 use windlass_data::region::{Region, RegionError};
+use windlass_data::seal::draft::Draft;
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::SenderConfig;
@@ -113,6 +115,11 @@ pub const WHEREABOUTS: &str = "agent.json";
 /// Where the agent of a region on this host is.
 pub fn whereabouts(region: &Path) -> Result<Whereabouts, Error> {
     let path = region.join(WHEREABOUTS);
+    // Whoever owns the directory says where the token goes.
+    private::open(region).map_err(|e| match e {
+        PrivateError::Io { source, .. } => Error::io("read", &path)(source),
+        refused => refused.into(),
+    })?;
     let text = std::fs::read(&path).map_err(Error::io("read", &path))?;
     serde_json::from_slice(&text).map_err(|e| Error::Usage(format!("{}: {e}", path.display())))
 }
@@ -124,6 +131,7 @@ impl Agent {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
         };
+        http::raise_descriptors();
         let certificate = tls::certificate(self.tls.as_ref(), &advertise_host)?;
         if let Some(plain) = self.peers.iter().find(|p| self.tls.is_some() && !p.starts_with("https://")) {
             return Err(Error::Usage(format!(
@@ -191,7 +199,8 @@ impl Agent {
             pid: std::process::id(),
         };
         let path = region.dir().join(WHEREABOUTS);
-        write_whole(&path, &serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?)?;
+        let text = serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?;
+        Draft::write(&path, &text).map_err(Error::io("write", &path))?;
         let event = json!({
             "event": "listening",
             "endpoint": here.endpoint,
@@ -338,12 +347,6 @@ fn room(region: &Region) -> u64 {
 /// Whether a port is one of those that may be used; zeros mean any.
 fn is_among(port: u16, (first, last): (u16, u16)) -> bool {
     port != 0 && (first == 0 || (first..=last).contains(&port))
-}
-
-fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let temp = path.with_extension("new");
-    std::fs::write(&temp, bytes).map_err(Error::io("write", &temp))?;
-    std::fs::rename(&temp, path).map_err(Error::io("write", path))
 }
 
 #[derive(Clone)]

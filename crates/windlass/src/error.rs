@@ -13,6 +13,7 @@ use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
 use windlass_data::image::ImageError;
 use windlass_data::local::LocalError;
+use windlass_data::private::PrivateError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
 use windlass_data::seal::SealError;
@@ -164,6 +165,9 @@ pub enum Error {
         /// What the system said of the last one.
         source: io::Error,
     },
+    /// A directory or a secret that is not this user's alone.
+    #[error(transparent)]
+    Private(#[from] PrivateError),
     /// A region.
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -292,6 +296,7 @@ impl Error {
             Error::Listen { source, .. } if source.kind() == io::ErrorKind::AddrNotAvailable => Kind::Invalid,
             Error::Listen { .. } => Kind::Exhausted,
             Error::Seal(e) => e.kind(),
+            Error::Private(e) => e.kind(),
             Error::Region(e) => e.kind(),
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
@@ -312,7 +317,11 @@ impl Error {
         match self {
             Error::Io { source, path, .. }
             | Error::File(FileError::Io { source, path, .. })
-            | Error::Region(RegionError::Io { source, path, .. })
+            | Error::Private(PrivateError::Io { source, path, .. })
+            | Error::Region(
+                RegionError::Io { source, path, .. }
+                | RegionError::Private(PrivateError::Io { source, path, .. }),
+            )
             | Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
             Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
             Error::InTheWay { .. } => "choose another output".into(),
@@ -322,6 +331,11 @@ impl Error {
             Error::Receiver(ReceiverError::Image(ImageError::Taken { pid, .. })) => format!(
                 "stop the other one (`kill {pid}`), or give this one another --dir; engines of this host can share one image"
             ),
+            Error::Private(_)
+            | Error::Region(RegionError::Private(_))
+            | Error::Receiver(ReceiverError::Image(ImageError::Region(RegionError::Private(_)))) => {
+                "see docs/security.md on whose directories and secrets are taken".into()
+            }
             Error::TooWide { .. } => {
                 "name the directory in which regions are made, such as /dev/shm or the region_dir of a trainer".into()
             }
@@ -427,6 +441,9 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
         io::ErrorKind::PermissionDenied => "check the owner and the mode of the file and its folder".into(),
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             format!("free some space where {} is, or write elsewhere with -o", path.display())
+        }
+        io::ErrorKind::FileTooLarge => {
+            format!("raise the limit on the size of files (ulimit -f) for {}, or write less", path.display())
         }
         _ => io_kind(source).advice().into(),
     }

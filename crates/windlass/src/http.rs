@@ -5,19 +5,25 @@
 //!
 //! | bound | value |
 //! |---|---|
-//! | connections | [`Limits::connections`]; more are closed at once |
+//! | connections | [`Limits::connections`]; see [`places`] for who goes when there are more |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
 //! | time that a peer may take none of an answer | [`Limits::stall`] |
+//! | head | 64 KiB |
 //! | body | [`Limits::body`] |
+//! | large bodies at a time, in bytes | [`Limits::bodies`]; the next one waits |
 //! | requests per second with the token, all connections together | [`Limits::rate`], with bursts of twice that |
 //! | the same without it | [`Limits::strangers`] |
 //!
 //! With a certificate every connection is inside TLS. Its handshake must be over within [`Limits::head`] and counts as a
 //! connection from its first byte on. A request without TLS is answered with an error that says so, and nothing else.
 //!
-//! Requests with the token and those without are counted apart: strangers cannot use up what receivers need.
+//! Requests and connections with the token and those without are counted apart: strangers cannot use up what receivers need.
+//! Of a request without the token the body is not read.
 
+mod places;
+
+use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
@@ -25,12 +31,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use axum::body::Body;
+use axum::body::{Body, HttpBody as _};
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
+use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde_json::json;
@@ -43,6 +50,7 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_data::tls::Certificate;
 
+use self::places::{Place, Places};
 use crate::token;
 
 /// The bounds of a service.
@@ -60,6 +68,8 @@ pub struct Limits {
     pub stall: Duration,
     /// The longest body.
     pub body: usize,
+    /// Bytes of the bodies that are larger than 64 KiB and in memory at a time.
+    pub bodies: usize,
     /// Requests per second.
     pub rate: f64,
     /// Requests per second without the token.
@@ -75,6 +85,7 @@ impl Default for Limits {
             poll: MAX_POLL,
             stall: Duration::from_secs(30),
             body: 16 << 20,
+            bodies: 64 << 20,
             rate: 2000.0,
             strangers: 2000.0,
         }
@@ -120,7 +131,16 @@ struct Guard {
     limits: Limits,
     known: Bucket,
     strangers: Bucket,
+    /// Room for large bodies, in [`UNIT`]s.
+    bodies: Semaphore,
 }
+
+/// Bodies up to this size are bounded by the number of connections.
+const SMALL: u64 = 64 << 10;
+/// In which room for bodies is counted.
+const UNIT: u64 = 1 << 10;
+/// The longest head of a request.
+const HEAD: usize = 64 << 10;
 
 /// So many requests a second.
 struct Bucket {
@@ -151,7 +171,8 @@ impl Bucket {
 /// no token.
 pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
     let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.strangers));
-    let guard = Arc::new(Guard { token, open, limits, known, strangers });
+    let bodies = Semaphore::new(limits.bodies.max(limits.body) / UNIT as usize + 1);
+    let guard = Arc::new(Guard { token, open, limits, known, strangers, bodies });
     router
         .route("/healthz", axum::routing::get(async || Json(json!({ "ok": true }))))
         .fallback(async |request: Request| {
@@ -168,6 +189,9 @@ pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limi
 async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     let given = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
     let known = token::accepts(&guard.token, given);
+    if let Some(place) = request.extensions().get::<Arc<Place>>().filter(|_| known) {
+        place.accept();
+    }
     let bucket = if known { &guard.known } else { &guard.strangers };
     if !bucket.admit() {
         let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
@@ -183,10 +207,23 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
         );
         let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        if !request.body().is_end_stream() {
+            // Its body is not read, so nothing can come after it.
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         return response;
     }
     let most = guard.limits.request + guard.limits.poll;
-    match tokio::time::timeout(most, next.run(request)).await {
+    // How long it is at most; one without a length may be as long as is allowed.
+    let longest = guard.limits.body as u64;
+    let length = request.body().size_hint().upper().unwrap_or(longest).min(longest);
+    let answer = async {
+        let units = u32::try_from(length / UNIT).unwrap_or(u32::MAX);
+        // Held until the request is answered. Never closed, so it is had in the end.
+        let _room = if length > SMALL { guard.bodies.acquire_many(units).await.ok() } else { None };
+        next.run(request).await
+    };
+    match tokio::time::timeout(most, answer).await {
         Ok(response) => response,
         Err(_) => Failure::new(Kind::Timeout, "the request took too long").into_response(),
     }
@@ -284,6 +321,15 @@ impl AsyncWrite for Moving {
     }
 }
 
+/// Each receiver has connections, and each connection a descriptor: as many as the system allows.
+pub(crate) fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::warn!(%error, "cannot raise the number of descriptors; few receivers may be all that can connect");
+    }
+}
+
 /// Serves until `ended` is true, then gives open requests `grace`. With a certificate, inside TLS.
 pub async fn serve(
     listener: TcpListener,
@@ -293,7 +339,7 @@ pub async fn serve(
     mut ended: watch::Receiver<bool>,
     grace: Duration,
 ) {
-    let room = Arc::new(Semaphore::new(limits.connections));
+    let places = Places::new(limits.connections);
     let tls = tls.map(|certificate| TlsAcceptor::from(certificate.http()));
     let mut tasks = JoinSet::new();
     loop {
@@ -301,28 +347,34 @@ pub async fn serve(
             accepted = listener.accept() => accepted,
             () = until(&mut ended) => break,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept connections");
+                // Perhaps there are no descriptors left.
+                places.shed();
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
-        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
-            tracing::warn!(limit = limits.connections, "too many connections; one was closed");
-            continue;
-        };
+        let Some(place) = places.take(peer.ip()) else { continue };
+        let place = Arc::new(place);
         let _ = stream.set_nodelay(true);
         let (router, tls, ended) = (router.clone(), tls.clone(), ended.clone());
         while tasks.try_join_next().is_some() {}
         tasks.spawn(async move {
-            let _permit = permit;
             let end = Ending { ended, grace };
+            let service = Served { router, place: Arc::clone(&place) };
             // What went wrong on a connection concerns the peer alone.
-            match tls {
-                Some(tls) => secret(stream, tls, router, limits, end).await,
-                None => converse(Moving::new(stream, limits), router, limits, end).await,
+            let conversation = async {
+                match tls {
+                    Some(tls) => secret(stream, tls, service, limits, end).await,
+                    None => converse(Moving::new(stream, limits), service, limits, end).await,
+                }
+            };
+            tokio::select! {
+                () = conversation => {}
+                () = place.shed() => {}
             }
         });
     }
@@ -332,6 +384,24 @@ pub async fn serve(
     let _ = tokio::time::timeout(grace + Duration::from_millis(100), all).await;
 }
 
+/// What answers the requests of one connection, and its place among the others.
+#[derive(Clone)]
+struct Served {
+    router: Router,
+    place: Arc<Place>,
+}
+
+impl hyper::service::Service<hyper::Request<Incoming>> for Served {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = <TowerToHyperService<Router> as hyper::service::Service<hyper::Request<Incoming>>>::Future;
+
+    fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
+        request.extensions_mut().insert(Arc::clone(&self.place));
+        TowerToHyperService::new(self.router.clone()).call(request)
+    }
+}
+
 /// When a connection ends, and how long it has for that.
 struct Ending {
     ended: watch::Receiver<bool>,
@@ -339,7 +409,7 @@ struct Ending {
 }
 
 /// One connection on a port with TLS.
-async fn secret(stream: TcpStream, tls: TlsAcceptor, router: Router, limits: Limits, mut end: Ending) {
+async fn secret(stream: TcpStream, tls: TlsAcceptor, service: Served, limits: Limits, mut end: Ending) {
     let by = tokio::time::Instant::now() + limits.head;
     let shake = async {
         match tokio::time::timeout_at(by, begins_plain(&stream)).await {
@@ -355,21 +425,25 @@ async fn secret(stream: TcpStream, tls: TlsAcceptor, router: Router, limits: Lim
         () = until(&mut end.ended) => None,
     };
     match shaken {
-        Some(Ok(stream)) => converse(stream, router, limits, end).await,
-        Some(Err(plain)) => converse(Moving::new(plain, limits), without_tls(), limits, end).await,
+        Some(Ok(stream)) => converse(stream, service, limits, end).await,
+        Some(Err(plain)) => {
+            let service = Served { router: without_tls(), ..service };
+            converse(Moving::new(plain, limits), service, limits, end).await;
+        }
         None => {}
     }
 }
 
 /// The requests of one connection.
-async fn converse<S>(stream: S, router: Router, limits: Limits, mut end: Ending)
+async fn converse<S>(stream: S, service: Served, limits: Limits, mut end: Ending)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.head)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .max_buf_size(HEAD)
+        .serve_connection(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
         _ = connection.as_mut() => {}
@@ -470,6 +544,7 @@ mod tests {
             request: Duration::from_millis(300),
             stall: Duration::from_millis(300),
             body: 1024,
+            bodies: 1024,
             rate: 1e6,
             strangers: 1e6,
             poll: MAX_POLL,
@@ -500,20 +575,92 @@ mod tests {
 
     #[test]
     fn silent_connections_are_closed_and_more_than_allowed_are_not_kept() {
-        let service = Service::start(small());
+        let service = Service::start(Limits { head: Duration::from_secs(600), ..small() });
         let mut silent: Vec<TcpStream> = (0..3).map(|_| service.connect()).collect();
-        let mut one_more = service.connect();
-        // Closed at once, not after the time for a head, and without an answer.
-        assert_eq!(one_more.read(&mut [0; 8]).unwrap_or(0), 0);
-        for stream in &mut silent {
+        // They are not in the way of whoever has the token: the oldest is closed instead, long before its time is over.
+        for _ in 0..2 {
+            assert_eq!(service.ask("GET /healthz", b""), Some(200));
+        }
+        assert_eq!(silent[0].read(&mut [0; 8]).unwrap_or(0), 0);
+        let service = Service::start(small());
+        let mut silent = service.connect();
+        assert_eq!(silent.read(&mut [0; 8]).unwrap_or(0), 0, "closed when its time is over");
+    }
+
+    #[test]
+    fn half_heads_of_strangers_do_not_keep_out_who_has_the_token() {
+        let limits = Limits { connections: 64, head: Duration::from_secs(600), ..small() };
+        let service = Service::start(limits);
+        let token = format!("authorization: Bearer {TOKEN}");
+        let poll = format!("GET /healthz HTTP/1.1\r\nhost: h\r\n{token}\r\n\r\n");
+        let mut known = service.connect();
+        let mut answered = || {
+            known.write_all(poll.as_bytes()).unwrap();
+            let mut answer = [0; 15];
+            known.read_exact(&mut answer).unwrap();
+            // The rest of the answer, whose body is `{"ok":true}`.
             let mut rest = Vec::new();
-            let _ = stream.read_to_end(&mut rest);
-            assert!(!rest.starts_with(b"HTTP/1.1 200"));
+            while !rest.ends_with(b"true}") {
+                let mut byte = [0];
+                known.read_exact(&mut byte).unwrap();
+                rest.push(byte[0]);
+            }
+            &answer == b"HTTP/1.1 200 OK"
+        };
+        assert!(answered());
+        let mut strangers = Vec::new();
+        for round in 0..8 {
+            for _ in 0..limits.connections {
+                let mut stranger = service.connect();
+                stranger.write_all(b"GET /get_version HTTP/1.1\r\nhost: h\r\nx: ").unwrap();
+                strangers.push(stranger);
+            }
+            for _ in 0..4 {
+                assert_eq!(service.ask("GET /healthz", b""), Some(200), "round {round}");
+            }
+            assert!(answered(), "a connection with an accepted request is not closed for strangers");
         }
-        let until = Instant::now() + Duration::from_secs(10);
-        while service.ask("GET /healthz", b"") != Some(200) {
-            assert!(Instant::now() < until, "no room again");
-        }
+    }
+
+    #[test]
+    fn the_body_of_a_stranger_is_not_read() {
+        let service = Service::start(Limits { body: 16 << 20, bodies: 16 << 20, ..small() });
+        let mut stranger = service.connect();
+        // Answered, and closed, though nothing of the body has come.
+        let head = format!("POST /echo HTTP/1.1\r\nhost: h\r\ncontent-length: {}\r\n\r\n", 14 << 20);
+        stranger.write_all(head.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stranger.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 401 ") && answer.contains("connection: close"), "{answer}");
+    }
+
+    #[test]
+    fn large_bodies_wait_for_room_and_small_ones_do_not() {
+        let (large, longer) = (1 << 20, Duration::from_secs(600));
+        let limits = Limits { body: large, bodies: large, request: longer, connections: 8, ..small() };
+        let service = Service::start(limits);
+        let token = format!("authorization: Bearer {TOKEN}");
+        let begin = |connection: &mut TcpStream| {
+            let head = format!("POST /echo HTTP/1.1\r\nhost: h\r\n{token}\r\ncontent-length: {large}");
+            connection.write_all(format!("{head}\r\nexpect: 100-continue\r\n\r\n").as_bytes()).unwrap();
+        };
+        let mut said = [0; 25];
+        let mut first = service.connect();
+        begin(&mut first);
+        first.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"HTTP/1.1 100 Continue\r\n\r\n", "it is read");
+        let mut second = service.connect();
+        begin(&mut second);
+        assert_eq!(service.ask("POST /echo", &[b'x'; 1024]), Some(200), "small ones go on");
+        second.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        assert!(second.read(&mut said).is_err(), "it is not asked for its body while there is no room");
+        drop(first);
+        second.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        second.read_exact(&mut said).unwrap();
+        second.write_all(&vec![b'x'; large]).unwrap();
+        let mut answer = [0; 15];
+        second.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 200 OK");
     }
 
     #[test]
@@ -584,23 +731,10 @@ mod tests {
 
     #[test]
     fn handshakes_count_as_connections() {
-        let service = Service::start_secret(small());
-        let until = Instant::now() + Duration::from_secs(10);
-        let began = loop {
-            // Connections are accepted in the order in which they are made: the one after these is one too many, unless
-            // this thread was held up until they were cut off.
-            let silent: Vec<_> = (0..small().connections).map(|_| service.connect()).collect();
-            let began = Instant::now();
-            let (after, said) = left_alone(&service, &[22]);
-            if after < small().head / 2 {
-                assert!(said.is_empty(), "{said:?}");
-                break began;
-            }
-            assert!(Instant::now() < until, "it was let in beside {} others", silent.len());
-        };
-        // When those are cut off, there is room again.
-        while left_alone(&service, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n").1.is_empty() {
-            assert!(began.elapsed() < Duration::from_secs(5));
-        }
+        let service = Service::start_secret(Limits { head: Duration::from_secs(600), ..small() });
+        let mut silent: Vec<_> = (0..small().connections).map(|_| service.connect()).collect();
+        // One more: the oldest goes, long before its time for a handshake is over.
+        let _one_more = service.connect();
+        assert_eq!(silent[0].read(&mut [0; 8]).unwrap_or(0), 0);
     }
 }

@@ -43,6 +43,7 @@ use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
+use windlass_data::private;
 use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Share, Start, Synced,
 };
@@ -199,7 +200,7 @@ impl Receive {
                 tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
             }
         });
-        std::fs::create_dir_all(&self.dir).map_err(Error::io("create", &self.dir))?;
+        private::make_place(&self.dir, if self.group { 0o750 } else { 0o700 })?;
         let config = self.config(model_id.clone());
         let asked = Arc::clone(&control);
         let mut receiver = Receiver::open(config, control, Some(listener), stop)?;

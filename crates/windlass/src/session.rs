@@ -35,6 +35,10 @@ impl Session {
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
                 .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         }
+        // A file that grows beyond the limit on file sizes (`ulimit -f`) is a write that fails, as on a full disk; without a
+        // handler it is the end of the process. Python ignores the signal by itself.
+        signal_hook::flag::register(libc::SIGXFSZ, Arc::default())
+            .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         Ok(Session { json, cancel: Stop::from_flag(stop) })
     }
 

@@ -6,38 +6,39 @@
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use subtle::ConstantTimeEq as _;
 use windlass_core::address::Token;
+use windlass_data::private::{self, PrivateError, Readers};
 
 use crate::error::Error;
 
 /// The environment variable that holds a token.
 pub const VARIABLE: &str = "WINDLASS_TOKEN";
 
-/// Reads the token in `path`. The file must not be readable by others.
+/// Reads the token in `path`, which must be a file of this user or of root that nobody else can read.
 pub fn read(path: &Path) -> Result<Token, Error> {
-    let mut file = fs::File::open(path).map_err(|source| {
-        let folder = path.parent().filter(|f| !f.as_os_str().is_empty() && !f.exists());
-        match folder.filter(|_| source.kind() == io::ErrorKind::NotFound) {
-            Some(folder) => Error::NoFolder { path: path.to_owned(), folder: folder.to_owned() },
-            None => Error::Io { action: "read the token in", path: path.to_owned(), source },
+    read_for(path, Readers::Owner)
+}
+
+/// As [`read`], for the group as well if `readers` says so.
+pub fn read_for(path: &Path, readers: Readers) -> Result<Token, Error> {
+    let mut file = private::secret(path, readers).map_err(|e| match e {
+        PrivateError::Io { source, .. } => {
+            let folder = path.parent().filter(|f| !f.as_os_str().is_empty() && !f.exists());
+            match folder.filter(|_| source.kind() == io::ErrorKind::NotFound) {
+                Some(folder) => Error::NoFolder { path: path.to_owned(), folder: folder.to_owned() },
+                None => Error::Io { action: "read the token file", path: path.to_owned(), source },
+            }
         }
+        refused => refused.into(),
     })?;
-    let about = file.metadata().map_err(Error::io("read the token in", path))?;
-    if about.mode() & 0o007 != 0 {
-        return Err(Error::Usage(format!(
-            "the token file {} can be read by everybody (mode {:o}): run chmod 600 on it",
-            path.display(),
-            about.mode() & 0o777
-        )));
-    }
     let mut text = String::new();
     let limit = Token::MAX_LEN as u64 + 2;
-    (&mut file).take(limit).read_to_string(&mut text).map_err(Error::io("read the token in", path))?;
+    (&mut file).take(limit).read_to_string(&mut text).map_err(Error::io("read the token file", path))?;
     let token = Token::new(text.trim_end());
     let token = token.map_err(|e| Error::Usage(format!("the token file {}: {e}", path.display())))?;
     Ok(token.read_from(path))
@@ -119,10 +120,11 @@ pub fn write(path: &Path, token: &Token) -> Result<(), Error> {
 /// Writes a token whole under another name, which only the owner can read: nobody ever reads half a token.
 fn beside(path: &Path, text: &str) -> Result<PathBuf, Error> {
     let temp = path.with_extension(format!("{}.new", std::process::id()));
+    // What a process of this number left that was killed. Nothing that is there is written to: it may be a link.
+    let _ = fs::remove_file(&temp);
     let mut file = fs::OpenOptions::new()
         .write(true)
-        .create(true)
-        .truncate(true)
+        .create_new(true)
         .mode(0o600)
         .open(&temp)
         .map_err(Error::io("write the token to", &temp))?;
@@ -138,6 +140,8 @@ pub fn accepts(token: &Token, header: Option<&str>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     #[test]

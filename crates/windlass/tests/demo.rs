@@ -277,7 +277,7 @@ fn a_killed_demo_leaves_no_process_and_only_what_gc_removes() {
         demo.kill();
         until("all processes gone", || processes_about(home.path()).is_empty().then_some(()));
         assert_eq!(command::names(home.path()).len(), 1);
-        let told = run!("gc", "--json", home.path()).ok().json();
+        let told = run!("gc", "--json", "--yes", home.path()).ok().json();
         // The demo's own directory, with its logs, is told too.
         let inside = |r: &&Value| Path::new(r["dir"].as_str().unwrap()).parent() != Some(home.path());
         let inside = told["removed"].as_array().unwrap().iter().filter(inside).count();

@@ -292,7 +292,7 @@ fn files_that_cannot_be_used_for_tls_are_named_with_the_remedy() {
         (&world.token, &good.1, "-----BEGIN", 2),
         (&good.0, &world.token, "no private key", 2),
         (&good.0, &other.1, "made together", 2),
-        (&good.0, &open, "chmod 600", 2),
+        (&good.0, &open, "chmod 600", 10),
         (&other.0, &other.1, "subject alternative names", 2),
     ];
     for (certificate, key, word, code) in cases {

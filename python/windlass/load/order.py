@@ -264,6 +264,8 @@ class Report(Config):
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(self.to_dict()))
+            # Whatever the umask is: who gave the order may be another user. The directory keeps everybody else out.
+            partial.chmod(0o644)
             os.replace(partial, final)
         except OSError as e:
             raise WindlassInvalid(f"the report cannot be written to {str(final)!r}: {e.strerror or e}") from e

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.errors import (
+    WindlassDenied,
     WindlassExhausted,
     WindlassInvalid,
     WindlassNotFound,
@@ -392,9 +393,16 @@ def _open(path: str) -> int:
         ) from e
     except OSError as e:
         raise WindlassInvalid(f"the arena {path} cannot be opened: {e.strerror}") from e
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
         raise WindlassInvalid(f"{path} is no file")
+    if about.st_uid not in (os.geteuid(), 0):
+        os.close(descriptor)
+        raise WindlassDenied(
+            f"{path} is of user {about.st_uid}, and this is user {os.geteuid()}",
+            "run trainers and engines as the same user",
+        )
     return descriptor
 
 
@@ -411,7 +419,7 @@ def _owned(descriptor: int) -> bool:
 def _sweep(folder: Path) -> None:
     """Removes arenas that nobody owns, of senders that were killed."""
     for path in folder.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, WindlassInvalid, WindlassNotFound):
+        with contextlib.suppress(OSError, WindlassDenied, WindlassInvalid, WindlassNotFound):
             descriptor = _open(str(path))
             try:
                 # An arena that is being made is not locked yet, but it is empty.

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from windlass import _windlass
 from windlass.config import Config, WeightManagerConfig
 from windlass.errors import WindlassDenied, WindlassInvalid, WindlassStale
 from windlass.request import Identity, PullWeightUpdateRequest
@@ -188,9 +189,8 @@ class _Reserved:
                 raise WindlassInvalid(f"no port of {agent.ports} is free on {bind}")
             port = keeper.getsockname()[1]
             if agent.token_file is not None:
-                return cls._kept(
-                    config, bind, host, port, Path(agent.token_file).read_text().strip(), keeper, None
-                )
+                token = _windlass.read_token(Path(agent.token_file))
+                return cls._kept(config, bind, host, port, token, keeper, None)
             token, folder = secrets.token_hex(32), tempfile.mkdtemp(prefix="windlass-token-")
             path = os.path.join(folder, "token")
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -422,7 +422,7 @@ class TcpTransferReceiver(WeightTransferReceiver):
         if self._receiver is None:
             # Not before: the agent comes with the first version.
             folder = Path(self._own or f"{self._settings.image_dir}/rank-{self._rank}")
-            folder.mkdir(parents=True, exist_ok=True)
+            _windlass.make_place(folder)
             self._receiver = Receiver(
                 folder,
                 endpoint=request.sender_endpoint,

@@ -215,8 +215,11 @@ class _Pulling:
         """Whether this worker is the one that pulls: the first on the host to ask, for as long as it lives."""
         if self._lock is not None:
             return True
-        self._directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._directory / ".puller", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        from windlass import _windlass
+
+        _windlass.make_place(self._directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(self._directory / ".puller", flags, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -38,7 +38,7 @@ mod control;
 mod error;
 mod fetch;
 mod kept;
-mod shelf;
+pub(crate) mod shelf;
 mod status;
 
 use std::collections::BTreeMap;
@@ -64,7 +64,7 @@ use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
 use self::kept::Kept;
 use self::shelf::Shelf;
-pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
+pub use self::shelf::{Handed, HandedError, INCOMING, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::history::Limits;
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};

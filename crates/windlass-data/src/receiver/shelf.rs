@@ -9,9 +9,9 @@
 //! | SHELF-1 | A file that a reader holds is not written: readers lock it shared, the shelf exclusively before each use. | `a_file_that_a_reader_holds_is_not_lent_again` |
 //! | SHELF-2 | Space of a file is reserved before it is written; without space, memory of this process alone is lent. | `without_space_for_files_a_delta_lands_in_private_memory` |
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
 use std::io;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,7 +21,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::Identity;
 
 use super::ReceiverError;
-use crate::seal::draft::make_dir;
+use crate::seal::draft::{make_dir, make_file};
 use crate::shm::{Access, Mapping};
 
 /// Where a receiver puts deltas for other processes of this host.
@@ -104,7 +104,7 @@ impl Shelf {
         *made += 1;
         let path = share.dir.join(format!("{made}.delta"));
         // As open as its directory, which keeps out processes that may not read the image.
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o660).open(&path)?;
+        let file = make_file(&path)?;
         let remove = Unless(Some(&path));
         file.try_lock().map_err(io::Error::from)?;
         fallocate(&file, FallocateFlags::empty(), 0, len)?;
@@ -131,6 +131,49 @@ impl Drop for Shelf {
             let _ = fs::remove_dir_all(&share.dir);
         }
     }
+}
+
+/// What the directory of a shelf is called, in the directory of engines beside the image.
+pub const INCOMING: &str = "incoming";
+
+/// Whether a directory is where receivers put deltas for engines: `<model>.engines/incoming`.
+pub(crate) fn is_incoming(dir: &Path) -> bool {
+    let beside = dir.parent().and_then(Path::extension);
+    dir.file_name().is_some_and(|n| n == INCOMING) && beside.is_some_and(|e| e == "engines")
+}
+
+/// What is done with abandoned files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Discard {
+    Nothing,
+    Files,
+}
+
+/// The bytes of deltas that a receiver left when it was killed; `None` if there is nothing, or somebody has files of it. A
+/// living receiver has locked every file that it made.
+pub(crate) fn abandoned(dir: &Path, discard: Discard) -> io::Result<Option<u64>> {
+    let mut bytes = 0;
+    let mut locked = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let (path, about) = entry.and_then(|e| Ok((e.path(), e.metadata()?)))?;
+        if !about.is_file() || path.extension().is_none_or(|e| e != "delta") {
+            return Ok(None);
+        }
+        let file = File::open(&path)?;
+        if file.try_lock().is_err() {
+            return Ok(None);
+        }
+        bytes += about.blocks() * 512;
+        locked.push((path, file));
+    }
+    if discard == Discard::Files {
+        for (path, _) in &locked {
+            fs::remove_file(path)?;
+        }
+        // One that is not empty is in use again. The directory of engines may hold what they need.
+        let _ = fs::remove_dir(dir).and_then(|()| dir.parent().map_or(Ok(()), fs::remove_dir));
+    }
+    Ok((!locked.is_empty()).then_some(bytes))
 }
 
 /// Whether a reader still holds a file; if not, it is locked for writing.
@@ -337,5 +380,31 @@ mod tests {
         assert!(!home.path().join("incoming").exists());
         let gone = open(&path, 10, &mut MappedFiles::default());
         assert!(matches!(gone, Err(HandedError::File { .. })));
+    }
+
+    #[test]
+    fn deltas_of_a_killed_receiver_are_removed_and_those_of_a_living_one_are_not() {
+        let home = tempfile::tempdir().unwrap();
+        let dir = home.path().join("policy.engines").join(INCOMING);
+        fs::create_dir(dir.parent().unwrap()).unwrap();
+        let shelf = Shelf::new(Some(Share { dir: dir.clone() }));
+        let (lent, kept) = (shelf.take(1000).unwrap(), shelf.take(1000).unwrap());
+        kept.publish().unwrap();
+        shelf.put(kept);
+        assert!(is_incoming(&dir) && !is_incoming(home.path()));
+        assert_eq!(abandoned(&dir, Discard::Files).unwrap(), None, "its receiver lives");
+        // A kill lets go of the locks and removes nothing.
+        shelf.free().clear();
+        drop(lent);
+        std::mem::forget(shelf);
+        let reader = File::open(dir.join("1.delta")).unwrap();
+        reader.try_lock_shared().unwrap();
+        assert_eq!(abandoned(&dir, Discard::Files).unwrap(), None, "an engine reads one");
+        drop(reader);
+        let dead = crate::region::sweep(home.path(), crate::region::Sweep::DEEP).unwrap();
+        let [dead] = &dead[..] else { panic!("{dead:?}") };
+        assert!(dead.what == crate::region::Left::Deltas && dead.dir == dir && dead.bytes >= 2000);
+        assert!(dead.remove().unwrap());
+        assert!(!dir.parent().unwrap().exists());
     }
 }

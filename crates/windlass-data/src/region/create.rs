@@ -1,10 +1,10 @@
 //! Making a region.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
-use std::io::{self, Write as _};
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::Write as _;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -21,6 +21,8 @@ use super::{
     DELTAS, HEADER, HEADER_TMP, LEASES, MANIFEST, Region, RegionError, SLOT_NAMES, flock, gc, held_ranges,
     io_error, pid_namespace,
 };
+use crate::private;
+use crate::seal::draft::make_dir;
 use crate::shm;
 
 /// How many slots a region has.
@@ -73,6 +75,7 @@ pub struct RegionSpec {
 pub(super) struct Limits {
     pub(super) filesystem: Option<Room>,
     pub(super) memory: Option<Room>,
+    pub(super) file_size: Option<Room>,
 }
 
 const TMPFS: i64 = 0x0102_1994;
@@ -155,18 +158,11 @@ impl Plan {
 fn lock_directory(spec: &RegionSpec) -> Result<(File, bool), RegionError> {
     let dir = &spec.dir;
     let mode = if spec.group { 0o750 } else { 0o700 };
-    if let Some(parent) = dir.parent() {
-        DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(io_error("make", parent))?;
-    }
-    let is_new = match DirBuilder::new().mode(mode).create(dir) {
-        Ok(()) => true,
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,
-        Err(e) => return Err(io_error("make", dir)(e)),
-    };
     let absent = || RegionError::Absent { dir: dir.clone() };
-    let lock = match File::open(dir) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(absent()),
-        other => other.map_err(io_error("open", dir))?,
+    let (lock, is_new) = match private::own(dir, mode) {
+        // A collector removed it between our making and our opening.
+        Err(e) if e.is_absent() => return Err(absent()),
+        other => other?,
     };
     if !flock(&lock, FlockOperation::NonBlockingLockExclusive, dir)? {
         return Err(RegionError::Live { dir: dir.clone(), owners: gc::living(dir) });
@@ -179,7 +175,7 @@ fn lock_directory(spec: &RegionSpec) -> Result<(File, bool), RegionError> {
     if !is_new && !gc::is_region(dir) && fs::read_dir(dir).map_err(io_error("read", dir))?.next().is_some() {
         return Err(RegionError::Foreign { dir: dir.clone() });
     }
-    fs::set_permissions(dir, Permissions::from_mode(mode)).map_err(io_error("set permissions of", dir))?;
+    lock.set_permissions(Permissions::from_mode(mode)).map_err(io_error("set permissions of", dir))?;
     Ok((lock, is_new))
 }
 
@@ -252,10 +248,7 @@ fn fill(
         .map(|name| make_slot(spec, plan, name, memfd))
         .collect::<Result<Vec<_>, _>>()?;
     let deltas = dir.join(DELTAS);
-    DirBuilder::new()
-        .mode(if spec.group { 0o750 } else { 0o700 })
-        .create(&deltas)
-        .map_err(io_error("make", &deltas))?;
+    make_dir(&deltas).map_err(io_error("make", &deltas))?;
     rustix::fs::renameat(lock, HEADER_TMP, lock, HEADER).map_err(|e| io_error("rename", &tmp)(e.into()))?;
     Ok((facts, Made { header, manifest, slots }))
 }
@@ -272,6 +265,10 @@ struct Place {
 fn choose(spec: &RegionSpec, plan: &Plan, limits: &Limits, old: u64) -> Result<Place, RegionError> {
     let dir = &spec.dir;
     let short = |shortage| RegionError::Space { dir: dir.clone(), shortage };
+    let longest = plan.image_header.len() as u64 + spec.manifest.data_bytes();
+    if let Some(room) = limits.file_size.clone().or_else(space::file_size).filter(|r| r.free < longest) {
+        return Err(short(Shortage::FileSize { needed: longest, room }));
+    }
     let measured = || space::filesystem(dir).map_err(io_error("measure", dir));
     let mut room = limits.filesystem.clone().map_or_else(measured, Ok)?;
     room.free = room.free.saturating_add(old);

@@ -13,6 +13,7 @@ use super::owner::Owner;
 use super::space::Shortage;
 use crate::file::io_kind;
 use crate::flip::{Blocker, LeaseKind, Said};
+use crate::private::PrivateError;
 use crate::stop::Stopped;
 
 /// What an attempt was doing when it ended.
@@ -131,6 +132,9 @@ pub enum RegionError {
         /// Why not.
         source: io::Error,
     },
+    /// The directory is not this user's alone, or cannot be made or opened.
+    #[error(transparent)]
+    Private(#[from] PrivateError),
     /// There is not enough room, and nothing was written.
     #[error("region {}: {shortage}", dir.display())]
     Space {
@@ -400,6 +404,7 @@ impl RegionError {
     pub fn kind(&self) -> Kind {
         match self {
             RegionError::Io { source, .. } => io_kind(source),
+            RegionError::Private(e) => e.kind(),
             RegionError::Space { .. } | RegionError::LeasesFull { .. } => Kind::Exhausted,
             RegionError::NoReserve { .. }
             | RegionError::OtherNamespace { .. }

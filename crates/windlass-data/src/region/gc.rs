@@ -12,72 +12,99 @@ use windlass_core::identity::ModelId;
 use super::header::{Facts, PROTOCOL};
 use super::owner::{Owner, alive};
 use super::{HEADER, HEADER_TMP, RegionError, flock, io_error};
+use crate::private;
+use crate::receiver::shelf::{self, Discard};
 use crate::shm::{Access, Mapping};
 
-/// A region that was removed, or would be.
+/// What a dead process left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// The region of a publisher, or what is left of a directory whose header cannot be read.
+    Region,
+    /// The image of a receiver, with which the next one goes on.
+    Image,
+    /// Deltas on their way into engines.
+    Deltas,
+}
+
+impl Left {
+    /// For people and programs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Left::Region => "region",
+            Left::Image => "image",
+            Left::Deltas => "deltas",
+        }
+    }
+}
+
+/// Something that nobody has open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Removed {
-    /// Where it was.
+pub struct Dead {
+    /// Where it is.
     pub dir: PathBuf,
     /// Whose it was, if its header could be read.
     pub model_id: Option<ModelId>,
-    /// Bytes that were given back.
+    /// Bytes that it takes.
     pub bytes: u64,
+    /// What it is.
+    pub what: Left,
 }
 
-/// How far a [`Sweep`] goes.
+/// How far a [`sweep`] goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sweep {
     /// Levels below the directory in which regions are looked for; 1 for what is in it.
     pub depth: usize,
     /// The most directories that are looked into.
     pub most: usize,
-    /// Says what would be removed, and removes nothing.
-    pub dry_run: bool,
 }
 
 impl Sweep {
     /// What is in the directory itself.
-    pub const SHALLOW: Sweep = Sweep { depth: 1, most: usize::MAX, dry_run: false };
+    pub const SHALLOW: Sweep = Sweep { depth: 1, most: usize::MAX };
     /// Everything below the directory that is not absurdly deep.
-    pub const DEEP: Sweep = Sweep { depth: 16, most: 100_000, dry_run: false };
+    pub const DEEP: Sweep = Sweep { depth: 16, most: 100_000 };
 }
 
-/// Removes the regions in `region_dir` that no process has open, and what is left of those whose creator died while
-/// making them. Everything else is left alone: regions in use, other people's, and what is not a region.
-pub fn gc(region_dir: &Path) -> Result<Vec<Removed>, RegionError> {
-    sweep(region_dir, Sweep::SHALLOW)
-}
-
-/// As [`gc`], as far down as `how` says. Regions have no regions inside; links and other file systems are not entered, nor
-/// are directories that cannot be read.
-pub fn sweep(region_dir: &Path, how: Sweep) -> Result<Vec<Removed>, RegionError> {
-    let mut removed = Vec::new();
-    let device = match fs::metadata(region_dir) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(removed),
-        other => other.map_err(io_error("read", region_dir))?.dev(),
+/// Finds the regions and images of this user that no process has open, what is left of those whose creator died while making
+/// them, and deltas that a killed receiver left: `dir` itself, or what is below it. Everything else is left alone: what is in
+/// use, other users', and what is none of these. Regions have no regions inside; links, other file systems and directories of
+/// other users are not entered, nor are those that cannot be read.
+pub fn sweep(dir: &Path, how: Sweep) -> Result<Vec<Dead>, RegionError> {
+    let mut found = Vec::new();
+    let device = match fs::metadata(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(found),
+        other => other.map_err(io_error("read", dir))?.dev(),
     };
+    private::place(dir)?;
     // What is named must be readable; what is found below it may be anybody's.
-    fs::read_dir(region_dir).map_err(io_error("read", region_dir))?;
-    let (mut level, mut seen) = (vec![region_dir.to_owned()], 0usize);
+    fs::read_dir(dir).map_err(io_error("read", dir))?;
+    match look(dir)? {
+        Seen::Dead(dead) => return Ok(vec![dead]),
+        Seen::InUse => return Ok(found),
+        Seen::Other => {}
+    }
+    let (mut level, mut seen) = (vec![dir.to_owned()], 0usize);
     for _ in 0..how.depth {
         let mut below = Vec::new();
         for parent in level {
-            for dir in directories(&parent) {
+            for inner in directories(&parent) {
                 seen += 1;
                 if seen > how.most {
-                    return Err(RegionError::TooWide { dir: region_dir.to_owned(), most: how.most });
+                    return Err(RegionError::TooWide { dir: dir.to_owned(), most: how.most });
                 }
-                if is_region(&dir) {
-                    removed.extend(remove_dead(dir, how.dry_run)?);
-                } else if fs::symlink_metadata(&dir).is_ok_and(|m| m.is_dir() && m.dev() == device) {
-                    below.push(dir);
+                match look(&inner)? {
+                    Seen::Dead(dead) => found.push(dead),
+                    Seen::InUse => {}
+                    Seen::Other => below.push(inner),
                 }
             }
         }
+        below.retain(|d| fs::symlink_metadata(d).is_ok_and(|m| m.dev() == device && private::is_place(&m)));
         level = below;
     }
-    Ok(removed)
+    Ok(found)
 }
 
 /// The directories in a directory, and not those that links lead to.
@@ -86,19 +113,60 @@ fn directories(parent: &Path) -> impl Iterator<Item = PathBuf> {
     entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path())
 }
 
-/// Removes one region, unless somebody has it open or it is not ours to remove.
-fn remove_dead(dir: PathBuf, dry_run: bool) -> Result<Option<Removed>, RegionError> {
-    let Ok(lock) = File::open(&dir) else { return Ok(None) };
-    // Asked again under the lock: another collector or a creator may have been here.
-    if !flock(&lock, FlockOperation::NonBlockingLockExclusive, &dir)? || !is_region(&dir) {
-        return Ok(None);
+/// What a directory turned out to be.
+enum Seen {
+    Dead(Dead),
+    InUse,
+    /// Nothing that is collected.
+    Other,
+}
+
+/// Looks at a directory. What belongs to another user is nothing of ours: its owner could put anything in its place while it
+/// is removed.
+fn look(dir: &Path) -> Result<Seen, RegionError> {
+    if !fs::symlink_metadata(dir).is_ok_and(|m| private::is_own(&m)) {
+        return Ok(Seen::Other);
     }
-    let model_id = facts(&dir).map(|f| f.meta.model_id);
-    let bytes = allocated(&dir);
-    match if dry_run { Ok(()) } else { remove(&dir) } {
-        Ok(()) => Ok(Some(Removed { dir, model_id, bytes })),
-        Err(RegionError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => Ok(None),
-        Err(e) => Err(e),
+    let dead = |what, model_id, bytes| Seen::Dead(Dead { dir: dir.to_owned(), model_id, bytes, what });
+    if shelf::is_incoming(dir) {
+        let bytes = shelf::abandoned(dir, Discard::Nothing).map_err(io_error("read", dir))?;
+        return Ok(bytes.map_or(Seen::InUse, |bytes| dead(Left::Deltas, None, bytes)));
+    }
+    if !is_region(dir) {
+        return Ok(Seen::Other);
+    }
+    let Some(_lock) = lock_dead(dir)? else { return Ok(Seen::InUse) };
+    let facts = facts(dir);
+    let what = if facts.as_ref().is_some_and(|f| f.slots == 1) { Left::Image } else { Left::Region };
+    Ok(dead(what, facts.map(|f| f.meta.model_id), allocated(dir)))
+}
+
+/// The exclusive lock of a region that nobody has open; `None` if somebody has, or it is gone.
+fn lock_dead(dir: &Path) -> Result<Option<File>, RegionError> {
+    let Ok(lock) = File::open(dir) else { return Ok(None) };
+    // Asked again under the lock: another collector or a creator may have been here.
+    let alone = flock(&lock, FlockOperation::NonBlockingLockExclusive, dir)? && is_region(dir);
+    Ok(alone.then_some(lock))
+}
+
+impl Dead {
+    /// Removes it, unless somebody has opened it since; whether it is gone.
+    pub fn remove(&self) -> Result<bool, RegionError> {
+        let removed = match self.what {
+            Left::Deltas => shelf::abandoned(&self.dir, Discard::Files)
+                .map(|freed| freed.is_some())
+                .map_err(io_error("remove", &self.dir)),
+            Left::Region | Left::Image => match lock_dead(&self.dir)? {
+                Some(_lock) => remove(&self.dir).map(|()| true),
+                None => Ok(false),
+            },
+        };
+        match removed {
+            Err(RegionError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {
+                Ok(false)
+            }
+            other => other,
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use windlass_core::identity::{StateDigest, Version};
 use super::owner::{Owner, alive};
 use super::{LEASES, Region, RegionError, SlotState, deadline_after, digest_words, step};
 use crate::flip::{Held, LeaseKind, Refused};
+use crate::private::check_own;
 use crate::shm::Mapping;
 
 impl Region {
@@ -43,6 +44,7 @@ impl Region {
 
     /// Takes the agent's seat; a dead agent's is free.
     pub fn agent(self: &Arc<Self>) -> Result<AgentSeat, RegionError> {
+        check_own(&self.lock, &self.dir)?;
         let owner = self.me();
         self.flip()
             .claim_agent(owner.0, alive)

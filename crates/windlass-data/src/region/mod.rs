@@ -19,7 +19,7 @@
 //!
 //! The directory is 0700 and the files 0600, or 0750 and 0640 for a group; then `header` is 0660, because to read
 //! is to take a lease. `header` is renamed into place last: whoever opens finds a whole region or none. While it is
-//! being made or cleared it is `header.tmp`, by which [`gc`] knows what is left of a creator that died.
+//! being made or cleared it is `header.tmp`, by which [`sweep`] knows what is left of a creator that died.
 //!
 //! Every process that has a region open holds a shared `flock` on the directory; the kernel drops it when the
 //! process dies. Creating over a region and removing one need the exclusive lock, so nothing alive is ever replaced
@@ -76,7 +76,7 @@ use windlass_core::ranges::BlockRanges;
 
 pub use create::{Memfd, RegionSpec, Slots};
 pub use error::{Missing, RegionError, Stage};
-pub use gc::{Removed, Sweep, gc, is_region, sweep};
+pub use gc::{Dead, Left, Sweep, is_region, sweep};
 pub use lease::{AgentSeat, Lease, Seal};
 pub use space::{Room, Shortage, memory as memory_room};
 pub use writer::{Attempt, Committed, OwnedAttempt, Writer};
@@ -84,6 +84,7 @@ pub use writer::{Attempt, Committed, OwnedAttempt, Writer};
 pub use crate::flip::{LeaseKind, Phase};
 
 use crate::flip::{BELL, Flip, Snapshot};
+use crate::private;
 use crate::shm::{Access, Mapping, Prepared, futex_wait, futex_wake_all};
 use crate::stop::{Stop, Stopped};
 use header::{Facts, PROTOCOL};
@@ -248,9 +249,9 @@ impl Region {
     /// Opens a region.
     pub fn open(dir: &Path) -> Result<Arc<Region>, RegionError> {
         let absent = || RegionError::Absent { dir: dir.to_owned() };
-        let lock = match File::open(dir) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(absent()),
-            other => other.map_err(io_error("open", dir))?,
+        let lock = match private::open(dir) {
+            Err(e) if e.is_absent() => return Err(absent()),
+            other => other?,
         };
         // The exclusive lock is held only while a region is made or removed: it is not there yet, or no longer.
         if !flock(&lock, FlockOperation::NonBlockingLockShared, dir)? {
@@ -293,9 +294,11 @@ impl Region {
         let header = File::from(parts.header);
         let dir = PathBuf::from("(passed by descriptor)");
         let facts = Facts::read(&header, &dir)?;
+        let lock = File::from(parts.lock);
+        private::check_reader(&lock, &facts.meta.dir)?;
         let files = Files {
             dir: facts.meta.dir.clone(),
-            lock: File::from(parts.lock),
+            lock,
             header,
             manifest: File::from(parts.manifest),
             slots: parts.slots.into_iter().map(File::from).collect(),

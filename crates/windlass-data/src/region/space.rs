@@ -31,6 +31,13 @@ pub enum Shortage {
         /// What there is.
         room: Room,
     },
+    /// The limit on the size of a file is too low.
+    FileSize {
+        /// Bytes of the largest file that is needed.
+        needed: u64,
+        /// What there is.
+        room: Room,
+    },
     /// A memory limit is too low.
     Memory {
         /// Bytes needed.
@@ -50,6 +57,9 @@ impl fmt::Display for Shortage {
                 "give the container more (docker --shm-size, Kubernetes emptyDir medium: Memory with a sizeLimit), \
                  or set region_dir to a larger tmpfs, or allow memfd",
             ),
+            Shortage::FileSize { needed, room } => {
+                (needed, room, "limit on the size of a file", "raise it (ulimit -f, systemd LimitFSIZE=)")
+            }
             Shortage::Memory { needed, room } => (
                 needed,
                 room,
@@ -90,6 +100,12 @@ pub(super) fn filesystem(dir: &Path) -> io::Result<Room> {
         configured: stat.f_blocks.saturating_mul(stat.f_frsize),
         place: dir.to_owned(),
     })
+}
+
+/// The limit on the size of a file that this process writes; `None` if there is none.
+pub(super) fn file_size() -> Option<Room> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current?;
+    Some(Room { free: limit, configured: limit, place: "/proc/self/limits".into() })
 }
 
 /// The tightest memory limit over this process; `None` if none can be read.

@@ -10,6 +10,7 @@ use super::error::{Missing, Stage};
 use super::owner::{Owner, alive};
 use super::{Region, RegionError, io_error, now, step};
 use crate::flip::{Phase, Said};
+use crate::private::check_own;
 use crate::shm::{Access, Mapping};
 use crate::stop::{Stop, Stopped};
 
@@ -22,6 +23,7 @@ const PIECE: usize = 1 << 20;
 impl Region {
     /// Registers this process as a rank; a dead predecessor's place is free.
     pub fn writer(self: &Arc<Self>, rank: u16) -> Result<Writer, RegionError> {
+        check_own(&self.lock, &self.dir)?;
         let ranks = self.facts.ranks;
         if rank >= ranks {
             return Err(RegionError::NoSuchRank { dir: self.dir.clone(), rank, ranks });

@@ -6,10 +6,10 @@
 //! memory that the images are in.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Write as _};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// A file on its way to its place.
@@ -26,9 +26,15 @@ impl Draft {
     pub fn create(target: &Path) -> io::Result<Draft> {
         let temp = hidden(target)?;
         remove_if_there(&temp)?;
-        let mode = parent_mode(target)? & 0o660;
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&temp)?;
+        let file = make_file(&temp)?;
         Ok(Draft { file, temp, target: target.to_owned(), placed: false })
+    }
+
+    /// Puts a file with these bytes at `target`, over what may be there.
+    pub fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
+        let draft = Draft::create(target)?;
+        (&draft.file).write_all(bytes)?;
+        draft.place()
     }
 
     /// As [`Draft::create`], of the file that a draft of another target left.
@@ -77,11 +83,22 @@ pub fn is_draft(name: &OsStr) -> bool {
 }
 
 /// Makes a directory that is as open as the one it is in, unless it is there.
-pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(parent_mode(path)? & 0o770).create(path) {
+pub fn make_dir(path: &Path) -> io::Result<()> {
+    let mode = parent_mode(path)? & 0o770;
+    match DirBuilder::new().mode(0o700).create(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        made => made,
+        // Whatever the umask is.
+        Ok(()) => fs::set_permissions(path, Permissions::from_mode(mode)),
+        Err(e) => Err(e),
     }
+}
+
+/// Makes a file that is as open as the directory it is in, whatever the umask is.
+pub(crate) fn make_file(path: &Path) -> io::Result<File> {
+    let mode = parent_mode(path)? & 0o660;
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    file.set_permissions(Permissions::from_mode(mode))?;
+    Ok(file)
 }
 
 /// Removes a file; one that is gone already is as good.
@@ -100,8 +117,6 @@ fn parent_mode(path: &Path) -> io::Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn a_draft_is_in_its_place_when_it_is_whole_and_not_before() {
@@ -130,8 +145,7 @@ mod tests {
             fs::set_permissions(dir.path(), fs::Permissions::from_mode(of_dir)).unwrap();
             let draft = Draft::create(&dir.path().join("f")).unwrap();
             let mode = draft.file().metadata().unwrap().mode() & 0o777;
-            // The user's mask may take more away and never adds.
-            assert!(mode & !of_file == 0 && mode & 0o600 == 0o600, "{mode:o} in a directory of {of_dir:o}");
+            assert_eq!(mode, of_file, "in a directory of {of_dir:o}");
         }
     }
 }

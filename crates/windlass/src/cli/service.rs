@@ -10,6 +10,7 @@ use windlass_core::barrier::ReceiverId;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
+use windlass_data::private::Readers;
 use windlass_data::tls::Trust;
 
 use super::{Command, Threads, parse_count};
@@ -297,7 +298,9 @@ impl ParsedEngines {
         if let Some(config) = self.config.as_deref().filter(|c| !c.is_dir()) {
             return Err(Error::Usage(format!("--config {} is not a directory", config.display())));
         }
-        let read = |file: &Option<PathBuf>| file.as_deref().map(token::read).transpose();
+        let readers = readers(group);
+        let read =
+            |file: &Option<PathBuf>| file.as_deref().map(|file| token::read_for(file, readers)).transpose();
         let options = EngineOptions {
             token: read(&self.engine_token_file)?.or_else(|| token.cloned()),
             key: read(&self.api_key_file)?,
@@ -314,11 +317,16 @@ impl ParsedEngines {
     }
 }
 
+/// Who may read the secrets of a receiver.
+fn readers(group: bool) -> Readers {
+    if group { Readers::Group } else { Readers::Owner }
+}
+
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
         let mut token = self.token.in_environment()?;
         if let Some(file) = &self.token.token_file {
-            token = Some(token::read(file)?);
+            token = Some(token::read_for(file, readers(self.group))?);
         }
         let remote = self.from.into_iter().map(|url| match &token {
             Some(token) => Ok(Publisher::Endpoint(url, token.clone())),
@@ -338,7 +346,9 @@ impl ParsedReceive {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let controller = self.controller.map(|url| {
             let id = self.name.clone().unwrap_or_else(|| receiver_id(&host, &self.dir));
-            controlled_by(url, &id, self.controller_token_file.as_deref(), token, self.model)
+            let own = self.controller_token_file.as_deref();
+            let own = own.map(|file| token::read_for(file, readers(self.group))).transpose()?;
+            controlled_by(url, &id, own, token, self.model)
         });
         Ok(Receive {
             publishers,
@@ -374,7 +384,7 @@ fn receiver_id(host: &str, dir: &Path) -> String {
 fn controlled_by(
     url: String,
     id: &str,
-    token_file: Option<&Path>,
+    token: Option<Token>,
     agents: Option<Token>,
     models: Vec<ModelId>,
 ) -> Result<Controlled, Error> {
@@ -382,7 +392,7 @@ fn controlled_by(
         let how = format!("give its file with --token-file, or set {}", token::VARIABLE);
         Error::Usage(format!("the agents that the controller names need a token: {how}"))
     })?;
-    let token = token_file.map(token::read).transpose()?.unwrap_or_else(|| agents.clone());
+    let token = token.unwrap_or_else(|| agents.clone());
     let id = ReceiverId::new(id).map_err(|e| Error::Usage(format!("--name: {e}")))?;
     for (i, model) in models.iter().enumerate() {
         if models.get(..i).is_some_and(|before| before.contains(model)) {
@@ -438,17 +448,23 @@ impl ParsedVerify {
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Where regions and images are kept, at any depth
+    /// Where regions and images are kept, at any depth; or one of them
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
     /// Print what would go and how many bytes, and leave it
-    #[arg(long)]
+    #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
+    /// Remove it without asking
+    #[arg(long)]
+    yes: bool,
+    /// Remove images of stopped receivers too, which would go on with them
+    #[arg(long)]
+    images: bool,
 }
 
 impl ParsedGc {
     pub(super) fn check(self) -> Gc {
-        Gc { dir: self.dir, dry_run: self.dry_run }
+        Gc { dir: self.dir, dry_run: self.dry_run, yes: self.yes, images: self.images }
     }
 }
 

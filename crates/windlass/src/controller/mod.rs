@@ -95,7 +95,7 @@ impl Controller {
             Some(token) => (token.clone(), None),
             None => (token::read_or_make(&self.token_file)?, Some(self.token_file.as_path())),
         };
-        raise_descriptors();
+        http::raise_descriptors();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .enable_all()
@@ -189,15 +189,6 @@ fn page_command(endpoint: &str, token_file: Option<&Path>) -> String {
         },
     );
     format!("echo \"{endpoint}/#token={token}\"")
-}
-
-/// Each receiver has connections, and each connection a descriptor: as many as the system allows.
-fn raise_descriptors() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, "cannot raise the number of descriptors; few receivers may be all that can connect");
-    }
 }
 
 /// The bounds of the service. Each receiver has one connection for its polls and one for its reports.

@@ -21,6 +21,7 @@ use std::time::Duration;
 use serde_json::Value;
 use windlass_core::StateDigest;
 use windlass_data::file::Checkpoint;
+use windlass_data::private;
 
 use crate::error::Error;
 use crate::session::Session;
@@ -101,7 +102,7 @@ pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
         let name = entry.file_name();
         let pid = name.to_str().and_then(|n| n.strip_prefix(HOME)?.parse::<u32>().ok());
         let dead = pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists());
-        if dead && entry.file_type().is_ok_and(|t| t.is_dir()) {
+        if dead && entry.metadata().is_ok_and(|m| private::is_own(&m)) {
             found.push(entry.path());
         }
     }

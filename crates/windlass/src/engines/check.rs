@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use windlass_core::manifest::Manifest;
 use windlass_data::file::{FileError, Layout};
 use windlass_data::image::Known;
+use windlass_data::seal::draft::{Draft, make_dir};
 
 use super::error::EngineError;
 
@@ -66,9 +67,7 @@ impl Baseline {
 
     /// Notes what an engine took.
     pub fn note(path: &Path, manifest: &Manifest) -> Result<(), EngineError> {
-        let temp = path.with_extension("new");
-        fs::write(&temp, manifest.to_json()).map_err(EngineError::io("write", &temp))?;
-        fs::rename(&temp, path).map_err(EngineError::io("write", path))
+        Draft::write(path, manifest.to_json().as_bytes()).map_err(EngineError::io("write", path))
     }
 
     /// Compares an image; answers the names of tensors that the engine does not have. `by_name` engines look for every
@@ -120,7 +119,7 @@ fn is_weights(name: &str) -> bool {
 /// Makes `dir` a directory that an engine can load from: a link to the image's file, and links to everything in `config`
 /// that is not weights.
 pub fn link(dir: &Path, slot: &Path, config: Option<&Path>) -> Result<(), EngineError> {
-    fs::create_dir_all(dir).map_err(EngineError::io("create", dir))?;
+    make_dir(dir).map_err(EngineError::io("create", dir))?;
     place(&dir.join("model.safetensors"), slot)?;
     let Some(config) = config else { return Ok(()) };
     let config = fs::canonicalize(config).map_err(EngineError::io("read", config))?;

@@ -21,6 +21,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
@@ -33,6 +34,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, LayoutHash, Version};
 use windlass_data::image::ImageView;
 use windlass_data::region::Region;
+use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
@@ -185,7 +187,7 @@ impl Lock {
     /// Takes the lock in an engine's directory; `None` if a guard has it.
     pub fn take(dir: &Path) -> Result<Option<Lock>, EngineError> {
         let path = dir.join("lock");
-        let file = File::options().create(true).write(true).truncate(false).open(&path);
+        let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
         let file = file.map_err(EngineError::io("open", &path))?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(Lock(file))),
@@ -368,8 +370,7 @@ fn say(said: &Said) {
 /// For whoever comes when the receiver is gone.
 fn leave_word(job: &Job, end: &End, alone: bool) {
     if let Ok(text) = serde_json::to_vec(end) {
-        let temp = job.target.dir.join("last.new");
-        let _ = fs::write(&temp, text).and_then(|()| fs::rename(&temp, job.target.dir.join("last.json")));
+        let _ = Draft::write(&job.target.dir.join("last.json"), &text);
     }
     let (how, failure) = match end {
         End::Loaded(_) => return,

@@ -44,7 +44,6 @@ pub mod transaction;
 pub mod vllm;
 
 use std::fs;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -56,7 +55,8 @@ use windlass_core::address::{Endpoint, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_data::image::Known;
-use windlass_data::receiver::Fetched;
+use windlass_data::private;
+use windlass_data::receiver::{Fetched, INCOMING};
 use windlass_data::stop::Stop;
 
 use self::check::Baseline;
@@ -293,8 +293,6 @@ impl Place {
     }
 }
 
-/// The directory of [`Place::incoming`].
-const INCOMING: &str = "incoming";
 /// How long an image waits for engines that load a version before it.
 const LEAD: Duration = Duration::from_secs(5);
 
@@ -326,14 +324,16 @@ impl Engines {
     ) -> Result<Engines, Error> {
         // Found wrong now rather than with the first version.
         let baseline = options.config.as_deref().map(Baseline::of_checkpoint).transpose()?.flatten();
-        make_dir(&place.engines, options.group)?;
+        // The group's engines read orders and deltas, and write nothing but reports.
+        let (mode, reports) = if options.group { (0o750, 0o770) } else { (0o700, 0o700) };
+        private::own_with(&place.engines, mode)?;
         let stop = Stop::never();
         let timeout = options.timeout;
         let mut engines = Engines { shared: Vec::new(), threads: Vec::new(), stop, place, timeout };
         for spec in specs {
             let dir = engines.place.engines.join(spec.dir_name());
-            make_dir(&dir, options.group)?;
-            make_dir(&guard::reports(&dir), options.group)?;
+            private::own_with(&dir, mode)?;
+            private::own_with(&guard::reports(&dir), reports)?;
             let status = EngineStatus {
                 engine: spec.name(),
                 condition: Condition::Away,
@@ -477,12 +477,6 @@ impl Drop for Engines {
         }
         tidy(&self.place.engines);
     }
-}
-
-fn make_dir(dir: &Path, group: bool) -> Result<(), Error> {
-    let mode = if group { 0o770 } else { 0o700 };
-    let made = fs::DirBuilder::new().recursive(true).mode(mode).create(dir);
-    made.map_err(Error::io("create", dir))
 }
 
 /// Removes the directories of engines that serve.

@@ -39,6 +39,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use windlass_core::error::Kind;
 use windlass_data::image::ImageView;
+use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
@@ -147,9 +148,7 @@ impl Journal {
         let error = error.map(|e| crate::error::chain(e));
         let entry = Entry { phase, version: version.to_owned(), error };
         let text = serde_json::to_vec(&entry).map_err(|e| EngineError::io("write", &self.path)(e.into()))?;
-        let temp = self.path.with_extension("new");
-        fs::write(&temp, text).map_err(EngineError::io("write", &temp))?;
-        fs::rename(&temp, &self.path).map_err(EngineError::io("write", &self.path))
+        Draft::write(&self.path, &text).map_err(EngineError::io("write", &self.path))
     }
 
     /// The engine serves.

@@ -24,6 +24,7 @@ use windlass_core::address::Token;
 use windlass_core::barrier::{Peer, ReceiverId};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
+use windlass_data::private;
 use windlass_data::stop::Stop;
 
 use super::Receive;
@@ -74,7 +75,7 @@ pub(super) fn run(
     session: &Session,
     stop: &Stop,
 ) -> Result<(), Error> {
-    std::fs::create_dir_all(&receive.dir).map_err(Error::io("create", &receive.dir))?;
+    private::make_place(&receive.dir, if receive.group { 0o750 } else { 0o700 })?;
     let link = ControllerClient::new(&place.url, place.token.clone())?.with_trust(receive.trust.clone());
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {

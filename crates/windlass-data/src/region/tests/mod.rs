@@ -14,6 +14,13 @@ use super::*;
 
 pub(crate) use child::step;
 
+/// Removes what is dead in a directory, and says what that was.
+fn gc(dir: &Path) -> Vec<Dead> {
+    let dead = sweep(dir, Sweep::SHALLOW).unwrap();
+    assert!(dead.iter().all(|d| d.remove().unwrap()));
+    dead
+}
+
 /// Two slots for a manifest with all odd kinds of tensor.
 pub(crate) fn spec(dir: &Path, ranks: u16) -> RegionSpec {
     RegionSpec {

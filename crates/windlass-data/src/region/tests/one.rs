@@ -6,6 +6,7 @@ use safetensors::SafeTensors;
 use windlass_core::error::Kind;
 
 use super::*;
+use crate::private::PrivateError;
 
 fn soon() -> Stop {
     Stop::after(Duration::from_secs(30))
@@ -243,13 +244,13 @@ fn a_region_is_passed_by_its_descriptors_with_its_lock() {
     let id = publish(&mut region.writer(0).unwrap(), 5).id;
     let fds: Vec<OwnedFd> = region.descriptors().iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
     drop(region);
-    assert_eq!(gc(home.path()).unwrap(), [], "the lock came along");
+    assert_eq!(gc(home.path()), [], "the lock came along");
     let attached = Region::attach(Descriptors::new(fds).unwrap()).unwrap();
     assert_eq!(attached.dir(), home.path().join("model"));
     let lease = attached.lease(id, LeaseKind::Map, Duration::MAX).unwrap();
     assert!(lease.data() == expected(&attached, 5));
     drop((lease, attached));
-    assert_eq!(gc(home.path()).unwrap().len(), 1);
+    assert_eq!(gc(home.path()).len(), 1);
     assert!(matches!(Descriptors::new(Vec::new()), Err(RegionError::Descriptors { found: 0, .. })));
 }
 
@@ -305,4 +306,83 @@ fn what_was_refused_for_the_memory_of_a_region_is_reported() {
     let writer = region.writer(0).unwrap();
     assert_eq!(region.report().bytes, report.bytes);
     drop(writer);
+}
+
+/// A user that this process is not, and to which root can give things.
+const OTHER: u32 = 65_534;
+
+/// Gives a path to another user; false, and said loudly, where only root can.
+fn give_away(path: &Path) -> bool {
+    let given = std::os::unix::fs::lchown(path, Some(OTHER), Some(OTHER));
+    if given.is_err() {
+        eprintln!(
+            "SKIPPED what belongs to another user: this test must run as root to give {} away",
+            path.display()
+        );
+    }
+    given.is_ok()
+}
+
+#[test]
+fn a_region_directory_that_another_user_made_first_is_refused() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let spec = spec(home.path(), 1);
+    // With a token of its own in it, by which it would be let in.
+    std::fs::create_dir(&spec.dir).unwrap();
+    std::fs::write(spec.dir.join(TOKEN), "0123456789abcdef0123456789abcdef").unwrap();
+    if !give_away(&spec.dir) || !give_away(&spec.dir.join(TOKEN)) {
+        return;
+    }
+    let mode = || std::fs::metadata(&spec.dir).unwrap().permissions().mode();
+    let before = mode();
+    let refused = |e: RegionError, what: &Path| {
+        assert!(
+            matches!(&e, RegionError::Private(PrivateError::Owner { owner: OTHER, path, .. }) if path == what),
+            "{e}"
+        );
+        assert_eq!(e.kind(), windlass_core::error::Kind::Denied);
+    };
+    refused(Region::create(&spec).unwrap_err(), &spec.dir);
+    refused(Region::open(&spec.dir).unwrap_err(), &spec.dir);
+    assert_eq!(mode(), before, "what is refused is not changed");
+    // The same for the directory that it is in, and for a region that was ours once.
+    let below = RegionSpec { dir: spec.dir.join("below"), ..spec.clone() };
+    refused(Region::create(&below).unwrap_err(), &spec.dir);
+    assert!(!below.dir.exists());
+    let given = RegionSpec { dir: home.path().join("given"), ..spec };
+    drop(Region::create(&given).unwrap());
+    assert!(give_away(&given.dir));
+    refused(Region::open(&given.dir).unwrap_err(), &given.dir);
+    assert_eq!(gc(home.path()), [], "nor is it collected");
+    assert!(given.dir.join(HEADER).exists());
+}
+
+#[test]
+fn a_region_is_not_made_where_others_can_replace_it() {
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    let open = home.path().join("open");
+    std::fs::create_dir(&open).unwrap();
+    let spec = spec(&open, 1);
+    let mode = |mode| std::fs::set_permissions(&open, std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o777);
+    let e = Region::create(&spec).unwrap_err();
+    assert!(matches!(&e, RegionError::Private(PrivateError::Writable { path, .. }) if *path == open), "{e}");
+    assert!(e.to_string().contains("chmod +t"), "{e}");
+    mode(0o1777);
+    drop(Region::create(&spec).unwrap());
+    // A link instead of the directory could be anybody's region.
+    let link = RegionSpec { dir: open.join("link"), ..spec.clone() };
+    std::os::unix::fs::symlink(&spec.dir, &link.dir).unwrap();
+    for e in [Region::create(&link).unwrap_err(), Region::open(&link.dir).unwrap_err()] {
+        assert!(matches!(&e, RegionError::Private(PrivateError::Link { path }) if *path == link.dir), "{e}");
+    }
+    // Links of ours on the way are as good as what they lead to.
+    std::os::unix::fs::symlink(&open, home.path().join("by-link")).unwrap();
+    Region::open(&home.path().join("by-link/model")).unwrap();
+    assert!(
+        !give_away(&home.path().join("by-link")) || {
+            let e = Region::open(&home.path().join("by-link/model")).unwrap_err();
+            matches!(e, RegionError::Private(PrivateError::Owner { owner: OTHER, .. }))
+        }
+    );
 }

@@ -459,7 +459,7 @@ fn a_member_of_the_group_reads_and_cannot_write() {
     let mut child = Child::spawn_by(as_member(), region.dir());
     assert_eq!(child.line(), "open");
     let e = child.ask("rank 0").unwrap_err();
-    assert!(e.contains("cannot map for writing") && e.contains("denied"), "{e}");
+    assert!(e.contains("belongs to the user with id 0") && e.contains("65534"), "{e}");
     let mut writer = region.writer(0).unwrap();
     publish(&mut writer, 1);
     child.ask("lease 1 map 60000").unwrap();
@@ -471,6 +471,35 @@ fn a_member_of_the_group_reads_and_cannot_write() {
     publish(&mut writer, 3);
     let stranger = Child::spawn_by(as_member(), own.dir());
     assert!(stranger.done().unwrap_err().contains("denied"), "an owner's region is the owner's");
+}
+
+#[test]
+fn a_region_of_another_member_of_the_group_is_read_and_by_root_it_is_not() {
+    const ALICE: u32 = 4321;
+    let home = tempfile::tempdir_in("/dev/shm").unwrap();
+    std::fs::set_permissions(home.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let made = RegionSpec { group: true, ..spec(home.path(), 1) };
+    drop(Region::create(&made).unwrap());
+    // Hers, in a directory of hers.
+    let hers = home.path().join("alice");
+    std::fs::create_dir(&hers).unwrap();
+    std::fs::rename(&made.dir, hers.join("model")).unwrap();
+    let mut all = vec![hers.clone(), hers.join("model")];
+    all.extend(std::fs::read_dir(hers.join("model")).unwrap().map(|e| e.unwrap().path()));
+    if all.iter().any(|path| std::os::unix::fs::lchown(path, Some(ALICE), Some(ALICE)).is_err()) {
+        eprintln!("SKIPPED a region of another user: this test must run as root to give files away");
+        return;
+    }
+    let e = Region::open(&hers.join("model")).unwrap_err();
+    assert!(e.to_string().contains("belongs to the user with id 4321"), "{e}");
+    let by = |group: u32| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65534", &format!("--regid={group}"), "--clear-groups"]);
+        command.arg(std::env::current_exe().unwrap());
+        Child::spawn_by(command, &hers.join("model"))
+    };
+    assert_eq!(by(ALICE).line(), "open");
+    assert!(by(65_534).done().unwrap_err().contains("denied"), "it is for the group");
 }
 
 #[test]
@@ -490,26 +519,26 @@ fn gc_removes_the_dead_and_leaves_the_living() {
     std::fs::write(home.path().join("foreign/header"), b"somebody else's file").unwrap();
     std::os::unix::fs::symlink(home.path().join("dead"), home.path().join("link")).unwrap();
 
-    let names = |removed: Vec<Removed>| {
+    let names = |removed: Vec<Dead>| {
         let mut names: Vec<_> =
             removed.iter().map(|r| r.dir.file_name().unwrap().to_str().unwrap().to_owned()).collect();
         names.sort();
         assert!(removed.iter().all(|r| r.bytes > 100_000 && r.model_id.is_some()), "{removed:?}");
         names
     };
-    let dry = sweep(home.path(), Sweep { dry_run: true, ..Sweep::DEEP }).unwrap();
+    let dry = sweep(home.path(), Sweep::DEEP).unwrap();
     assert_eq!(names(dry), ["dead", "half"], "said, and not done");
-    assert_eq!(names(gc(home.path()).unwrap()), ["dead", "half"]);
+    assert_eq!(names(gc(home.path())), ["dead", "half"]);
     child.stop();
-    assert_eq!(names(gc(home.path()).unwrap()), [""; 0], "a stopped process has it open");
+    assert_eq!(names(gc(home.path())), [""; 0], "a stopped process has it open");
     child.kill();
-    assert_eq!(names(gc(home.path()).unwrap()), ["served"]);
+    assert_eq!(names(gc(home.path())), ["served"]);
     assert!(
         home.path().join("foreign/header").exists() && home.path().join("link").symlink_metadata().is_ok()
     );
     assert!(mine.discard().unwrap());
     assert!(!home.path().join("mine").exists());
-    assert_eq!(gc(&home.path().join("not there")).unwrap(), []);
+    assert_eq!(gc(&home.path().join("not there")), []);
 }
 
 #[test]
@@ -527,11 +556,17 @@ fn sweep_goes_as_deep_as_it_is_told_and_not_through_links() {
     std::os::unix::fs::symlink(elsewhere.path(), home.path().join("a/link")).unwrap();
     let dirs = |how| -> Vec<_> { sweep(home.path(), how).unwrap().into_iter().map(|r| r.dir).collect() };
     assert_eq!(dirs(Sweep::SHALLOW), [""; 0].map(PathBuf::from));
-    assert_eq!(dirs(Sweep { dry_run: true, ..Sweep::DEEP }), [near.clone(), far.clone()]);
+    assert_eq!(dirs(Sweep::DEEP), [near.clone(), far.clone()]);
     let few = sweep(home.path(), Sweep { most: 2, ..Sweep::DEEP });
     assert!(matches!(few, Err(RegionError::TooWide { most: 2, .. })), "{few:?}");
-    assert_eq!(dirs(Sweep { depth: 2, ..Sweep::DEEP }), [near]);
-    assert_eq!(dirs(Sweep::DEEP), [far]);
+    assert_eq!(dirs(Sweep { depth: 2, ..Sweep::DEEP }), [near.clone()]);
+    // Who names a region means that one.
+    let [one] = &sweep(&near, Sweep::DEEP).unwrap()[..] else { panic!("{near:?} is one region") };
+    assert!(one.dir == near && one.what == Left::Region && one.remove().unwrap() && !one.remove().unwrap());
+    let image = RegionSpec { dir: near.clone(), slots: Slots::One, ..spec(home.path(), 1) };
+    drop(Region::create(&image).unwrap());
+    assert_eq!(sweep(&near, Sweep::DEEP).unwrap()[0].what, Left::Image);
+    assert_eq!(dirs(Sweep::DEEP), [near, far]);
     assert!(elsewhere.path().join("other").join(HEADER).exists(), "what a link leads to is not below");
 }
 
