@@ -83,7 +83,8 @@ impl Failures {
         };
         let rest = self.backoff.failed(span, salt());
         let pause = Duration::from_millis(rest.ms);
-        if rest.longer {
+        // What will be the end if it is said again is not told twice.
+        if rest.longer && (passes || standing == Standing::Proven) {
             let event = json!({
                 "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
             });
