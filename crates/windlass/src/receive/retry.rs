@@ -86,7 +86,8 @@ impl Failures {
         };
         let rest = self.backoff.failed(span, salt());
         let due = self.told.is_none_or(|told| told.elapsed() >= REMINDER);
-        if due || rest.longer && session.json() {
+        // What will be the end if it is said again is not told twice.
+        if (due || rest.longer && session.json()) && (passes || standing == Standing::Proven) {
             self.told = Some(Instant::now());
             let event = json!({
                 "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
