@@ -396,7 +396,7 @@ class Held:
         """
     def finish(self, /) -> None:
         """
-        Lets go. An error if it was taken back before: what was read may be of two versions.
+        Lets go of it, and of its image. An error if it was taken back before: what was read may be of two versions.
         """
     @property
     def incarnation(self, /) -> str:
@@ -640,7 +640,7 @@ class Publisher:
     @staticmethod
     def open(dir: str | PathLike[str], layout: Layout, *, rank: SupportsIndex, incarnation: str | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> Publisher:
         """
-        Joins the region `dir` as `rank` once it is there with this layout.
+        Joins the region `dir` as `rank` once it is there with this layout and rank 0, which made it, is alive.
         """
     def plan(self, /, copies: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]]]) -> Copies:
         """

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,44 @@ def test_a_killed_trainer_leaves_no_agent_and_the_next_one_or_gc_cleans_up(stem:
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
         assert os.listdir(home) == []
+
+
+#: The first rank of a trainer without a process group, until it is killed.
+FIRST = """
+import sys
+from windlass._windlass import Layout, Publisher
+publisher = Publisher.create(sys.argv[1], "alone", Layout([("w", "F32", [5000])]), ranks=2)
+print(publisher.incarnation, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_without_a_process_group_waits_for_the_next_life_of_a_dead_trainer(home: str) -> None:
+    """Rank 1 joined the region that the dead trainer had left, and rank 0 was refused because of that."""
+    from windlass import WindlassTimeout
+    from windlass._windlass import Layout, Publisher
+
+    region, layout = f"{home}/windlass-alone", Layout([("w", "F32", [5000])])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", FIRST, region]
+    first = subprocess.Popen(command, env=environment(), text=True, **pipes)
+    assert first.stdout is not None
+    dead = first.stdout.readline().strip()
+    assert dead
+    # While the first rank lives, the other one finds it.
+    other = Publisher.open(region, layout, rank=1, timeout=60.0)
+    assert other.incarnation == dead
+    other.close()
+    del other
+    first.kill()
+    first.communicate()
+    with pytest.raises(WindlassTimeout, match="the trainer that made it is dead"):
+        Publisher.open(region, layout, rank=1, timeout=0.1)
+    # One that waits does not keep the first rank from making the new region, and joins it.
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Publisher.open, region, layout, rank=1, timeout=60.0)
+        made = Publisher.create(region, "alone", layout, ranks=2, timeout=60.0)
+        joined = waiting.result()
+    assert joined.incarnation == made.incarnation != dead
+    joined.close()
+    made.close()

@@ -7,6 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
+use windlass_core::manifest::Manifest;
 use windlass_data::image::ImageView;
 use windlass_data::region::{Lease, Region};
 
@@ -19,7 +20,7 @@ use crate::memory::Memory;
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct Held {
     lease: Mutex<Option<Lease>>,
-    region: Arc<Region>,
+    manifest: Arc<Manifest>,
     /// The safetensors file that the memory is.
     #[pyo3(get)]
     path: PathBuf,
@@ -50,11 +51,11 @@ impl Held {
         let region = Arc::clone(lease.region());
         let identity = Identity { model_id: region.model_id().clone(), incarnation, version };
         let known = digest.map(|digest| (identity, digest));
-        let model_id = region.model_id().to_string();
+        let (model_id, manifest) = (region.model_id().to_string(), Arc::clone(region.manifest()));
         let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
         Held {
             lease: Mutex::new(Some(lease)),
-            region,
+            manifest,
             path,
             model_id,
             version,
@@ -100,12 +101,12 @@ impl Held {
     fn memory(&self) -> PyResult<Memory> {
         let lease = self.lease()?;
         let lease = lease.as_ref().ok_or_else(|| self.ended())?;
-        Ok(Memory::new(lease.data(), false, Arc::<Region>::clone(&self.region)))
+        Ok(Memory::new(lease.data(), false, Arc::<Region>::clone(lease.region())))
     }
 
     /// Its tensors.
     fn layout(&self) -> Layout {
-        Layout(Arc::clone(self.region.manifest()))
+        Layout(Arc::clone(&self.manifest))
     }
 
     /// Gives it `seconds` from now. An error if it was taken back before.
@@ -117,7 +118,7 @@ impl Held {
         Ok(lease.renew(seconds).map_err(Failure::from)?)
     }
 
-    /// Lets go. An error if it was taken back before: what was read may be of two versions.
+    /// Lets go of it, and of its image. An error if it was taken back before: what was read may be of two versions.
     fn finish(&self) -> PyResult<()> {
         match self.lease()?.take() {
             Some(lease) => Ok(lease.finish().map_err(Failure::from)?),

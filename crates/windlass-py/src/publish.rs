@@ -122,7 +122,7 @@ impl Publisher {
         enter(py, Some(timeout), |stop| Publisher::of(Region::create_when_free(&spec, stop)?, 0))
     }
 
-    /// Joins the region `dir` as `rank` once it is there with this layout.
+    /// Joins the region `dir` as `rank` once it is there with this layout and rank 0, which made it, is alive.
     #[staticmethod]
     #[pyo3(signature = (dir, layout, *, rank, incarnation = None, timeout = 60.0))]
     fn open(
@@ -136,8 +136,11 @@ impl Publisher {
         let hash = layout.0.layout_hash();
         enter(py, Some(timeout), |stop| {
             loop {
-                let found = match Region::open(&dir) {
-                    Ok(region) => {
+                // Whoever joins what a dead trainer left keeps rank 0 from making the new one.
+                let region = if Region::is_left(&dir) { None } else { Some(Region::open(&dir)) };
+                let found = match region {
+                    None => "the trainer that made it is dead".to_owned(),
+                    Some(Ok(region)) => {
                         let is = region.incarnation().to_string();
                         if incarnation.as_ref().is_some_and(|wanted| *wanted != is) {
                             format!("it is of incarnation {is}")
@@ -152,8 +155,8 @@ impl Publisher {
                             }
                         }
                     }
-                    Err(RegionError::Absent { .. }) => "it is not there".to_owned(),
-                    Err(e) => return Err(e.into()),
+                    Some(Err(RegionError::Absent { .. })) => "it is not there".to_owned(),
+                    Some(Err(e)) => return Err(e.into()),
                 };
                 stop.check().map_err(|s| {
                     let text = format!(

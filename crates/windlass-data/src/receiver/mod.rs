@@ -271,7 +271,7 @@ impl Receiver {
         for _ in 0..LIVES {
             match &result {
                 Err(ReceiverError::NewLife { .. }) if !stop.is_set() => {
-                    result = self.sync_once(None, false, stop)
+                    result = self.sync_once(None, false, stop);
                 }
                 Ok(_) | Err(_) => break,
             }

@@ -302,10 +302,9 @@ fn lose_everybody_while_one_model_is_ahead(world: &mut World, trainers: &Trainer
         world.send(Event::Notify { identity, sender_endpoint: "a:1".into(), sync: None }).unwrap();
     }
     let need = match pair.required {
-        Required::All => 1,
+        // However many come, all of them are there.
+        Required::All | Required::Percent(_) => 1,
         Required::AtLeast(n) => n,
-        // However many there are, all of them are there.
-        Required::Percent(_) => 1,
     };
     let models: BTreeSet<_> = MODELS.iter().map(|m| model(m)).collect();
     for r in 0..need.max(pair.floor) {
