@@ -32,7 +32,7 @@ from windlass.sync_info import EngineShape, rank_offsets
 if TYPE_CHECKING:
     from windlass.sync_info import WeightSyncInfo
 
-__all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient"]
+__all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient", "settings"]
 
 log = logging.getLogger("windlass")
 
@@ -266,6 +266,21 @@ class InferenceEngineClient:
         if failures:
             first = next(iter(failures.values()))
             raise EnginesFailed.at(step, failures, len(tasks)) from first
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a client that a trainer's configuration asks for, nested or dotted: without
+    ``generator.enable_prefix_caching`` there is no cache to reset.
+
+    >>> settings({"generator": {"enable_prefix_caching": False}}), settings({})
+    ({'prefix_cache': 'keep'}, {})
+    """
+    from windlass.strategies.document import flat
+
+    enabled = dict(flat(config)).get("generator.enable_prefix_caching")
+    if enabled not in (None, True, False):
+        raise WindlassInvalid(f"generator.enable_prefix_caching is {enabled!r}: expected true or false")
+    return {} if enabled is None else {"prefix_cache": "reset" if enabled else "keep"}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

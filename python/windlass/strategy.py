@@ -291,7 +291,7 @@ def strategy_from_config(
     >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
     (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
-    from windlass.strategies.document import is_document, offloading
+    from windlass.strategies.document import codec_of, is_document, offloading
 
     if is_document(config):
         return _from_document(config, facts)
@@ -311,7 +311,7 @@ def strategy_from_config(
         own = {
             **own,
             "link": choice["link"],
-            "codec": choice["codec"],
+            "codec": codec_of(choice, overrides),
             **({"manager": manager} if manager else {}),
         }
     return strategy_class(name)(own)

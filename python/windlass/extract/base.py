@@ -20,7 +20,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -50,8 +50,12 @@ class WeightExtractor(ABC):
     size (units of 1024³ bytes); without either, each weight is a chunk. ``dtypes`` maps patterns of checkpoint names
     (``*.A_log``) to dtypes, ``checkpoint`` is one whose dtypes are followed, and both come before
     ``generator_dtype``; see :class:`windlass.names.DtypeRules`. ``names`` is the source map; without one it is made
-    from the model.
+    from the model. ``generator_dtype`` is that of every extraction that names none. ``training_backend`` is what a
+    trainer's document says about the model; another extractor's is refused.
     """
+
+    #: Values of ``training_backend`` that mean models of this extractor's kind; none where any may.
+    backends: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
@@ -63,7 +67,16 @@ class WeightExtractor(ABC):
         dtypes: Mapping[str, Dtype] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         names: Views | None = None,
+        generator_dtype: Dtype | None = None,
+        training_backend: str | None = None,
     ) -> None:
+        if training_backend is not None and self.backends and training_backend not in self.backends:
+            raise WindlassInvalid(
+                f"training_backend is {training_backend!r}, and {type(self).__name__} is for "
+                f"{' or '.join(map(repr, sorted(self.backends)))}",
+                "correct trainer.training_backend, or use the extractor of that backend",
+            )
+        self.generator_dtype = generator_dtype
         self.group_by_module = group_by_module
         self.threshold_bytes = None if threshold_gb is None else _windlass.threshold_from_gb(threshold_gb)
         self.only_rank0 = only_rank0
@@ -101,12 +114,21 @@ class WeightExtractor(ABC):
         return self.names
 
     def _should_group_by_module(self) -> bool:
-        """Whether parameters of one module share a chunk; a subclass may decide otherwise."""
-        return self.group_by_module
+        """Whether parameters of one module share a chunk; a subclass may decide otherwise, here or by setting
+        ``self._group_by_module``."""
+        return self._own_switch("_group_by_module", self.group_by_module)
 
     def _should_batch_by_threshold(self) -> bool:
-        """Whether chunks are joined up to the threshold; a subclass may decide otherwise."""
-        return self.threshold_bytes is not None
+        """Whether chunks are joined up to the threshold; a subclass may decide otherwise, here or by setting
+        ``self._batch_by_threshold``."""
+        return self._own_switch("_batch_by_threshold", self.threshold_bytes is not None)
+
+    def _own_switch(self, name: str, default: bool) -> bool:
+        """What a subclass has set on itself."""
+        value = vars(self).get(name, default)
+        if not isinstance(value, bool):
+            raise WindlassInvalid(f"{type(self).__name__}.{name} is {value!r}: expected True or False")
+        return value
 
     def extract_weights(
         self, model: Any, generator_dtype: Dtype | None = None
@@ -119,6 +141,7 @@ class WeightExtractor(ABC):
         [(['0.weight'], ['bfloat16']), (['0.bias'], ['bfloat16'])]
         """
         dtypes = self.dtypes
+        generator_dtype = self.generator_dtype if generator_dtype is None else generator_dtype
         if generator_dtype is not None:
             dtypes = dataclasses.replace(dtypes, generator_dtype=str(generator_dtype))
         adapters = self._adapters(model)
@@ -183,9 +206,14 @@ class WeightExtractor(ABC):
             worker.shutdown(wait=True)
 
     def _chunker(self) -> _windlass.Chunker:
+        batches = self._should_batch_by_threshold()
+        if batches and self.threshold_bytes is None:
+            raise WindlassInvalid(
+                f"{type(self).__name__} batches by threshold and has none", "give it threshold_gb"
+            )
         return _windlass.Chunker(
             group_by_module=self._should_group_by_module(),
-            threshold_bytes=self.threshold_bytes if self._should_batch_by_threshold() else None,
+            threshold_bytes=self.threshold_bytes if batches else None,
         )
 
     def _plan(self, metadata: Iterable[Metadata], pieces: Pieces) -> _Plan:
@@ -274,21 +302,26 @@ def _rank() -> int:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an extractor that a trainer's configuration asks for.
+    """The options of an extractor that a trainer's configuration asks for, nested or dotted.
 
     Where trainer and engine share their devices over NCCL, modules travel whole and in batches of
     ``generator.weight_transfer_threshold_cuda_ipc_GB``; ``generator.use_flashrl`` wants whole modules anywhere.
+    ``generator.model_dtype`` is what weights are cast to, and ``trainer.training_backend`` must be the extractor's.
 
     >>> settings({"generator": {"weight_sync_backend": "nccl"}, "trainer": {"placement": {"colocate_all": True}}})
     {'group_by_module': True, 'threshold_gb': 1.0}
     >>> settings({})
     {'group_by_module': False, 'threshold_gb': None}
     """
-    generator = config.get("generator") or {}
-    placement = (config.get("trainer") or {}).get("placement") or {}
-    colocated = generator.get("weight_sync_backend") == "nccl" and bool(placement.get("colocate_all"))
-    threshold = generator.get("weight_transfer_threshold_cuda_ipc_GB", 1.0)
-    return {
-        "group_by_module": colocated or bool(generator.get("use_flashrl")),
+    from windlass.strategies.document import flat
+
+    said = {key: value for key, value in flat(config) if value is not None}
+    nccl = said.get("generator.weight_sync_backend") == "nccl"
+    colocated = nccl and bool(said.get("trainer.placement.colocate_all"))
+    threshold = said.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
+    options = {
+        "group_by_module": colocated or bool(said.get("generator.use_flashrl")),
         "threshold_gb": threshold if colocated else None,
     }
+    named = {"generator_dtype": "generator.model_dtype", "training_backend": "trainer.training_backend"}
+    return {**options, **{option: said[key] for option, key in named.items() if key in said}}

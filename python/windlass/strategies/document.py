@@ -18,7 +18,7 @@ from typing import Any
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Document", "is_document", "offloading", "settings_for"]
+__all__ = ["Document", "codec_of", "flat", "is_document", "offloading", "settings_for"]
 
 #: Stand for GPUs that nobody has named. Only their being the same or not matters.
 _TRAINER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -47,9 +47,9 @@ KEYS = {
     f"{_ENGINES}pipeline_parallel_size": "ranks of an engine",
     f"{_ENGINES}data_parallel_size": "ranks of an engine",
     "generator.engines": "the shapes of the engines, one by one",
-    "generator.model_dtype": "what weights are cast to; the extractor's",
-    "generator.use_flashrl": "whole modules in one chunk; the extractor's",
-    "generator.enable_prefix_caching": "whether there is a cache to reset; the client's",
+    "generator.model_dtype": "what weights are cast to; tcp's, and windlass.extract.settings",
+    "generator.use_flashrl": "whole modules in one chunk; windlass.extract.settings",
+    "generator.enable_prefix_caching": "whether there is a cache to reset; windlass.client.settings",
     "generator.group_name": "the name of the update group",
     "generator.master_addr": "the address of training rank 0",
     "generator.timeout": "seconds for one transfer",
@@ -57,7 +57,7 @@ KEYS = {
     "generator.model_id": "which policy",
     "generator.image_dir": "where receivers keep their image",
     "trainer.placement.colocate_all": "whether engines run on the trainers' GPUs",
-    "trainer.training_backend": "fsdp, megatron or deepspeed; the extractor's",
+    "trainer.training_backend": "fsdp, megatron or deepspeed; windlass.extract.settings",
     f"{_LORA}rank": "more than 0 for an adapter",
     f"{_LORA}alpha": "the adapter's scale; the model's",
     f"{_LORA}dropout": "the adapter's dropout; the model's",
@@ -98,7 +98,7 @@ class Document:
     def read(cls, config: Mapping[str, Any]) -> Document:
         """Reads a document, nested or dotted. Unknown keys are refused."""
         values: dict[str, Any] = {}
-        for key, value in _flat(config, ""):
+        for key, value in flat(config):
             if key not in KEYS:
                 near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KEYS)}"
@@ -184,7 +184,7 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
     def some(*names: str) -> dict[str, Any]:
         return {name: values[f"generator.{name}"] for name in names if f"generator.{name}" in values}
 
-    own: dict[str, Any] = {"link": choice["link"], "codec": choice["codec"]}
+    own: dict[str, Any] = {"link": choice["link"], "codec": codec_of(choice, document.overrides())}
     if strategy == "broadcast":
         own |= {
             "engines": document.engines,
@@ -196,7 +196,10 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
         threshold = values.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
         own |= {"weight_transfer_threshold_cuda_ipc_GB": threshold, **some("timeout")}
     elif strategy == "tcp":
-        own |= {**offloading(choice, document.overrides()), **some("model_id", "image_dir", "timeout")}
+        manager = offloading(choice, document.overrides()).get("manager", {})
+        if "generator.model_dtype" in values:
+            manager = {**manager, "generator_dtype": values["generator.model_dtype"]}
+        own |= {"manager": manager, **some("model_id", "image_dir", "timeout")}
     elif strategy == "lora":
         path = values.get(f"{_LORA}lora_sync_path")
         own |= {
@@ -204,6 +207,14 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
             **some("model_id", "image_dir", "timeout"),
         }
     return own
+
+
+def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
+    """The codec of a choice, as a setting. Agents write plain records, so context mode is only demanded, never taken."""
+    named = {key.removeprefix("generator."): value for key, value in overrides.items()}
+    if choice["codec"] == "delta_context" and named.get("codec") is None:
+        return "delta_plain"
+    return str(choice["codec"])
 
 
 def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,11 +232,16 @@ def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     return {"manager": {"offload_mode": choice["offload"]}}
 
 
-def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a document with its value, dotted, however it is written.
+
+    >>> list(flat({"generator": {"strategy": "tcp"}, "trainer.training_backend": "fsdp"}))
+    [('generator.strategy', 'tcp'), ('trainer.training_backend', 'fsdp')]
+    """
     for key, value in config.items():
         name = f"{prefix}{key}"
         # A key of the table may itself hold a mapping or a list; what is not in it and is nested is looked into.
         if isinstance(value, Mapping) and name not in KEYS:
-            yield from _flat(value, f"{name}.")
+            yield from flat(value, f"{name}.")
         else:
             yield name, value
