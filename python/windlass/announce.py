@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
 from windlass.controller import Controller, Notified, Reminder, Span
-from windlass.errors import WindlassError
+from windlass.errors import WindlassError, WindlassInvalid
 from windlass.http import HttpClient, trusted
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Announcer:
         url, file = self._config.controller, self._config.controller_token_file
         if url is None:
             return None
+        if not url:
+            raise WindlassInvalid(
+                f"the trainer of {self._config.model_id!r} has no controller to tell or to ask",
+                'give WeightManager(controller="http://host:port"), or controller=None if there is none on purpose',
+            )
         file = file if self._token is None else None
         return Controller(
             url, token=self._token, token_file=file, tls_ca=self._config.tls_ca, timeout=timeout

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from windlass.strategies.document import Document
     from windlass.sync_info import WeightSyncInfo
 
-__all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient"]
+__all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient", "settings"]
 
 log = logging.getLogger("windlass")
 
@@ -349,11 +349,27 @@ def _override(call: str) -> WindlassUnsupported:
 def _options(document: Document) -> dict[str, Any]:
     """What a document says about the client."""
     timeout = document.values.get("generator.timeout")
-    return {} if timeout is None else {"timeout": float(timeout)}
+    own = settings(document.values)
+    return own if timeout is None else {**own, "timeout": float(timeout)}
 
 
 def _shapes(shapes: Sequence[EngineShape]) -> str:
     return ", ".join(f"tp={shape.tp} pp={shape.pp} dp={shape.dp}" for shape in shapes)
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a client that a trainer's configuration asks for, nested or dotted: without
+    ``generator.enable_prefix_caching`` there is no cache to reset.
+
+    >>> settings({"generator": {"enable_prefix_caching": False}}), settings({})
+    ({'prefix_cache': 'keep'}, {})
+    """
+    from windlass.strategies.document import flat
+
+    enabled = dict(flat(config)).get("generator.enable_prefix_caching")
+    if enabled not in (None, True, False):
+        raise WindlassInvalid(f"generator.enable_prefix_caching is {enabled!r}: expected true or false")
+    return {} if enabled is None else {"prefix_cache": "reset" if enabled else "keep"}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

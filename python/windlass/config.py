@@ -114,6 +114,15 @@ class Config:
         if getattr(self, name) not in choices:
             raise self._bad(name, "one of " + ", ".join(map(repr, choices)))
 
+    def _carries(self, what: str, links: Sequence[str], codecs: Sequence[str], remedy: str) -> None:
+        """A link and a codec, where they are named, are what this does anyway."""
+        for name, can in (("link", links), ("codec", codecs)):
+            value = getattr(self, name)
+            if value is not None and value not in can:
+                raise WindlassInvalid(
+                    f"{type(self).__name__}.{name} is {value!r}: {what} {' or '.join(map(repr, can))}", remedy
+                )
+
     def _texts(self, *names: str) -> None:
         """Several texts; one text alone is not taken for its letters."""
         for name in names:
@@ -239,9 +248,12 @@ class WeightManagerConfig(Config):
     whose dtypes are followed, tensor by tensor. The order is: ``dtypes``, then ``checkpoint``, then ``generator_dtype``, then the
     weight's own. ``include`` and ``exclude`` are patterns of image names; nothing given means all, and none.
     ``extras`` says what to do with weights that the checkpoint does not have, or, where none is known, that have the
-    usual name of a value head. ``buffers`` publishes all persistent buffers of a model, not only those that its
-    checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that :meth:`notify_version` tells,
-    and ``controller_token_file`` the file with its token (without one, that of ``WINDLASS_TOKEN``).
+    usual name of a value head; one that is trained and has no such name is always an error. ``lora`` says what a model with
+    LoRA adapters is published as: "merged", the weights with the adapters merged into them; "adapter", the adapters alone
+    and under the names of an adapter file; "base", the weights without the adapters. ``buffers`` publishes all persistent
+    buffers of a model, not only those that its checkpoint has. ``timeout`` bounds one offload. ``controller`` is the URL that
+    :meth:`notify_version` tells and :meth:`gate` asks: ``None`` says that there is none, and both return at once; if nothing is
+    said, they are errors. ``controller_token_file`` is the file with its token (without one, that of ``WINDLASS_TOKEN``).
     ``offload_mode`` says how a version after the first leaves this process: "copy" writes it into its slot while the
     trainer waits; "delta" hands out what changed, and its slot follows in the background (docs/trainers.md); "auto" is
     "delta" where a GPU can tell what changed sooner than it is copied, and "copy" elsewhere. The same on all ranks.
@@ -264,11 +276,12 @@ class WeightManagerConfig(Config):
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     extras: Literal["error", "ignore"] = "ignore"
+    lora: Literal["merged", "adapter", "base"] = "merged"
     buffers: bool = False
     timeout: float = 120.0
     offload_mode: Literal["copy", "delta", "auto"] = "auto"
     baseline: Literal["auto", "device", "host"] | int = "auto"
-    controller: str | None = None
+    controller: str | None = ""
     controller_token_file: str | None = None
     strict: bool = False
     group_readable: bool = False
@@ -290,6 +303,7 @@ class WeightManagerConfig(Config):
         self._text("checkpoint", optional=True)
         self._texts("include", "exclude")
         self._choice("extras", "error", "ignore")
+        self._choice("lora", "merged", "adapter", "base")
         self._flag("buffers", "strict", "group_readable")
         self._seconds("timeout")
         self._choice("offload_mode", "copy", "delta", "auto")
@@ -299,7 +313,8 @@ class WeightManagerConfig(Config):
             fits = self.baseline in ("auto", "device", "host")
         if not fits:
             raise self._bad("baseline", "'auto', 'device', 'host', or the most bytes of GPU memory")
-        self._by_core("controller", _windlass.check_endpoint)
+        if self.controller != "":
+            self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
         self._choice("memfd", "auto", "never", "always")
         self._text("tls_cert", "tls_key", "tls_ca", optional=True)

@@ -258,10 +258,13 @@ def derive(
     scales = frozenset(derived.scheme.scale_name(name) for name, derived in made.items())
     everything = kept | scales
     for source in sources:
-        source.spent = bool(out) and all(
-            view.name in made or view.name not in kept
-            for share in source.shares
-            for view in naming.names.views(share.name, share.shape)
+        source.spent = source.spent or (
+            bool(out)
+            and all(
+                view.name in made or view.name not in kept
+                for share in source.shares
+                for view in naming.names.views(share.name, share.shape)
+            )
         )
     return [*sources, *out], replace(
         naming,
@@ -387,7 +390,7 @@ def refresh(plan: Plan, exchange: Exchange, timeout: float) -> None:
     derived = {
         source.derived.name: source.derived
         for source in plan.sources[plan.given :]
-        if source.derived is not None
+        if isinstance(source.derived, Derived)
     }
     for each in derived.values():
         each.found = None
@@ -407,7 +410,8 @@ def _exchange(
     device = every[0].device if len({grid.device for grid in every}) == 1 else torch.device("cpu")
     mine = torch.cat([grid.flatten().to(device) for grid in every])
     # Magnitudes are ordered as their bits are, and a NaN is above them all.
-    found = exchange.largest(mine.view(torch.int32), timeout).view(torch.float32)
+    what = "agree on the scales of quantised weights"
+    found = exchange.largest(mine.view(torch.int32), timeout, what).view(torch.float32)
     for name, part in zip(
         names, torch.split(found, [math.prod(shared[name]) for name in names]), strict=True
     ):
@@ -418,7 +422,7 @@ def _exchange(
 def stream_value(source: Source) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
     """For a source that is made of exported weights: which one, and how."""
     derived = source.derived
-    if derived is None:
+    if not isinstance(derived, Derived):
         return source.name, _as_it_is
     return derived.parts[0].source.name, functools.partial(derived.of, source.what)
 

@@ -37,8 +37,9 @@ class Exchange(Protocol):
         """What each rank said, in the order of ranks. Every rank calls it."""
         ...
 
-    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
-        """The largest of what ranks have at each place, on the device of ``mine``. Every rank calls it."""
+    def largest(self, mine: torch.Tensor, timeout: float, what: str) -> torch.Tensor:
+        """The largest of what ranks have at each place, on the device of ``mine``. Every rank calls it; ``what`` is what it is
+        for, in words."""
         ...
 
 
@@ -52,7 +53,7 @@ class Alone:
         """The same from each."""
         return [mine] * self._ranks
 
-    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
+    def largest(self, mine: torch.Tensor, timeout: float, what: str) -> torch.Tensor:
         """That of this rank."""
         return mine
 
@@ -100,7 +101,7 @@ class OverGroup:
                 raise WindlassCorrupt(f"what rank {rank} said cannot be read: {e}") from e
         return out
 
-    def largest(self, mine: torch.Tensor, timeout: float) -> torch.Tensor:
+    def largest(self, mine: torch.Tensor, timeout: float, what: str) -> torch.Tensor:
         """Over the ranks of the group."""
         import torch.distributed as dist
 
@@ -111,7 +112,7 @@ class OverGroup:
         def begin() -> Any:
             return dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        _finish(begin, "agree on the scales of quantised weights", until, timeout, roll)
+        _finish(begin, what, until, timeout, roll)
         return there.to(mine.device)
 
     def _device(self) -> torch.device:

@@ -7,7 +7,7 @@ writes what (:mod:`windlass.plan`), or know a region.
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,8 +33,6 @@ __all__ = [
     "stream_sources",
 ]
 
-log = logging.getLogger("windlass")
-
 
 @runtime_checkable
 class WeightSource(Protocol):
@@ -59,12 +57,11 @@ class WeightSource(Protocol):
 
 
 def names_of(model: torch.nn.Module) -> SourceMap:
-    """From the model's own configuration if transformers made it."""
-    if any(hasattr(m, "config") and hasattr(m, "save_pretrained") for m in model.modules()):
-        try:
-            return SourceMap.from_model(model)
-        except ImportError:
-            log.warning("transformers cannot be imported; names are taken as they are")
+    """From the model's own configuration if transformers made it, else its names without what wrappers add."""
+    # Whoever made such a model has imported the library; for all others it is not worth the time.
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules()):
+        return SourceMap.from_model(model)
     return SourceMap()
 
 

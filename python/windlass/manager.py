@@ -51,7 +51,16 @@ from windlass.given import (
 )
 from windlass.leave import end, kept, nothing, ports_of, remove, restore
 from windlass.memory import flat
-from windlass.names import SCHEMES, DtypeRules, Selection, SourceMap, checkpoint_layout, quantization_config
+from windlass.merged import Adapted, Merged, Merging, adapters_of, is_trained, merge
+from windlass.names import (
+    SCHEMES,
+    AsTheyAre,
+    DtypeRules,
+    Selection,
+    SourceMap,
+    checkpoint_layout,
+    quantization_config,
+)
 from windlass.names.quantised import scales_among
 from windlass.on_gpu import OnGpu, can_compare, find
 from windlass.plain import numbers
@@ -71,6 +80,8 @@ log = logging.getLogger("windlass")
 
 #: How long the first rank waits at the end for the others to leave the region.
 LEAVE_S = 5.0
+#: How many versions in a row may have the same bytes before it is said.
+SAME = 3
 #: How long another rank's region may take to be let go of by a trainer that has just died.
 TAKE_S = 10.0
 
@@ -120,6 +131,8 @@ class _Open:
     gpu: OnGpu | None = None
     #: Whether versions may be handed out by delta.
     deltas: bool = False
+    #: Adapters that are merged into what is published.
+    merging: Merging | None = None
 
 
 class WeightManager:
@@ -170,8 +183,9 @@ class WeightManager:
         self.config = config
         self._names = names
         #: From the model, where no names were given; and its buffers that belong to the image.
-        self._found: SourceMap | None = None
+        self._found: SourceMap | AsTheyAre | None = None
         self._buffers: frozenset[str] = frozenset()
+        self._adapted: Adapted | None = None
         self._group = group
         self._node = node or socket.gethostname()
         self._pid = os.getpid()
@@ -182,6 +196,9 @@ class WeightManager:
         self._ports: tuple[str, str] | None = None
         self._token: tuple[bytes, int] | None = None
         self._complaint: object = None
+        #: The digests of the last versions that were seen sealed, and whether it was said that they are the same.
+        self._digests: dict[int, str] = {}
+        self._warned = False
         self._announcer = Announcer(config, controller_token)
         self._closed = False
         self._end: weakref.finalize[Any, Any] = weakref.finalize(self, nothing)
@@ -202,7 +219,8 @@ class WeightManager:
         With ``offload_mode="delta"`` it returns when this rank's share is taken, after the first version: what changed is
         handed out and the slot written in the background. An error of that is raised by the next call.
 
-        ``named_parameters`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Weights
+        ``named_parameters`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Of a model with
+        LoRA adapters, the merged weights are published, and the model stays as it is; see ``lora`` of the config. Weights
         must not change until the call returns. Versions only grow; offloading the newest one again with the same
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
         ``timeout`` (by default the config's), and the version before goes on being served.
@@ -257,9 +275,9 @@ class WeightManager:
         and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 
-        Only the first rank speaks; the others return ``None`` at once. Without a controller in the configuration
-        nothing needs to be told: receivers ask the agent themselves. ``timeout`` is the config's if not given, and for
-        everything: give a synchronous notify the time that the load and the eval need.
+        Only the first rank speaks; the others return ``None`` at once. So do all with ``controller=None`` in the
+        configuration, where receivers ask the agent themselves; if nothing is said there, it is an error. ``timeout`` is
+        the config's if not given, and for everything: give a synchronous notify the time that the load and the eval need.
         """
         speak = self._announcement(version, timeout, sync, eval)
         return None if speak is None else speak()
@@ -278,8 +296,9 @@ class WeightManager:
     def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
         """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
 
-        Any rank may call it. Without a controller in the configuration there is nothing to wait for: returns ``None``.
-        ``timeout`` is the config's if not given. See :meth:`windlass.Controller.gate`.
+        Any rank may call it. With ``controller=None`` in the configuration there is nothing to wait for, and it returns
+        ``None``; if nothing is said there, it is an error. ``timeout`` is the config's if not given. See
+        :meth:`windlass.Controller.gate`.
         """
         self._check_usable()
         seconds, there = self._seconds(timeout), self._announcer.controller()
@@ -354,7 +373,8 @@ class WeightManager:
         For a trainer that goes back to an older checkpoint without being restarted. All ranks call it.
         """
         self._check_usable()
-        self._found, self._buffers = None, frozenset()
+        self._found, self._buffers, self._adapted = None, frozenset(), None
+        self._digests, self._warned = {}, False
         self._announcer.forget()
         self._leave()
 
@@ -423,10 +443,19 @@ class WeightManager:
 
     def _given(self, given: Any) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
         """What was given as pairs, or as a source that is asked for them."""
+        if self.config.lora == "adapter":
+            return self._adapter(given), None
         if isinstance(given, torch.nn.Module):
             if self._found is None:
-                self._found = self._names or names_of(given)
-                self._buffers = buffers_of(given, self._found, self.config.buffers)
+                found = self._names or names_of(given)
+                if self.config.lora == "merged":
+                    self._adapted = adapters_of(given)
+                    if self._adapted.saved is not None and hasattr(found, "with_saved_modules"):
+                        found = found.with_saved_modules(self._adapted.saved)
+                self._buffers = buffers_of(given, found, self.config.buffers)
+                self._found = found
+            elif self._open is not None and self._open.merging is not None:
+                self._open.merging.follow(given)
             return placement.named_of(given, self._buffers), None
         if isinstance(given, Mapping):
             return given.items(), None
@@ -435,6 +464,19 @@ class WeightManager:
         if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
             raise planning.not_pairs(given)
         return given, None
+
+    def _adapter(self, given: Any) -> Iterable[tuple[str, Any]]:
+        """The adapter of a model, as a file of PEFT's has it; whole on every rank."""
+        from windlass.lora import collect_lora
+
+        if not isinstance(given, torch.nn.Module):
+            raise WindlassInvalid(
+                f'lora="adapter" is set, and offload() was given a {type(given).__name__}',
+                "give offload() the model itself, which knows what belongs to its adapter",
+            )
+        tensors = collect_lora(given).tensors
+        self._found = AsTheyAre({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return tensors.items()
 
     def _prepare(
         self, named: Any, rank: int, world_size: int, until: float
@@ -445,12 +487,14 @@ class WeightManager:
         try:
             given, stream = self._given(named)
             sources = stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
-            naming = self._naming()
+            naming = self._naming(sources)
             gpu = find(sources)
         except Exception as e:
             # The others are told before it is raised here.
             sources = e
-        ordinal = None if gpu is None else gpu.ordinal
+        ordinal, merging = None if gpu is None else gpu.ordinal, None
+        if self.config.lora == "merged" and stream is None:
+            sources, naming, merging = merge(sources, naming, self._adapted, exchange, _left(until))
         if not SCHEMES.keys().isdisjoint(self.config.dtypes.values()):
             sources, naming = derive(sources, naming, exchange, ordinal, _left(until))
         try:
@@ -459,6 +503,9 @@ class WeightManager:
                 deltas = mode == "delta" or (
                     mode == "auto" and can_compare(sources, gpu, naming.dtype, where)
                 )
+                for source in sources:
+                    if deltas and isinstance(source.derived, Merged) and not source.spent:
+                        source.derived.keep(ordinal)
         except Exception as e:
             sources = e
         plan = planning.make_plan(
@@ -493,7 +540,7 @@ class WeightManager:
             )
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // max(1, len(here)))
-        opened = _Open(plan, None, None, place, threads, exchange, stream is not None)
+        opened = _Open(plan, None, None, place, threads, exchange, stream is not None, merging=merging)
         try:
             self._join(opened, gpu, until)
         except BaseException:
@@ -502,21 +549,29 @@ class WeightManager:
             raise
         return opened, stream
 
-    def _naming(self) -> Naming:
+    def _naming(self, sources: list[Source]) -> Naming:
         config = self.config
         stored = None if config.checkpoint is None else checkpoint_layout(config.checkpoint)
         dtypes = None if stored is None else {name: dtype for name, (dtype, _) in stored.items()}
         rules = DtypeRules(config.generator_dtype, config.dtypes, dtypes)
         selection = Selection(config.include, config.exclude, config.extras)
 
-        names = self._names or self._found or SourceMap()
+        names = self._found or self._names or SourceMap()
         known: Collection[str] | None = names.written() if stored is None else stored
         if rules.schemes and known is not None:
             # Scales come and go with their weights.
             known = frozenset(known) - scales_among(known)
 
+        trained = {
+            view.name
+            for source in sources
+            for index, share in enumerate(source.shares)
+            if is_trained(source, index)
+            for view in names.views(share.name, share.shape)
+        }
+
         def keep(every: Iterable[str]) -> frozenset[str]:
-            return frozenset(selection.choose(every, known).kept)
+            return frozenset(selection.choose(every, known, trained).kept)
 
         return Naming(names, keep, rules.dtype_of, rules)
 
@@ -727,6 +782,10 @@ class WeightManager:
         if newest is not None and version <= newest[0]:
             return self._again(opened, given, stream, version, newest[0], until)
         base = None if newest is None else newest[0]
+        if base is not None:
+            # Without waiting for it: a version that is not sealed yet is looked at by whoever waits for it.
+            with contextlib.suppress(WindlassError):
+                self._note(base, publisher.wait_sealed(base, 0.0))
         delta = opened.deltas and self._is_delta(opened, base, version, until)
         if not delta:
             publisher.begin(version, _left(until))
@@ -774,6 +833,8 @@ class WeightManager:
         plan = opened.plan
         if given is not None:
             planning.follow(plan, given)
+        if opened.merging is not None:
+            opened.merging.refresh(opened.exchange, _left(until))
         if plan.given < len(plan.sources):
             refresh(plan, opened.exchange, _left(until))
 
@@ -879,7 +940,26 @@ class WeightManager:
         except WindlassTimeout as e:
             raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
         self._announcer.sealed(version)
+        self._note(version, digest)
         return digest
+
+    def _note(self, version: int, digest: str) -> None:
+        """Warns when versions stay the same: what is trained may not be what is published."""
+        if version in self._digests:
+            return
+        self._digests[version] = digest
+        last = dict(sorted(self._digests.items())[-SAME:])
+        self._digests = last
+        if len(last) < SAME or len(set(last.values())) > 1:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: versions %s have the same bytes: see whether the optimizer steps, and whether the model that is "
+                "offloaded is the one that is trained",
+                self.config.model_id,
+                ", ".join(map(str, last)),
+            )
 
     def _announcement(
         self, version: int | None, timeout: float | None, sync: bool, eval: Any
@@ -890,14 +970,21 @@ class WeightManager:
         """
         self._check_usable()
         agent, opened, token_file = self._agent, self._open, self.token_file
-        silent = agent is None or self.config.controller is None
-        if opened is not None and (silent or opened.plan.host != 0):
-            return None
-        publisher = self._published("announce")
-        if version is None:
-            version = self.version
-        if version is None:
+        if opened is not None:
+            if self._announcer.controller() is None or opened.plan.host != 0 or opened.place != 0:
+                return None
+            if agent is None:
+                raise WindlassUnsupported(
+                    "there is a controller and no agent that receivers could be sent to, since agent.enabled is False",
+                    "enable the agent, or tell the controller where it is with Controller.notify_version()",
+                )
+        publisher, newest = self._published("announce"), self.version
+        if newest is None:
             raise WindlassNotFound("there is nothing to announce: nothing was offloaded yet")
+        version = newest if version is None else version
+        if version > newest:
+            # Engines would wait for it, and nothing older would be served.
+            raise WindlassInvalid(f"version {version} was not offloaded; the newest is {newest}")
         assert agent is not None and opened is not None and token_file is not None
         seconds, named, plan = self._seconds(timeout), version, opened.plan
         identity = Identity(self.config.model_id, int(publisher.incarnation, 16), named)

@@ -65,10 +65,14 @@ def can_compare(
         # What is kept is what is published: fp32 masters of a bf16 image take half of what they are.
         if not source.spent:
             weights += local.numel() * torch_dtype(dtype(source.name, dtype_name(local.dtype))).itemsize
-    made = sum(source.derived.size() for source in sources if source.derived and source.what == "weight")
+    made = sum(
+        source.derived.size()
+        for source in sources
+        if source.derived and source.what == "weight" and not source.spent
+    )
     weights += made
     free, total = gpu.memory()
-    # What is quantised is there before it is compared, too.
+    # What is quantised or merged is there before it is compared, too.
     free = max(0, free - made)
     host = host_memory()
     # The slots, which are not there yet, come first.

@@ -28,6 +28,7 @@ from windlass.placement import Box, Share
 
 if TYPE_CHECKING:
     from windlass.derived import Derived
+    from windlass.merged import Merged
     from windlass.names import DtypeRules, View
 
 __all__ = ["Names", "Naming", "OnDevice", "Plan", "addresses", "device_addresses", "follow", "make_plan"]
@@ -85,8 +86,8 @@ class Source:
     #: Where that memory was when it was last looked at closely, and its shape, strides and dtype.
     address: int = 0
     looked: tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None] = ((), (), None)
-    #: What is made of other sources here, and which of it this is (:mod:`windlass.derived`).
-    derived: Derived | None = None
+    #: What is made of other sources here (:mod:`windlass.derived`, :mod:`windlass.merged`), and which of it this is.
+    derived: Derived | Merged | None = None
     what: str = ""
     #: Whether all of it is published as something that is made of it.
     spent: bool = False

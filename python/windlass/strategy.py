@@ -487,7 +487,7 @@ def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) ->
     >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
     (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
-    from windlass.strategies.document import is_document, offloading, section
+    from windlass.strategies.document import codec_of, is_document, offloading, section
 
     given = section(config)
     if given is None:
@@ -510,7 +510,7 @@ def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) ->
         own = {
             **own,
             "link": choice["link"],
-            "codec": choice["codec"],
+            "codec": codec_of(choice, overrides),
             **({"manager": manager} if manager else {}),
         }
     return strategy_class(name)(own)

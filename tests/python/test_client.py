@@ -231,3 +231,12 @@ def test_engines_of_one_name_are_told_apart_and_none_is_an_error() -> None:
         InferenceEngineClient([])
     with pytest.raises(WindlassInvalid, match="'reset' or 'keep'"):
         InferenceEngineClient([Noted("e", notes)], prefix_cache="drop")  # type: ignore[arg-type]
+
+
+def test_a_document_without_prefix_caching_has_no_cache_to_reset() -> None:
+    from windlass.client import settings
+
+    assert settings({"generator.enable_prefix_caching": False}) == {"prefix_cache": "keep"}
+    assert settings({"generator": {"enable_prefix_caching": True}}) == {"prefix_cache": "reset"}
+    with pytest.raises(WindlassInvalid, match="enable_prefix_caching is 'no'"):
+        settings({"generator": {"enable_prefix_caching": "no"}})

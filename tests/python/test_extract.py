@@ -409,3 +409,54 @@ def test_settings_follow_flashrl_and_colocation() -> None:
     assert settings({**colocated, "trainer": {}}) == {"group_by_module": False, "threshold_gb": None}
     assert settings({"generator": {"use_flashrl": True}}) == {"group_by_module": True, "threshold_gb": None}
     assert ModuleWeightExtractor(**settings(colocated)).threshold_bytes == 1 << 29
+
+
+def test_settings_are_read_dotted_as_they_are_nested() -> None:
+    dotted = {
+        "generator.weight_sync_backend": "nccl",
+        "generator.weight_transfer_threshold_cuda_ipc_GB": 0.5,
+        "trainer.placement.colocate_all": True,
+    }
+    assert settings(dotted) == {"group_by_module": True, "threshold_gb": 0.5}
+    assert settings({"generator.use_flashrl": True})["group_by_module"]
+
+
+def test_the_model_dtype_of_a_document_is_what_weights_are_cast_to() -> None:
+    options = settings({"generator.model_dtype": "bfloat16"})
+    model = torch.nn.Linear(2, 3)
+    assert {t.dtype for t in collected(ModuleWeightExtractor(**options), model).values()} == {torch.bfloat16}
+    # What is asked for at the call comes first.
+    chunks = list(ModuleWeightExtractor(**options).extract_weights(model, "float16"))
+    assert {dtype for chunk in chunks for dtype in chunk.dtypes} == {"float16"}
+
+
+def test_a_training_backend_of_another_extractor_is_refused() -> None:
+    from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor
+
+    options = settings({"trainer": {"training_backend": "fsdp"}})
+    FSDPWeightExtractor(**options)
+    ModuleWeightExtractor(**options)
+    with pytest.raises(WindlassInvalid, match="training_backend is 'fsdp', and DeepSpeedWeightExtractor"):
+        DeepSpeedWeightExtractor(**options)
+
+
+def test_a_subclass_decides_about_chunks_by_what_it_sets_on_itself() -> None:
+    class Grouped(ModuleWeightExtractor):
+        def __init__(self, value: Any, **options: Any) -> None:
+            super().__init__(**options)
+            self._group_by_module = value
+
+    def sizes(extractor: Any) -> list[int]:
+        return [len(chunk) for chunk in extractor.extract_weights(model)]
+
+    model = policy()
+    grouped, single = sizes(ModuleWeightExtractor(group_by_module=True)), sizes(ModuleWeightExtractor())
+    assert grouped != single
+    assert sizes(Grouped(True)) == grouped
+    assert sizes(Grouped(False, group_by_module=True)) == single
+    with pytest.raises(WindlassInvalid, match="_group_by_module is 1"):
+        list(Grouped(1).extract_weights(model))
+    without = ModuleWeightExtractor()
+    without._batch_by_threshold = True  # type: ignore[attr-defined]
+    with pytest.raises(WindlassInvalid, match="threshold_gb"):
+        list(without.extract_weights(model))

@@ -33,6 +33,7 @@ from windlass import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.config import WeightManagerConfig
 from windlass.receiver import _Tensors
 
 QUIET = {"enabled": False}
@@ -655,7 +656,53 @@ def test_without_an_agent_the_wait_says_that_there_is_none(quiet: WeightManager)
     quiet.offload({"a": torch.ones(2)}, 1, 0, 1)
     with pytest.raises(WindlassTimeout, match=r"agent\.enabled is False"):
         quiet.wait_delta_ready(timeout=0.1)
-    assert quiet.notify_version() is None
+
+
+def test_without_a_controller_gate_and_notify_are_errors_unless_that_was_said(home: str) -> None:
+    """They used to return at once, and nobody saw that nothing was waited for."""
+    with WeightManager(model_id="unsaid", region_dir=home, agent={"enabled": False}) as wm:
+        wm.offload({"a": torch.ones(2)}, 1, 0, 1)
+        for call in (wm.notify_version, wm.notify_version_async, lambda: wm.gate(1)):
+            with pytest.raises(WindlassInvalid, match="no controller") as error:
+                call()
+            assert "controller=None" in error.value.advice
+    assert WeightManagerConfig.from_dict(wm.config.to_dict()) == wm.config
+    told = {"enabled": False}
+    with WeightManager(model_id="alone", region_dir=home, agent=told, controller="http://127.0.0.1:9") as wm:
+        wm.offload({"a": torch.ones(2)}, 1, 0, 1)
+        with pytest.raises(WindlassUnsupported, match=r"agent\.enabled is False"):
+            wm.notify_version()
+
+
+def test_a_version_that_was_never_offloaded_is_not_announced(home: str) -> None:
+    """A controller that is told of it would serve nothing older."""
+    with WeightManager(model_id="false", region_dir=home, controller="http://127.0.0.1:9") as wm:
+        wm.offload({"a": torch.ones(2)}, 3, 0, 1)
+        with pytest.raises(WindlassInvalid, match="version 1000 was not offloaded; the newest is 3"):
+            wm.notify_version(1000)
+
+
+def test_three_versions_with_the_same_bytes_are_warned_of_once(
+    home: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(2)
+    with (
+        caplog.at_level("WARNING", logger="windlass"),
+        WeightManager(model_id="still", region_dir=home) as wm,
+    ):
+
+        def publish(*versions: int) -> int:
+            for version in versions:
+                wm.offload({"a": weight}, version, 0, 1)
+                wm.wait_delta_ready(version, 60.0)
+            return caplog.text.count("have the same bytes")
+
+        assert publish(1, 2) == 0
+        assert publish(4) == 1 and "versions 1, 2, 4 have" in caplog.text
+        assert publish(5) == 1
+        weight += 1
+        assert publish(6, 7) == 1
+        assert publish(8) == 2
 
 
 NOTIFIED = b'{"ok": true, "wait": false, "ahead": 1, "set": "told", "served": null}'
@@ -759,7 +806,7 @@ def test_a_controller_that_is_not_there_is_named(home: str) -> None:
 
 def test_without_a_controller_nothing_is_said_and_no_agent_is_waited_for(home: str) -> None:
     """It used to wait for the agent to listen before it found that there is nobody to tell."""
-    with WeightManager(model_id="mute", region_dir=home) as wm:
+    with WeightManager(model_id="mute", region_dir=home, controller=None) as wm:
         wm.offload({"a": torch.ones(2)}, 1, 0, 1)
         until("there is no agent", lambda: wm.status()["agent"]["pid"] is not None)
         pid = wm.status()["agent"]["pid"]

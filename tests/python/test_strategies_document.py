@@ -182,3 +182,42 @@ def test_the_client_and_the_strategies_table_need_no_torch() -> None:
     )
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout) is False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "words"),
+    [
+        ("broadcast", {"codec": "delta_plain"}, "codec is 'delta_plain': broadcast is 'full'"),
+        ("broadcast", {"link": "tcp"}, "link is 'tcp': broadcast is 'collective'"),
+        ("packed_cuda_ipc", {"codec": "delta_plain"}, "codec is 'delta_plain': IPC is 'full'"),
+        ("tcp", {"codec": "zstd"}, "codec is 'zstd': it is 'full' or 'delta_plain'"),
+        ("tcp", {"codec": "delta_context"}, "plain records only"),
+        ("tcp", {"codec": "full", "mode": "delta"}, "codec is 'full'"),
+        ("tcp", {"link": "nixl"}, "link is 'nixl'"),
+        ("lora", {"lora_sync_path": "/mnt/lora", "codec": "delta_plain"}, "travels whole"),
+    ],
+)
+def test_a_link_or_codec_that_a_strategy_has_not_is_refused(
+    strategy: str, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WindlassInvalid) as error:
+        strategy_class(strategy)(settings)
+    assert words in f"{error.value} {error.value.advice}"
+
+
+def test_a_codec_is_what_receivers_ask_for() -> None:
+    def asks(**settings: Any) -> str:
+        made: Any = strategy_from_config({"strategy": "tcp", **settings})
+        return str(made.settings.asks)
+
+    assert [asks(), asks(codec="full"), asks(codec="delta_plain")] == ["auto", "full", "auto"]
+    assert asks(codec="delta_plain", mode="delta") == "delta"
+    document = {"generator.strategy": "tcp", "generator.codec": "full"}
+    made: Any = strategy_from_config(document)
+    assert made.settings.asks == "full"
+
+
+def test_the_model_dtype_of_a_document_is_published() -> None:
+    document = {"generator.strategy": "tcp", "generator.model_dtype": "bfloat16"}
+    made: Any = strategy_from_config(document)
+    assert made.settings.config().generator_dtype == "bfloat16"

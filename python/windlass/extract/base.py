@@ -63,14 +63,17 @@ class WeightExtractor(ABC):
     size (units of 1024³ bytes); without either, each weight is a chunk. ``dtypes`` maps patterns of checkpoint names
     (``*.A_log``) to dtypes, ``checkpoint`` is one whose dtypes are followed, and both come before
     ``generator_dtype``; see :class:`windlass.names.DtypeRules`. ``names`` is the source map; without one it is made
-    from the model.
+    from the model. ``generator_dtype`` is that of every extraction that names none. ``training_backend`` is what a
+    trainer's document says about the model; another extractor's is refused.
 
-    ``cfg`` is a trainer's configuration: what it says about chunks (:func:`settings`) holds where no option says
+    ``cfg`` is a trainer's configuration: what it says (:func:`settings`) holds where no option says
     otherwise. ``model`` is the one to extract if :meth:`extract_weights` is given none.
     """
 
     #: Whether weights are taken out of a model; those of one's own may have another source.
     needs_model: ClassVar[bool] = False
+    #: Values of ``training_backend`` that mean models of this extractor's kind; none where any may.
+    backends: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
@@ -84,9 +87,19 @@ class WeightExtractor(ABC):
         dtypes: Mapping[str, Dtype] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         names: Views | None = None,
+        generator_dtype: Dtype | None = None,
+        training_backend: str | None = None,
     ) -> None:
         said = {} if cfg is None else settings(cfg)
         self.cfg, self.model = cfg, model
+        training_backend = said.get("training_backend") if training_backend is None else training_backend
+        if training_backend is not None and self.backends and training_backend not in self.backends:
+            raise WindlassInvalid(
+                f"training_backend is {training_backend!r}, and {type(self).__name__} is for "
+                f"{' or '.join(map(repr, sorted(self.backends)))}",
+                "correct trainer.training_backend, or use the extractor of that backend",
+            )
+        self.generator_dtype = said.get("generator_dtype") if generator_dtype is None else generator_dtype
         self.group_by_module = bool(
             said.get("group_by_module") if group_by_module is None else group_by_module
         )
@@ -202,8 +215,13 @@ class WeightExtractor(ABC):
         return DEFAULT_THRESHOLD if self.threshold_bytes is None else self.threshold_bytes
 
     def _flag(self, name: str, otherwise: bool) -> bool:
+        """What a subclass has set; the helper of the same name says nothing."""
         flag = getattr(self, name)
-        return otherwise if callable(flag) else bool(flag)
+        if callable(flag):
+            return otherwise
+        if not isinstance(flag, bool):
+            raise WindlassInvalid(f"{type(self).__name__}.{name} is {flag!r}: expected True or False")
+        return flag
 
     def _helper(self, name: str) -> Callable[..., Any]:
         """A helper, also where a flag of its name hides it."""
@@ -226,6 +244,7 @@ class WeightExtractor(ABC):
         [(['0.weight'], ['bfloat16']), (['0.bias'], ['bfloat16'])]
         """
         dtypes = self.dtypes
+        generator_dtype = self.generator_dtype if generator_dtype is None else generator_dtype
         if generator_dtype is not None:
             dtypes = dataclasses.replace(dtypes, generator_dtype=str(generator_dtype))
         model = self.model if model is None else model
@@ -484,27 +503,28 @@ def _rank() -> int:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The options of an extractor that a trainer's configuration asks for.
+    """The options of an extractor that a trainer's configuration asks for, nested or dotted.
 
     Where trainer and engine share their devices over NCCL, modules travel whole and in batches of
     ``generator.weight_transfer_threshold_cuda_ipc_GB``; ``generator.use_flashrl`` wants whole modules anywhere.
+    ``generator.model_dtype`` is what weights are cast to, and ``trainer.training_backend`` must be the extractor's.
 
     >>> settings({"generator": {"weight_sync_backend": "nccl"}, "trainer": {"placement": {"colocate_all": True}}})
     {'group_by_module': True, 'threshold_gb': 1.0}
     >>> settings({})
     {'group_by_module': False, 'threshold_gb': None}
     """
-    from windlass.strategies.document import section
+    from windlass.strategies.document import flat
 
-    whole = section(config) or {}
-    generator = section(whole.get("generator")) or {}
-    placement = section((section(whole.get("trainer")) or {}).get("placement")) or {}
-    backend = generator.get("weight_sync_backend")
+    said = {key: value for key, value in flat(config) if value is not None}
+    backend = said.get("generator.weight_sync_backend")
     # As windlass.strategies.document has it: whoever demands IPC shares devices.
-    shared = placement.get("colocate_all", backend == "cuda_ipc")
+    shared = said.get("trainer.placement.colocate_all", backend == "cuda_ipc")
     colocated = backend in ("nccl", "cuda_ipc") and bool(shared)
-    threshold = generator.get("weight_transfer_threshold_cuda_ipc_GB", 1.0)
-    return {
-        "group_by_module": colocated or bool(generator.get("use_flashrl")),
+    threshold = said.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
+    options = {
+        "group_by_module": colocated or bool(said.get("generator.use_flashrl")),
         "threshold_gb": threshold if colocated else None,
     }
+    named = {"generator_dtype": "generator.model_dtype", "training_backend": "trainer.training_backend"}
+    return {**options, **{option: said[key] for option, key in named.items() if key in said}}

@@ -29,6 +29,8 @@ class DeepSpeedWeightExtractor(GatheringExtractor):
             send(chunk)                      # on rank 0; the others gather and get nothing
     """
 
+    backends = frozenset({"deepspeed"})
+
     @classmethod
     def fits(cls, model: torch.nn.Module) -> bool:
         """Whether it is an engine, or partitioned by ZeRO-3."""

@@ -42,6 +42,8 @@ class FSDPWeightExtractor(GatheringExtractor):
             send(chunk)                      # on rank 0; the others gather and get nothing
     """
 
+    backends = frozenset({"fsdp", "fsdp2"})
+
     @classmethod
     def fits(cls, model: torch.nn.Module) -> bool:
         """Whether a unit of FSDP or a DTensor is in it."""

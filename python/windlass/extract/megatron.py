@@ -48,6 +48,8 @@ class MegatronWeightExtractor(WeightExtractor):
     detection: whether a Megatron model has adapters is the bridge's knowledge.
     """
 
+    backends = frozenset({"megatron"})
+
     def __init__(
         self,
         bridge_or_cfg: Any = None,

@@ -6,7 +6,6 @@ such a trainer lists its parameters as :class:`Source` and gets metadata, weight
 
 from __future__ import annotations
 
-import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,8 @@ import torch
 from windlass.errors import WindlassInvalid
 from windlass.extract.base import Metadata, WeightExtractor
 from windlass.extract.pieces import Views
-from windlass.names import SourceMap, persistent_buffers
+from windlass.given import names_of
+from windlass.names import persistent_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,27 +88,21 @@ class GatheringExtractor(WeightExtractor):
 
     def _extract_lora(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]] | None:
         from windlass.lora import adapter_sources, is_lora
+        from windlass.merged import adapters_of
 
-        return gathered(adapter_sources(model, self)[0]) if is_lora(model) else None
+        if is_lora(model):
+            return gathered(adapter_sources(model, self)[0])
+        # Any other adapter would be left out, and what is trained with it.
+        adapters_of(model)
+        return None
 
     def _source_map(self, model: torch.nn.Module) -> Views | None:
         if self.names is not None:
             return self.names
         if self._made is None or self._made[0]() is not model:
             # Made once: that takes a pass over the model's structure.
-            self._made = (weakref.ref(model), _names(model))
+            self._made = (weakref.ref(model), names_of(model))
         return self._made[1]
-
-
-def _names(model: torch.nn.Module) -> Views:
-    """The names of a transformers model, or those of any other without what wrappers add."""
-    # Whoever made such a model has imported the library; for all others it is not worth the time.
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and any(
-        isinstance(module, transformers.PreTrainedModel) for module in model.modules()
-    ):
-        return SourceMap.from_model(model)
-    return SourceMap()
 
 
 def gathered(sources: Iterable[Source]) -> Iterator[tuple[str, Tensor]]:

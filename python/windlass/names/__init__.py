@@ -20,13 +20,14 @@ from windlass.names.dtypes import DtypeRules, canonical_dtype
 from windlass.names.quantised import SCHEMES, Scheme, quantization_config
 from windlass.names.selection import Chosen, Selection
 from windlass.names.source_map import Rule, SourceMap
-from windlass.names.view import Box, Shape, View, split_rows, transpose
+from windlass.names.view import AsTheyAre, Box, Shape, View, split_rows, transpose
 
 if TYPE_CHECKING:
     from windlass.names.conversion import persistent_buffers
 
 __all__ = [
     "SCHEMES",
+    "AsTheyAre",
     "Box",
     "Chosen",
     "DtypeRules",

@@ -2,7 +2,8 @@
 
 Trainers have tensors that no engine loads: value heads, scores, critics. Where the names of the checkpoint
 are known (a checkpoint was given, or the map was made from the model) every name that is not among them is an
-extra; where they are not, extras are told by their usual names.
+extra; where they are not, extras are told by their usual names. An extra that is trained and has no such name is an
+error: it would be missed.
 """
 
 from __future__ import annotations
@@ -60,10 +61,16 @@ class Selection:
         if self.extras not in ("ignore", "error"):
             raise WindlassInvalid(f'extras is {self.extras!r}; it may be "ignore" or "error"')
 
-    def choose(self, names: Iterable[str], checkpoint: Collection[str] | None = None) -> Chosen:
+    def choose(
+        self,
+        names: Iterable[str],
+        checkpoint: Collection[str] | None = None,
+        trained: Collection[str] = (),
+    ) -> Chosen:
         """Choose among image names, given the checkpoint's names where they are known.
 
-        What was left out or is missing is logged here: call it once for a model.
+        What was left out or is missing is logged here: call it once for a model. It is an error if something of ``trained``
+        is an extra, unless it has the usual name of one.
         """
         kept: list[str] = []
         excluded: list[str] = []
@@ -82,6 +89,13 @@ class Selection:
         missing = [name for name in missing if not _matches(name, self.exclude)]
         if self.include:
             missing = [name for name in missing if _matches(name, self.include)]
+        lost = [name for name in extras if name in trained and not _matches(name, _USUAL_EXTRAS)]
+        if lost:
+            raise WindlassInvalid(
+                f"{len(lost)} trainable parameters are not part of the checkpoint and would be left out of the image: "
+                f"{_some(lost)}",
+                "include=[...] publishes them, exclude=[...] leaves them out",
+            )
         self._report(every, kept, extras, missing)
         return Chosen(tuple(kept), tuple(excluded), tuple(extras), tuple(missing))
 

@@ -311,6 +311,22 @@ class SourceMap:
             raise
         return tuple(views)
 
+    def is_adapter(self, name: str) -> bool:
+        """Whether a parameter is taken for an adapter's, and left out by its name alone.
+
+        >>> SourceMap().is_adapter("model.layers.0.q_proj.lora_A.default.weight")
+        True
+        """
+        return self._clean(name) is None
+
+    def with_saved_modules(self, adapter: str) -> Self:
+        """The same map with `saved_modules`, unless it has an adapter for that already."""
+        if self._clean.saved_modules is not None:
+            return self
+        made = self.then()
+        made._clean = replace(made._clean, saved_modules=adapter)
+        return made
+
     def written(self) -> dict[str, Shape] | None:
         """The names and shapes of the model's checkpoint, where the map was made from a model; else None.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Box", "Shape", "View", "compose", "split_rows", "tile_exactly", "transpose", "whole"]
+__all__ = ["AsTheyAre", "Box", "Shape", "View", "compose", "split_rows", "tile_exactly", "transpose", "whole"]
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
@@ -69,6 +69,21 @@ class View:
     def image_box(self) -> Box:
         """The range that the box fills in each dimension of the image tensor."""
         return tuple((at, at + extent) for at, extent in zip(self.at, self.extent, strict=True))
+
+
+class AsTheyAre:
+    """Names that are those of the image already, in place of a :class:`windlass.SourceMap`."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self._shapes = dict(shapes)
+
+    def views(self, name: str, shape: Iterable[int]) -> tuple[View, ...]:
+        """The tensor itself."""
+        return (whole(name, tuple(shape)),)
+
+    def written(self) -> dict[str, Shape]:
+        """All of them belong to the image."""
+        return self._shapes
 
 
 def whole(name: str, shape: Shape) -> View:

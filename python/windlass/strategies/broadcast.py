@@ -71,7 +71,10 @@ class BroadcastSettings(Config):
         object.__setattr__(self, "engines", tuple(_shape(engine) for engine in self.engines))
         self._choice("weight_sync_backend", "nccl", "gloo")
         self._text("group_name")
-        self._text("master_addr", "device", "link", "codec", optional=True)
+        self._text("master_addr", "device", optional=True)
+        self._carries(
+            "broadcast is", ("collective",), ("full",), "deltas and other links need strategy 'tcp'"
+        )
         self._flag("override_existing_update_group")
         self._seconds("timeout", "join_timeout")
 

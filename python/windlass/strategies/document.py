@@ -23,7 +23,7 @@ from typing import Any
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Document", "is_document", "offloading", "plain", "section", "settings_for"]
+__all__ = ["Document", "codec_of", "flat", "is_document", "offloading", "plain", "section", "settings_for"]
 
 log = logging.getLogger("windlass")
 
@@ -54,9 +54,9 @@ KEYS = {
     f"{_ENGINES}pipeline_parallel_size": "ranks of an engine",
     f"{_ENGINES}data_parallel_size": "ranks of an engine",
     "generator.engines": "the shapes of the engines, one by one",
-    "generator.model_dtype": "what weights are cast to; the extractor's",
-    "generator.use_flashrl": "whole modules in one chunk; the extractor's",
-    "generator.enable_prefix_caching": "whether there is a cache to reset; the client's",
+    "generator.model_dtype": "what weights are cast to; tcp's, and windlass.extract.settings",
+    "generator.use_flashrl": "whole modules in one chunk; windlass.extract.settings",
+    "generator.enable_prefix_caching": "whether there is a cache to reset; windlass.client.settings",
     "generator.group_name": "the name of the update group",
     "generator.master_addr": "the address of training rank 0",
     "generator.timeout": "seconds for one transfer",
@@ -64,7 +64,7 @@ KEYS = {
     "generator.model_id": "which policy",
     "generator.image_dir": "where receivers keep their image",
     "trainer.placement.colocate_all": "whether engines run on the trainers' GPUs",
-    "trainer.training_backend": "fsdp, megatron or deepspeed; the extractor's",
+    "trainer.training_backend": "fsdp, megatron or deepspeed; windlass.extract.settings",
     f"{_LORA}rank": "more than 0 for an adapter",
     f"{_LORA}alpha": "the adapter's scale; the model's",
     f"{_LORA}dropout": "the adapter's dropout; the model's",
@@ -260,7 +260,7 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
     def some(*names: str) -> dict[str, Any]:
         return {name: values[f"generator.{name}"] for name in names if f"generator.{name}" in values}
 
-    own: dict[str, Any] = {"link": choice["link"], "codec": choice["codec"]}
+    own: dict[str, Any] = {"link": choice["link"], "codec": codec_of(choice, document.overrides())}
     if strategy == "broadcast":
         own |= {
             "engines": document.engines,
@@ -272,7 +272,10 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
         threshold = values.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
         own |= {"weight_transfer_threshold_cuda_ipc_GB": threshold, **some("timeout")}
     elif strategy == "tcp":
-        own |= {**offloading(choice, document.overrides()), **some("model_id", "image_dir", "timeout")}
+        manager = offloading(choice, document.overrides()).get("manager", {})
+        if "generator.model_dtype" in values:
+            manager = {**manager, "generator_dtype": values["generator.model_dtype"]}
+        own |= {"manager": manager, **some("model_id", "image_dir", "timeout")}
     elif strategy == "lora":
         path = values.get(f"{_LORA}lora_sync_path")
         own |= {
@@ -280,6 +283,14 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
             **some("model_id", "image_dir", "timeout"),
         }
     return own
+
+
+def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
+    """The codec of a choice, as a setting. Agents write plain records, so context mode is only demanded, never taken."""
+    named = {key.removeprefix("generator."): value for key, value in overrides.items()}
+    if choice["codec"] == "delta_context" and named.get("codec") is None:
+        return "delta_plain"
+    return str(choice["codec"])
 
 
 def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,6 +306,17 @@ def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     if choice["strategy"] != "tcp" or (choice["offload"] == "copy" and named.get("offload_mode") != "copy"):
         return {}
     return {"manager": {"offload_mode": choice["offload"]}}
+
+
+def flat(config: Any) -> Iterator[tuple[str, Any]]:
+    """Every key of ours in a document with its value, dotted, however it is written.
+
+    >>> list(flat({"generator": {"strategy": "tcp", "n": 8}, "trainer.training_backend": "fsdp"}))
+    [('generator.strategy', 'tcp'), ('trainer.training_backend', 'fsdp')]
+    """
+    for key, place, last in _keys(config, ""):
+        if key in KEYS:
+            yield key, plain(place[last])
 
 
 def _keys(config: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:

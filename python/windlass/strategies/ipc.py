@@ -78,7 +78,7 @@ class IpcSettings(Config):
     def __post_init__(self) -> None:
         self._seconds("timeout")
         self._above_zero("a size in GB", "weight_transfer_threshold_cuda_ipc_GB")
-        self._text("link", "codec", optional=True)
+        self._carries("IPC is", ("cuda_ipc", "shm"), ("full",), "deltas and other links need strategy 'tcp'")
         if self.device not in ("auto", "cuda", "cpu"):
             raise WindlassInvalid(f"device is {self.device!r}: expected 'auto', 'cuda' or 'cpu'")
 

@@ -23,13 +23,13 @@ import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.lora import CONFIG, WEIGHTS, LoraState, collect_lora, is_lora, save_lora
+from windlass.names import AsTheyAre
 from windlass.request import LoraDiskWeightUpdateRequest, PullWeightUpdateRequest
 from windlass.strategies.tcp import (
-    AsTheyAre,
     TcpSettings,
     TcpTransferReceiver,
     TcpTransferSender,
@@ -64,7 +64,9 @@ class LoraLoader(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(TcpSettings):
     """``keep`` versions stay on ``lora_sync_path``. ``adapter_config`` is PEFT's, needed where there is no such path or
-    where chunks are sent; ``name`` begins the names of the directories."""
+    where chunks are sent; ``name`` begins the names of the directories. An adapter that is written as a file travels whole."""
+
+    links: ClassVar[tuple[str, ...]] = ("file", "shm", "tcp")
 
     lora_sync_path: str | None = None
     adapter_config: Mapping[str, Any] | None = None
@@ -79,6 +81,8 @@ class LoraSettings(TcpSettings):
         self._count("keep", 1, 1 << 20)
         if self.adapter_config is not None and not isinstance(self.adapter_config, Mapping):
             raise self._bad("adapter_config", "a dictionary, as in adapter_config.json")
+        if self.by_file and self.codec not in (None, "full"):
+            raise self._bad("codec", "'full', since an adapter that is written as a file travels whole")
         if self.by_file and self.lora_sync_path is None:
             raise self._bad("lora_sync_path", "a directory that trainers and engines see, for link 'file'")
         if not self.by_file and self.adapter_config is None:

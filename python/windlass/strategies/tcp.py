@@ -28,11 +28,12 @@ import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from windlass import _windlass
 from windlass.config import Config, WeightManagerConfig
 from windlass.errors import WindlassDenied, WindlassInvalid, WindlassStale
+from windlass.names import AsTheyAre
 from windlass.request import Identity, PullWeightUpdateRequest
 from windlass.strategies.group import node_address
 from windlass.strategies.trainer import TrainerRanks, each_chunk
@@ -45,14 +46,12 @@ if TYPE_CHECKING:
     from windlass.chunk import WeightChunk
     from windlass.dtypes import Dtype
     from windlass.manager import WeightManager
-    from windlass.names import View
     from windlass.receiver import Image, Receiver
     from windlass.request import WeightUpdateRequest
     from windlass.strategy import InferenceClient, WeightLoader
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = [
-    "AsTheyAre",
     "ImageLoader",
     "TcpSettings",
     "TcpTransferReceiver",
@@ -75,7 +74,11 @@ class ImageLoader(Protocol):
 class TcpSettings(Config):
     """``manager`` are fields of :class:`windlass.WeightManagerConfig`. ``image_dir`` is where each engine keeps its
     image; without it, a directory in ``/dev/shm`` that is removed at the end. ``timeout`` bounds a version's way from
-    the offload to the image. ``mode`` is what receivers ask for; ``link`` "shm" keeps the agent on loopback."""
+    the offload to the image. ``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps
+    the agent on loopback."""
+
+    #: What ``link`` may be.
+    links: ClassVar[tuple[str, ...]] = ("shm", "tcp")
 
     model_id: str = "policy"
     manager: Mapping[str, Any] = field(default_factory=dict)
@@ -87,9 +90,17 @@ class TcpSettings(Config):
 
     def __post_init__(self) -> None:
         self._text("model_id")
-        self._text("image_dir", "link", "codec", optional=True)
+        self._text("image_dir", optional=True)
+        self._carries(
+            "it is",
+            self.links,
+            ("full", "delta_plain"),
+            "agents write plain records only; for whole images, codec is 'full'",
+        )
         self._seconds("timeout")
         self._choice("mode", "full", "delta", "auto")
+        if (self.codec, self.mode) in (("full", "delta"), ("delta_plain", "full")):
+            raise self._bad("codec", f"the other one for the mode {self.mode!r}")
         if not isinstance(self.manager, Mapping):
             raise self._bad("manager", "a dictionary of the fields of WeightManagerConfig")
         self.config()
@@ -99,6 +110,11 @@ class TcpSettings(Config):
         if key in {known.name for known in fields(WeightManagerConfig)}:
             return f"it belongs under 'manager', as in {{'manager': {{{key!r}: ...}}}}"
         return super()._hint(key, known)
+
+    @property
+    def asks(self) -> Literal["full", "delta", "auto"]:
+        """What receivers ask for."""
+        return "full" if self.codec == "full" else self.mode
 
     def config(self) -> WeightManagerConfig:
         """How the trainer publishes."""
@@ -318,7 +334,7 @@ class TcpTransferSender(WeightTransferSender):
                 "something else took the reserved port; make new sync info",
             )
         identity = Identity(self._config.model_id, manager.incarnation, version)
-        await client.update_weights(PullWeightUpdateRequest(identity, endpoint, self._settings.mode))
+        await client.update_weights(PullWeightUpdateRequest(identity, endpoint, self._settings.asks))
 
     def close(self) -> None:
         """Ends the agent, and removes its region and token."""
@@ -328,23 +344,6 @@ class TcpTransferSender(WeightTransferSender):
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             reserved.release()
-
-
-class AsTheyAre:
-    """Names that are those of the image already, in place of a :class:`windlass.SourceMap`."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = dict(shapes)
-
-    def views(self, name: str, shape: Iterable[int]) -> tuple[View, ...]:
-        """The tensor itself."""
-        from windlass.names.view import whole
-
-        return (whole(name, tuple(shape)),)
-
-    def written(self) -> dict[str, tuple[int, ...]]:
-        """All of them belong to the image."""
-        return self._shapes
 
 
 class _Stream:
