@@ -69,7 +69,7 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: pathlib.Path) -> None
 
 
 def test_a_region_that_another_user_made_first_is_refused(tmp_path: pathlib.Path) -> None:
-    region = tmp_path / "policy"
+    region = tmp_path / "windlass-policy"
     region.mkdir()
     # With a token of its own: by it, the weights could be pulled.
     (region / "token").write_text(TOKEN)
