@@ -18,6 +18,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class LoraState:
     The tensors are copies: training may go on while they are written or sent.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,8 +125,6 @@ def save_lora(
     ...     path.name, sorted(file.name for file in path.iterdir())
     ('adapter-3', ['adapter_config.json', 'adapter_model.safetensors'])
     """
-    from safetensors.torch import save_file
-
     folder = pathlib.Path(folder)
     target = folder / f"{name}-{version}"
     if target.exists():
@@ -133,9 +132,7 @@ def save_lora(
     folder.mkdir(parents=True, exist_ok=True)
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{name}-{version}-", dir=folder))
     try:
-        # The format has no strides and allows no two names for the same bytes.
-        whole = {key: tensor.detach().contiguous().clone() for key, tensor in state.tensors.items()}
-        save_file(whole, draft / WEIGHTS, metadata={"format": "pt"})
+        _write(draft / WEIGHTS, state.tensors)
         (draft / CONFIG).write_text(json.dumps(state.config, indent=2, sort_keys=True) + "\n")
         for file in (draft / WEIGHTS, draft / CONFIG, draft):
             _sync(file)
@@ -147,6 +144,32 @@ def save_lora(
         raise
     _sync(folder)
     return target
+
+
+def _write(file: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file, tensor by tensor: never more than one of them is held besides."""
+    import torch
+
+    from windlass.names.dtypes import DTYPES, canonical_dtype
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # The widest elements first, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        stored = DTYPES[canonical_dtype(tensor.dtype)][0]
+        header[name] = {"dtype": stored, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            # The format has no strides.
+            flat = tensors[name].detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+            out.write(flat.numpy().data)
 
 
 def _find(model: torch.nn.Module) -> tuple[str, Any] | None:

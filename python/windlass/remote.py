@@ -32,23 +32,30 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from windlass.client import InferenceEngine
 from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
 from windlass.http import Answer, HttpClient
 from windlass.request import BroadcastWeightUpdateRequest, LoraDiskWeightUpdateRequest
 from windlass.strategy import WeightLoader, each_tensor, strategy_from_config
-from windlass.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
+from windlass.sync_info import (
+    AgentWeightSyncInfo,
+    EmptyWeightSyncInfo,
+    EngineShape,
+    TorchDistributedWeightSyncInfo,
+)
 
 if TYPE_CHECKING:
     from windlass.receiver import Image
     from windlass.request import WeightUpdateRequest
-    from windlass.strategy import NamedTensors
+    from windlass.strategy import NamedTensors, WeightTransferReceiver
     from windlass.sync_info import WeightSyncInfo
 
 __all__ = ["RemoteEngine", "RemoteWeightLoader", "SglangEngine", "VllmEngine", "remote_engine"]
@@ -215,11 +222,24 @@ class VllmEngine(RemoteEngine):
 
 class SglangEngine(RemoteEngine):
     """An SGLang server, which joins the update group by itself. ``pause_mode`` is retract (default), in_place or abort.
-    ``flush_timeout`` is how long its cache may take to become free."""
+    ``flush_timeout`` is how long its cache may take to become free.
 
-    def __init__(self, url: str, *, flush_timeout: float = 10.0, **how: Any) -> None:
+    On this host it also takes versions that are pulled (``tcp``): this process has the image, and the server reads it in
+    place. ``model`` is the directory that the server was started from; without it, the server is asked."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        flush_timeout: float = 10.0,
+        model: str | os.PathLike[str] | None = None,
+        **how: Any,
+    ) -> None:
         super().__init__(url, **how)
         self._flush = flush_timeout
+        self._model = model
+        #: This process's end, and what has the server read its image.
+        self._pulled: tuple[WeightTransferReceiver, RemoteWeightLoader] | None = None
         #: Whether updates are framed by a session; found out at the first one.
         self._session: bool | None = None
         self._open = False
@@ -228,6 +248,9 @@ class SglangEngine(RemoteEngine):
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
         """Every rank of the server joins the group."""
         if self._adapters_only(sync_info):
+            return
+        if isinstance(sync_info, AgentWeightSyncInfo) and await asyncio.to_thread(self._is_here):
+            await self._pull_beside(sync_info, rank_offset)
             return
         if not isinstance(sync_info, TorchDistributedWeightSyncInfo):
             raise WindlassUnsupported(
@@ -240,6 +263,38 @@ class SglangEngine(RemoteEngine):
         body = self._group_body(sync_info, rank_offset)
         await self._post("/init_weights_update_group", body, stage="join")
         self._group = sync_info.group_name
+
+    def _is_here(self) -> bool:
+        """Whether the server is on this host, and so sees what this process has received."""
+        host = urlsplit(self.server.url).hostname
+        with contextlib.suppress(OSError):
+            for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+                with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
+                    # Only an address of this host can be bound.
+                    own.bind(address)
+                    return True
+        return False
+
+    async def _pull_beside(self, sync_info: AgentWeightSyncInfo, rank_offset: int) -> None:
+        await self._forget()
+        model = self._model
+        if model is None:
+            said = await asyncio.to_thread(self.server.get, "/model_info", stage="ask for its model")
+            model = self._model = str(said.object().get("model_path", ""))
+        if not os.path.isdir(model):
+            raise WindlassInvalid(
+                f"{self.name} serves {os.fspath(model)!r}, which is no directory of this host",
+                "give model=, the directory with the configuration and tokenizer of the model",
+            )
+        config = self._strategy or {"strategy": "tcp", "model_id": sync_info.model_id}
+        strategy = strategy_from_config(config)
+        receiver = await asyncio.to_thread(strategy.create_receiver, sync_info, rank=rank_offset)
+        self._pulled = receiver, RemoteWeightLoader("sglang", self.server.url, model, server=self.server)
+
+    async def _forget(self) -> None:
+        pulled, self._pulled = self._pulled, None
+        if pulled is not None:
+            await asyncio.to_thread(pulled[0].close)
 
     async def start_update(self) -> None:
         """Opens the session, where the server has one."""
@@ -264,6 +319,9 @@ class SglangEngine(RemoteEngine):
                 "flush_cache": False,
             }
             await self._post("/update_weights_from_distributed", body, stage="update")
+        elif self._pulled is not None:
+            receiver, loader = self._pulled
+            await receiver.receive_and_load_weights(request, loader)
         else:
             raise WindlassUnsupported(
                 f"an SGLang server takes no {type(request).__name__} over HTTP",
@@ -314,7 +372,8 @@ class SglangEngine(RemoteEngine):
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        """Every rank of the server leaves the group."""
+        """Every rank of the server leaves the group, or what was pulled is let go of."""
+        await self._forget()
         await self._leave_group()
 
 
@@ -335,7 +394,7 @@ class RemoteWeightLoader(WeightLoader):
 
     ``model`` is the directory that the server was started from: its configuration and tokenizer are linked beside the
     weights. An image (see :class:`windlass.strategies.tcp.ImageLoader`) is linked and not copied; tensors that come one
-    by one are written once, below ``scratch``.
+    by one are written once, below ``scratch``. ``server`` is a connection to use in place of one of its own.
     """
 
     def __init__(
@@ -347,11 +406,12 @@ class RemoteWeightLoader(WeightLoader):
         token: str | None = None,
         timeout: float = 600.0,
         scratch: str | os.PathLike[str] = "/dev/shm",
+        server: HttpClient | None = None,
     ) -> None:
         if kind not in ("vllm", "sglang"):
             raise WindlassInvalid(f"there is no loader for {kind!r}: expected 'vllm' or 'sglang'")
         self._kind, self._model = kind, Path(model)
-        self._server = HttpClient(url, token=token, timeout=timeout)
+        self._server = server or HttpClient(url, token=token, timeout=timeout)
         self._scratch = Path(scratch)
 
     async def load_image(self, image: Image) -> None:

@@ -298,3 +298,52 @@ def test_a_remote_loader_makes_a_directory_that_the_server_can_read(
     assert files == ["config.json", "model.safetensors", "tokenizer.json"]
     assert tensors["w"].tolist() == [0.0, 1.0, 2.0]
     assert list(scratch.iterdir()) == []
+
+
+def test_an_sglang_server_beside_its_trainer_reads_what_was_pulled(tmp_path: Path) -> None:
+    """The strategy that a colocated SGLang gets is one that its adapter takes."""
+    from safetensors.torch import load_file
+
+    from windlass import AgentWeightSyncInfo, ModuleWeightExtractor, WeightSyncManager, strategy_from_config
+    from windlass.strategies.tcp import TcpTransferStrategy
+
+    document = {
+        "generator": {"backend": "sglang", "weight_sync_backend": "nccl", "model_id": "actor", "timeout": 60},
+        "trainer": {"placement": {"colocate_all": True}},
+    }
+    strategy = strategy_from_config(document)
+    assert isinstance(strategy, TcpTransferStrategy)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    seen: list[Any] = []
+
+    def read(body: Any) -> Any:
+        seen.append(load_file(Path(body["model_path"]) / "model.safetensors")["weight"].tolist())
+        return OK
+
+    routes = {
+        **SGLANG,
+        "POST /update_weights_from_disk": read,
+        "GET /model_info": (200, {"model_path": str(model)}),
+    }
+    layer = torch.nn.Linear(2, 1, bias=False)
+
+    async def run(url: str) -> None:
+        client = InferenceEngineClient([SglangEngine(url)], prefix_cache="keep")
+        manager = WeightSyncManager(strategy, ModuleWeightExtractor(), client)
+        await manager.initialize()
+        for value in (1.0, 2.0):
+            with torch.no_grad():
+                layer.weight.fill_(value)
+            await manager.sync_weights(layer)
+        await client.aclose()
+        manager.close()
+
+    with serving(routes) as fake:
+        asyncio.run(run(fake.url))
+    assert seen == [[[1.0, 1.0]], [[2.0, 2.0]]]
+    with serving({**routes, "GET /model_info": (200, {"model_path": "Qwen/Qwen3-8B"})}) as fake:
+        agent = AgentWeightSyncInfo(["http://127.0.0.1:1"], "t" * 64, "m")
+        with pytest.raises(WindlassInvalid, match="no directory of this host"):
+            asyncio.run(SglangEngine(fake.url).init_weight_transfer(agent, 1))

@@ -27,9 +27,10 @@ from windlass.errors import (
 )
 from windlass.load.order import Report
 from windlass.load.trace import trace
+from windlass.names.checkpoint import checkpoint_layout
 from windlass.sglang import SGLangLora, SGLangWeightLoader, custom, payload
 from windlass.sglang.links import link_model
-from windlass.sglang.served import Rules, Served, Shape, read_header
+from windlass.sglang.served import Rules, Served, Shape
 from windlass.sglang.session import SglangSession
 
 
@@ -99,6 +100,19 @@ def test_a_checkpoint_in_shards_is_read_by_its_index(tmp_path: Path) -> None:
     assert Served.from_checkpoint(tmp_path).tensors == {"a": ("float32", (2,)), "b": ("bfloat16", (3,))}
 
 
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/secret.safetensors", "..", "sub/a.safetensors"])
+def test_an_index_that_leads_out_of_its_directory_is_refused_for_what_an_engine_serves(
+    file: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    (model / "sub").mkdir(parents=True)
+    for place in (tmp_path / "secret.safetensors", model / "sub" / "a.safetensors", model / "b.safetensors"):
+        save_file({"a": torch.zeros(2)}, place)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(WindlassCorrupt, match="no plain file name"):
+        Served.from_checkpoint(model)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -113,8 +127,8 @@ def test_a_checkpoint_in_shards_is_read_by_its_index(tmp_path: Path) -> None:
 def test_a_file_that_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(WindlassCorrupt, match="safetensors file"):
-        read_header(file)
+    with pytest.raises(WindlassCorrupt, match="model.safetensors"):
+        checkpoint_layout(file)
 
 
 def test_a_checkpoint_that_cannot_be_judged_is_refused(tmp_path: Path) -> None:

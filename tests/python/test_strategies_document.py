@@ -42,6 +42,12 @@ COLOCATED = {"generator.weight_sync_backend": "nccl", "trainer.placement.colocat
         ({**COLOCATED, "generator.pack_weights": False}, "CudaIpcTransferStrategy"),
         ({**COLOCATED, "generator.use_cuda_ipc": False}, "TcpTransferStrategy"),
         ({**COLOCATED, "generator.weight_sync_backend": "gloo"}, "BroadcastTransferStrategy"),
+        ({**COLOCATED, "generator.run_engines_locally": False}, "BroadcastTransferStrategy"),
+        ({**COLOCATED, "generator.backend": "sglang"}, "TcpTransferStrategy"),
+        (
+            {**COLOCATED, "generator.backend": "sglang", "generator.weight_sync_backend": "gloo"},
+            "BroadcastTransferStrategy",
+        ),
         ({"generator.weight_sync_backend": "nccl"}, "BroadcastTransferStrategy"),
         ({"generator.weight_sync_backend": "gloo"}, "BroadcastTransferStrategy"),
         (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from windlass import (
     Identity,
     Image,
     PullWeightUpdateRequest,
+    WeightChunk,
     WeightLoader,
     WeightSyncInfo,
     WeightSyncManager,
@@ -27,6 +31,7 @@ from windlass import (
 )
 from windlass.client import InferenceEngine, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
+from windlass.strategies.spool import Spool
 from windlass.strategies.tcp import TcpTransferReceiver
 
 
@@ -189,3 +194,71 @@ def test_a_restarted_trainer_is_followed_by_new_sync_info(tmp_path: Path) -> Non
     first, second = asyncio.run(life(1.0, 9)), asyncio.run(life(2.0, 3))
     assert first.loader.tensors["weight"].max() == 1.0
     assert second.loader.tensors["weight"].max() == 2.0
+
+
+def alive() -> int:
+    """Bytes of the chunks' tensors and of their copies that are there now; views of files and shared memory are none."""
+    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu")
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes() == CHUNK}.values())
+
+
+CHUNK, CHUNKS = 4 << 20, 10
+
+
+@pytest.mark.parametrize("how", ["tcp", "adapter by file", "adapter pulled"])
+def test_chunks_are_sent_without_keeping_them_in_memory(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = {"strategy": "lora", "adapter_config": {"peft_type": "LORA", "r": 8}}
+    settings = {
+        "tcp": config(tmp_path),
+        "adapter by file": {**adapter, "lora_sync_path": str(tmp_path / "lora")},
+        "adapter pulled": config(tmp_path, **adapter),
+    }[how]
+    seen: list[int] = []
+    read = Spool.__getitem__
+
+    def look(spool: Spool, name: str) -> Any:
+        seen.append(alive())
+        return read(spool, name)
+
+    monkeypatch.setattr(Spool, "__getitem__", look)
+
+    def chunks(version: int) -> Iterator[WeightChunk]:
+        for number in range(CHUNKS):
+            # Written, so that it is memory and not a promise.
+            tensor = torch.full((CHUNK // 4,), float(number + version))
+            chunk = WeightChunk.of([(f"layers.{number}.q.lora_A.weight", tensor)])
+            del tensor
+            yield chunk
+            del chunk
+            seen.append(alive())
+
+    class Client:
+        async def update_weights(self, request: Any) -> None:
+            seen.append(alive())
+
+    async def run() -> None:
+        strategy = strategy_from_config(settings)
+        info = strategy.create_sync_info()
+        with strategy.create_sender(info) as sender:
+            for version in range(2):
+                await sender.send_chunks(chunks(version), Client())
+
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(seen) >= 2 * CHUNKS
+    # One that is sent, one that is made, and one on its way: not all 40 MiB. The rest is what Python itself holds.
+    assert max(seen) <= 3 * CHUNK, [bytes_ // CHUNK for bytes_ in seen]
+    assert peak < 3 * CHUNK + (8 << 20), peak >> 20
+    if how == "adapter by file":
+        from safetensors.torch import load_file
+
+        written = load_file(tmp_path / "lora" / "adapter-2" / "adapter_model.safetensors")
+        assert len(written) == CHUNKS
+        assert all(float(t[0]) == int(name.split(".")[1]) + 1 for name, t in written.items())

@@ -36,7 +36,8 @@ _SINGLE = "model.safetensors"
 def checkpoint_layout(path: str | os.PathLike[str]) -> Layout:
     """The names, dtypes and shapes of a checkpoint: a safetensors file, an index, or a directory.
 
-    In a directory an index counts first, then `model.safetensors`, then all safetensors files but adapters'.
+    In a directory an index counts first, then `model.safetensors`, then all safetensors files but adapters' and a
+    `consolidated.safetensors` that holds the same in another format.
     """
     where = Path(path)
     if where.is_dir():
@@ -45,6 +46,7 @@ def checkpoint_layout(path: str | os.PathLike[str]) -> Layout:
         if (where / _SINGLE).is_file():
             return _header(where / _SINGLE)
         files = sorted(file for file in where.glob("*.safetensors") if not file.name.startswith("adapter_"))
+        files = [file for file in files if file.name != "consolidated.safetensors"] or files
         if not files:
             raise WindlassNotFound(f"there is no safetensors file in {str(where)!r}")
         return _union(files)
@@ -76,7 +78,7 @@ def _indexed(index: Path) -> Layout:
     headers: dict[str, Layout] = {}
     found: Layout = {}
     for name, file in names.items():
-        # An index must not lead out of its own directory.
+        # An index must not lead out of its own directory: nobody loads by it what lies elsewhere.
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
             raise WindlassCorrupt(
                 f"{str(index)!r} names the file {file!r} for {name!r}, which is no plain file name"

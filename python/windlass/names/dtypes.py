@@ -56,14 +56,12 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
         **{stored: name for name, (stored, _) in DTYPES.items()},
         **{"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32"},
         **{"long": "int64", "cfloat": "complex64"},
-        # As configurations have them: bf16, fp16, f32.
-        **{stored.lower(): name for name, (stored, _) in DTYPES.items()},
-        **{
-            stored.lower().replace("f", "fp", 1): name
-            for name, (stored, _) in DTYPES.items()
-            if stored[0] == "F"
-        },
     }
+)
+#: As configurations have them (bf16, fp16, f32), besides what the core reads in files and requests.
+_SHORT: Mapping[str, str] = MappingProxyType(
+    {stored.lower(): name for name, (stored, _) in DTYPES.items()}
+    | {f"fp{stored[1:].lower()}": name for name, (stored, _) in DTYPES.items() if stored[0] == "F"}
 )
 _PACKED = frozenset({"float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"})
 _WIDE = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -76,7 +74,8 @@ def canonical_dtype(spelling: object) -> str:
     >>> canonical_dtype("BF16"), canonical_dtype("torch.float32"), canonical_dtype("bf16"), canonical_dtype("fp16")
     ('bfloat16', 'float32', 'bfloat16', 'float16')
     """
-    name = _SPELLINGS.get(str(spelling).removeprefix("torch."))
+    bare = str(spelling).removeprefix("torch.")
+    name = _SPELLINGS.get(bare) or _SHORT.get(bare)
     if name is None:
         raise WindlassInvalid(
             f"unknown dtype {str(spelling)!r}",

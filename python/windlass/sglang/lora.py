@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassTimeout, WindlassUnsupported
+from windlass.names.checkpoint import checkpoint_layout
 from windlass.sglang import payload
 from windlass.sglang.engine import Facts, connect
-from windlass.sglang.served import Shape, read_header
+from windlass.sglang.served import Shape
 
 if TYPE_CHECKING:
     from windlass.lora import LoraState
@@ -94,7 +95,7 @@ class SGLangLora:
         except ValueError as e:
             raise WindlassInvalid(f"{path / CONFIG} is not JSON: {e}") from e
         body = {"lora_path": str(path.resolve())}
-        return self._load("load_lora_adapter", body, config, read_header(path / WEIGHTS), version)
+        return self._load("load_lora_adapter", body, config, checkpoint_layout(path / WEIGHTS), version)
 
     def _load_state(self, state: LoraState, version: int) -> str:
         shapes: dict[str, Shape] = {

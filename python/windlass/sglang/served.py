@@ -1,7 +1,6 @@
 """What an engine serves, told by the checkpoint it was started from; and whether offered weights fit.
 
-Owns: reading the headers of a checkpoint's safetensors files, and the rules by which names, shapes and dtypes are
-judged. Called by the loader before an engine is touched, and by every worker before its first write, with the same
+Owns: the rules by which names, shapes and dtypes are judged. The headers are read by :mod:`windlass.names.checkpoint`. Called by the loader before an engine is touched, and by every worker before its first write, with the same
 result. Must not: read tensors; import torch or the engine.
 
 An engine's own loader raises in the middle of a load, or skips in silence, when a name, a shape or a dtype is not the
@@ -20,23 +19,19 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import struct
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from windlass import _windlass
-from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassNotFound, WindlassUnsupported
+from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassUnsupported
+from windlass.names.checkpoint import checkpoint_layout
 
-__all__ = ["Fit", "Rules", "Served", "Shape", "read_header"]
+__all__ = ["Fit", "Rules", "Served", "Shape"]
 
 #: Dtype (canonical name) and shape of a tensor.
 Shape = tuple[str, tuple[int, ...]]
 
-#: The longest header of a safetensors file that is read; the format allows no longer one.
-MAX_HEADER = 100_000_000
-INDEX = "model.safetensors.index.json"
 #: How many names a message lists.
 LISTED = 5
 #: What checkpoints may hold and no engine reads: tables that are computed anew.
@@ -90,9 +85,12 @@ class Served:
     def from_checkpoint(cls, model: str | os.PathLike[str]) -> Served:
         """Reads the headers of a model directory, or of a hub model that is in the local cache."""
         path = _directory(model)
-        tensors: dict[str, Shape] = {}
-        for file in _files(path):
-            tensors.update(read_header(file))
+        if not any(path.glob("*.safetensors")):
+            raise WindlassUnsupported(
+                f"{path} has no safetensors files, so nobody can tell what the engine serves",
+                "save the checkpoint as safetensors, or give checkpoint= another directory",
+            )
+        tensors = checkpoint_layout(path)
         tied = False
         try:
             config = json.loads((path / "config.json").read_text())
@@ -181,34 +179,6 @@ class Served:
         return WindlassInvalid(f"{what} does not fit {self.origin}: {listed}{more}", advice, name)
 
 
-def read_header(file: Path) -> dict[str, Shape]:
-    """Names, dtypes and shapes of a safetensors file."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            first = stream.read(8)
-            if len(first) < 8:
-                raise WindlassCorrupt(f"{file} is not a safetensors file: it has {size} bytes")
-            (length,) = struct.unpack("<Q", first)
-            if length > min(MAX_HEADER, size - 8):
-                raise WindlassCorrupt(
-                    f"{file} is not a safetensors file: a header of {length} bytes in {size}"
-                )
-            header = json.loads(stream.read(length))
-    except OSError as e:
-        raise WindlassNotFound(f"{file} cannot be read: {e.strerror}") from e
-    except ValueError as e:
-        raise WindlassCorrupt(f"{file} is not a safetensors file: {e}") from e
-    try:
-        return {
-            name: (_windlass.dtype_name(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise WindlassCorrupt(f"{file} has a header that is not one of a safetensors file: {e}") from e
-
-
 def _directory(model: str | os.PathLike[str]) -> Path:
     path = Path(model)
     if path.is_dir():
@@ -223,22 +193,3 @@ def _directory(model: str | os.PathLike[str]) -> Path:
             f"the engine serves {str(model)!r}, which is neither a directory nor in the local cache of this host",
             "give checkpoint=, a directory with the safetensors files that the engine was started from",
         ) from e
-
-
-def _files(path: Path) -> Iterable[Path]:
-    """The files that an engine reads: those in the index, if there is one."""
-    index = path / INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as e:
-            raise WindlassCorrupt(f"{index} is not an index of safetensors files: {e}") from e
-        return [path / name for name in sorted(named)]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise WindlassUnsupported(
-            f"{path} has no safetensors files, so nobody can tell what the engine serves",
-            "save the checkpoint as safetensors, or give checkpoint= another directory",
-        )
-    plain = [file for file in files if file.name != "consolidated.safetensors"]
-    return plain or files

@@ -29,6 +29,7 @@ from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.lora import CONFIG, WEIGHTS, LoraState, collect_lora, is_lora, save_lora
 from windlass.names import AsTheyAre
 from windlass.request import LoraDiskWeightUpdateRequest, PullWeightUpdateRequest
+from windlass.strategies.spool import Spool
 from windlass.strategies.tcp import (
     TcpSettings,
     TcpTransferReceiver,
@@ -172,17 +173,17 @@ class LoraTransferSender(WeightTransferSender):
             raise WindlassInvalid(
                 "chunks have no adapter_config: give it in the configuration, or send the model itself"
             )
-        tensors: dict[str, torch.Tensor] = {}
-        async for chunk in each_chunk(chunks):
-            tensors.update((name, tensor.detach().clone()) for name, tensor in chunk)
-        strange = [name for name in tensors if "lora_" not in name and "modules_to_save" not in name]
-        if not tensors or len(strange) == len(tensors):
-            raise WindlassInvalid(
-                f"none of the {len(tensors)} tensors belongs to an adapter; make the extractor with lora=True"
-            )
-        await self._send(
-            LoraState(tensors, dict(self._settings.adapter_config)), self._version + 1, inference_client
-        )
+        own = _of_an_adapter(chunks)
+        if self._inner is not None:
+            await self._inner.send_chunks(own, inference_client)
+            self._version += 1
+            return
+        with Spool(holds=self._ranks.rank == 0) as spool:
+            async for chunk in own:
+                await asyncio.to_thread(spool.add, chunk)
+                del chunk
+            state = LoraState(spool, dict(self._settings.adapter_config))
+            await self._send(state, self._version + 1, inference_client)
 
     async def _send(self, state: LoraState, version: int, client: InferenceClient) -> None:
         self._version = version
@@ -225,6 +226,22 @@ class LoraTransferSender(WeightTransferSender):
         """Ends the agent, if there is one. Written versions stay."""
         if self._inner is not None:
             self._inner.close()
+
+
+async def _of_an_adapter(
+    chunks: Iterable[WeightChunk] | AsyncIterable[WeightChunk],
+) -> AsyncIterator[WeightChunk]:
+    """The chunks; an error at their end, before anything is sent, if there was nothing of an adapter among them."""
+    count = fitting = 0
+    async for chunk in each_chunk(chunks):
+        count += len(chunk)
+        fitting += sum("lora_" in name or "modules_to_save" in name for name in chunk.names)
+        yield chunk
+        del chunk
+    if not fitting:
+        raise WindlassInvalid(
+            f"none of the {count} tensors belongs to an adapter; make the extractor with lora=True"
+        )
 
 
 def _essence(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from windlass.errors import WindlassDenied, WindlassInvalid, WindlassStale
 from windlass.names import AsTheyAre
 from windlass.request import Identity, PullWeightUpdateRequest
 from windlass.strategies.group import node_address
+from windlass.strategies.spool import Spool
 from windlass.strategies.trainer import TrainerRanks, each_chunk
 from windlass.strategy import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
 from windlass.sync_info import AgentWeightSyncInfo
@@ -286,27 +287,30 @@ class TcpTransferSender(WeightTransferSender):
     ) -> None:
         """Publishes what an extractor gives. Rank 0 writes all of it; the others take part in the gathering.
 
-        The first time, rank 0 keeps a copy of every chunk until the last one has come, because a region is made for
+        The first time, rank 0 puts every chunk aside on disk until the last one has come, because a region is made for
         names and shapes that are known; after that, nothing is kept. A model is better sent as one.
         """
         last = self._manager.version if self._manager is not None else None
         version = 1 if last is None else last + 1
         holds = self._ranks.rank == 0
         if self._metadata is None:
-            kept: list[tuple[str, Any]] = []
-            metadata = []
-            async for chunk in each_chunk(chunks):
-                for name, tensor in chunk:
-                    metadata.append((name, tensor.dtype, tuple(tensor.shape)))
-                    kept.append((name, tensor.detach().to("cpu", copy=True) if holds else None))
+            with Spool(holds=holds) as spool:
+                async for chunk in each_chunk(chunks):
+                    await asyncio.to_thread(spool.add, chunk)
+                    del chunk
+                metadata = spool.metadata()
+                source = _Stream(metadata, lambda: iter(spool.items()), holds)
+                await self._send_stream(source, version, inference_client)
             self._metadata = metadata
-            source = _Stream(metadata, lambda: iter(kept), holds)
         else:
             loop = asyncio.get_running_loop()
             source = _Stream(self._metadata, lambda: _pairs(chunks, loop, holds), holds)
+            await self._send_stream(source, version, inference_client)
+
+    async def _send_stream(self, source: _Stream, version: int, client: InferenceClient) -> None:
         # An extractor has given them their names.
-        names = AsTheyAre({name: tuple(shape) for name, _, shape in self._metadata})
-        await self.send_named(source, None, version, inference_client, names)
+        names = AsTheyAre({name: tuple(shape) for name, _, shape in source.metadata()})
+        await self.send_named(source, None, version, client, names)
 
     def _offload(self, weights: Any, version: int, dtype: Dtype | None, names: AsTheyAre | None) -> None:
         if self._manager is None:

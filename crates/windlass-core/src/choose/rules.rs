@@ -230,6 +230,12 @@ impl Case<'_> {
                 "an engine is reached by HTTP only and cannot open IPC handles; install the worker extension",
             );
         }
+        if f.engines.contains(&Engine::Sglang) {
+            return blocked(
+                "SGLang opens handles of its own kind only; use weight_sync_backend = gloo for broadcast, or tcp with \
+                 `windlass receive --engine sglang=URL` beside the server",
+            );
+        }
         if let Some(namespace) = f.trainer_cuda.namespace_apart(&f.engine_cuda) {
             return blocked(format!(
                 "handles do not open in a container that does not share the trainers' {namespace}"

@@ -77,6 +77,18 @@ fn colocated_with_nccl_packs_over_ipc_by_default() {
 }
 
 #[test]
+fn colocated_sglang_gets_what_its_adapter_takes() {
+    let sglang = Facts { engines: vec![Engine::Sglang], ..colocated() };
+    let choice = pick(&sglang);
+    assert_eq!((choice.strategy, choice.link), (Strategy::Tcp, Link::Shm));
+    assert!(why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).blocked);
+    let gloo = with(&sglang, json!({"weight_sync_backend": "gloo"})).unwrap();
+    assert_eq!(gloo.strategy, Strategy::Broadcast);
+    let adapter = Facts { lora: true, lora_sync_path: Some("/mnt/lora".into()), ..sglang };
+    assert_eq!(pick(&adapter).strategy, Strategy::Lora);
+}
+
+#[test]
 fn pack_weights_false_gives_one_handle_per_parameter() {
     for key in ["pack_weights", "generator.pack_weights"] {
         let choice = with(&colocated(), json!({ key: false })).unwrap();
@@ -206,6 +218,7 @@ fn ipc_to_an_engine_that_cannot_open_the_handle_says_why() {
         (Facts { engine_gpus: vec![], ..colocated() }, "no GPU was found at the engines"),
         (stranger, "GPU-9"),
         (Facts { engines: vec![Engine::Vllm, Engine::Http], ..colocated() }, "HTTP only"),
+        (Facts { engines: vec![Engine::Sglang], ..colocated() }, "handles of its own kind"),
     ];
     for (facts, reason) in cases {
         let demands = [
