@@ -905,7 +905,7 @@ def host_memory() -> int | None:
 
 def kinds() -> list[tuple[str, str, str, str]]:
     """
-    The table of kinds: (kind, name of the exception, name of the builtin it derives from, advice).
+    The table of kinds: (kind, name of the exception, name of the builtin it derives from, meaning).
     """
 
 def legacy_request(text: str, one: bool) -> str:

@@ -53,6 +53,7 @@ use windlass_data::tcp::PullConfig;
 use windlass_data::tls::Trust;
 
 use crate::control::HttpControl;
+use crate::doctor::place::in_memory;
 use crate::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::error::{Error, advised};
 use crate::image;
@@ -129,6 +130,9 @@ impl Receive {
             let stop = stop.clone();
             session.with_parent(move || stop.set())?;
         }
+        if self.controller.is_some() || !self.publishers.is_empty() {
+            self.make_dir(session)?;
+        }
         let endless = self.versions.is_none() && self.until.is_none();
         let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
         if let Some(controller) = &self.controller {
@@ -182,6 +186,28 @@ impl Receive {
         }
     }
 
+    /// Makes the directory of images where it is not there: one of a name that was misspelt is not to fill the disk.
+    fn make_dir(&self, session: &Session) -> Result<(), Error> {
+        let is_new = !self.dir.exists();
+        let parent = self.dir.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
+        if is_new && parent.is_none_or(|p| p == Path::new("/") || !p.is_dir()) {
+            let dir = self.dir.display();
+            return Err(Error::Usage(format!(
+                "the directory {dir} for images does not exist: make it (mkdir -p -m 700 {dir}), or name one on tmpfs with \
+                 --dir, such as /dev/shm/images"
+            )));
+        }
+        private::make_place(&self.dir, if self.group { 0o750 } else { 0o700 })?;
+        if is_new && !in_memory(&self.dir).map_err(Error::io("look at", &self.dir))? {
+            session.note(&format!(
+                "made the directory {} for images, which is not on tmpfs: they are written back to a disk; /dev/shm is the \
+                 usual place",
+                self.dir.display()
+            ));
+        }
+        Ok(())
+    }
+
     /// Keeps one model's image up to date.
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
         let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
@@ -200,7 +226,6 @@ impl Receive {
                 tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
             }
         });
-        private::make_place(&self.dir, if self.group { 0o750 } else { 0o700 })?;
         let config = self.config(model_id.clone());
         let asked = Arc::clone(&control);
         let mut receiver = Receiver::open(config, control, Some(listener), stop)?;

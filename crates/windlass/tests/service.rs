@@ -414,6 +414,14 @@ fn a_receiver_of_the_wrong_place_is_told_what_is_there() {
         assert_eq!((told.code, error["kind"].as_str()), (9, Some("unsupported")), "{error}");
         assert!(error["message"].as_str().unwrap().contains(says), "{says} in {error}");
     }
+    // A directory is made beside others, and not a whole path that may be misspelt.
+    for dir in ["/windlass-images", "/dev/shm/windlass-absent/images"] {
+        let told =
+            run!("receive", "--from", "http://127.0.0.1:1", "--token-file", &token, "--dir", dir, "--json");
+        let error = &told.json()["error"];
+        assert!(told.code == 2 && error["message"].as_str().unwrap().contains("mkdir -p -m 700"), "{error}");
+        assert!(!Path::new(dir).exists());
+    }
     // A region that is not there yet is waited for; what is there instead is named.
     for (region, says) in [
         (home.path().join("regoin"), format!("regions here: {}", home.path().join("region").display())),

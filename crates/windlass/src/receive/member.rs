@@ -24,7 +24,6 @@ use windlass_core::address::Token;
 use windlass_core::barrier::{Peer, ReceiverId};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
-use windlass_data::private;
 use windlass_data::stop::Stop;
 
 use super::Receive;
@@ -75,7 +74,6 @@ pub(super) fn run(
     session: &Session,
     stop: &Stop,
 ) -> Result<(), Error> {
-    private::make_place(&receive.dir, if receive.group { 0o750 } else { 0o700 })?;
     let link = ControllerClient::new(&place.url, place.token.clone())?.with_trust(receive.trust.clone());
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {
