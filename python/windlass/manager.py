@@ -581,7 +581,7 @@ class WeightManager:
         Lives are numbered by the clock, and by the region of the life before. Where the region is gone and the clock has
         gone back, nobody would follow a life that is older than what they have.
         """
-        there = self._announcer.controller()
+        there = self._announcer.controller() if self.config.controller else None
         if there is None:
             return None
         try:
