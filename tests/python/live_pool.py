@@ -25,6 +25,8 @@ class Controller:
 
     def __init__(self, home: pathlib.Path, *flags: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "windlass", "controller", "--json", "--with-parent"]
+        # Who joins here is there at once.
+        command += ["--settle=0.001"]
         command += [f"--token-file={home / 'token'}", f"--ports={port}", *flags]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()

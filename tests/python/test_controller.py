@@ -293,7 +293,7 @@ def test_a_trainer_whose_clock_went_back_is_followed(home: Path, monkeypatch: py
                 wm.offload(weights(7), 7, 0, 1)
                 wm.notify_version(sync=True, timeout=PATIENCE)
                 assert wm.incarnation is not None
-                assert int(wm.incarnation, 16) == ahead
+                assert wm.incarnation == ahead
                 region = wm.region
         assert region is not None
         shutil.rmtree(region, ignore_errors=True)
@@ -307,7 +307,7 @@ def test_a_trainer_whose_clock_went_back_is_followed(home: Path, monkeypatch: py
             told = wm.notify_version(sync=True, timeout=PATIENCE)
             assert told is not None
             assert wm.incarnation is not None
-            assert int(wm.incarnation, 16) == ahead + 1
+            assert wm.incarnation == ahead + 1
             with open_image(home / "r1" / "policy") as image:
                 assert (image.version, image.incarnation) == (3, wm.incarnation)
 

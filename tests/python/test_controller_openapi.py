@@ -86,6 +86,8 @@ def test_requests_about_models_that_exist_are_answered_as_described(
     schemas["ModelId"] = {"type": "string", "enum": ["actor", "verifier"]}
     schemas["SetName"] = {"type": "string", "enum": ["main"]}
     schemas["ReceiverId"] = {"type": "string", "enum": ["a", "b"]}
+    # Without an incarnation an agent would have to be asked, and there is none.
+    schemas["NotifyVersion"]["required"].append("incarnation")
     properties = schemas["NotifyVersion"]["properties"]
     properties["sender_endpoint"] = {"type": "string", "enum": ["http://127.0.0.1:9", "agent:7000"]}
     attack(tmp_path, endpoint, description, "--mode=positive", "--max-examples=20")

@@ -456,7 +456,7 @@ def test_a_subclass_decides_about_chunks_by_what_it_sets_on_itself() -> None:
     assert sizes(Grouped(False, group_by_module=True)) == single
     with pytest.raises(WindlassInvalid, match="_group_by_module is 1"):
         list(Grouped(1).extract_weights(model))
-    without = ModuleWeightExtractor()
-    without._batch_by_threshold = True  # type: ignore[attr-defined]
-    with pytest.raises(WindlassInvalid, match="threshold_gb"):
-        list(without.extract_weights(model))
+    # Of which size is then the documented default, which holds all of this model.
+    batched = ModuleWeightExtractor()
+    batched._batch_by_threshold = True  # type: ignore[method-assign, assignment]
+    assert len(sizes(batched)) == 1

@@ -40,7 +40,7 @@ def home() -> Iterator[str]:
 def failed(told: Any, *words: str) -> None:
     assert told["kind"].startswith("Windlass"), told
     assert told["seconds"] < SHORT + SLACK, told
-    assert all(re.search(word, told["said"]) for word in words), told
+    assert all(re.search(word, told["said"]) for word in words), told["said"]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

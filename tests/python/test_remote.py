@@ -99,9 +99,11 @@ def test_sglang_is_told_by_its_own_routes_inside_a_session() -> None:
     with serving(SGLANG) as fake:
         asyncio.run(whole(one(SglangEngine(fake.url), pause=True), INFO, REQUEST))
     assert fake.asked[0] == ("/init_weights_update_group", GROUP)
-    assert sorted(fake.paths[1:3]) == ["/flush_cache", "/pause_generation"]
-    assert fake.paths[3:] == [
-        "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update", "/update_weight_version",
+    # The cache is reset while the update begins.
+    paths = [path for path in fake.paths[1:] if path != "/flush_cache"]
+    assert fake.paths.count("/flush_cache") == 1
+    assert paths == [
+        "/pause_generation", "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update", "/update_weight_version",
         "/continue_generation", "/destroy_weights_update_group",
     ]  # fmt: skip
     assert dict(fake.asked)["/update_weights_from_distributed"] == {

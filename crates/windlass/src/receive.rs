@@ -130,9 +130,7 @@ impl Receive {
             let stop = stop.clone();
             session.with_parent(move || stop.set())?;
         }
-        if self.controller.is_some() || !self.publishers.is_empty() {
-            self.make_dir(session)?;
-        }
+        self.check_dir()?;
         let endless = self.versions.is_none() && self.until.is_none();
         let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
         if let Some(controller) = &self.controller {
@@ -186,17 +184,22 @@ impl Receive {
         }
     }
 
-    /// Makes the directory of images where it is not there: one of a name that was misspelt is not to fill the disk.
+    /// A directory of images whose name was misspelt is not to be made, and to fill a disk.
+    fn check_dir(&self) -> Result<(), Error> {
+        let parent = self.dir.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
+        if self.dir.exists() || parent.is_some_and(|p| p != Path::new("/") && p.is_dir()) {
+            return Ok(());
+        }
+        let dir = self.dir.display();
+        Err(Error::Usage(format!(
+            "the directory {dir} for images does not exist: make it (mkdir -p -m 700 {dir}), or name one on tmpfs with \
+             --dir, such as /dev/shm/images"
+        )))
+    }
+
+    /// Makes the directory of images where it is not there.
     fn make_dir(&self, session: &Session) -> Result<(), Error> {
         let is_new = !self.dir.exists();
-        let parent = self.dir.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
-        if is_new && parent.is_none_or(|p| p == Path::new("/") || !p.is_dir()) {
-            let dir = self.dir.display();
-            return Err(Error::Usage(format!(
-                "the directory {dir} for images does not exist: make it (mkdir -p -m 700 {dir}), or name one on tmpfs with \
-                 --dir, such as /dev/shm/images"
-            )));
-        }
         private::make_place(&self.dir, if self.group { 0o750 } else { 0o700 })?;
         if is_new && !in_memory(&self.dir).map_err(Error::io("look at", &self.dir))? {
             session.note(&format!(
@@ -226,6 +229,7 @@ impl Receive {
                 tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
             }
         });
+        self.make_dir(session)?;
         let config = self.config(model_id.clone());
         let asked = Arc::clone(&control);
         let mut receiver = Receiver::open(config, control, Some(listener), stop)?;

@@ -47,16 +47,18 @@ enum Play {
 fn long_demo(dir: &Path, play: Play) -> Process {
     let dir_arg = format!("--dir={}", dir.display());
     let common = ["demo", "--steps=64", "--ranks=2", &dir_arg];
-    let (args, processes, image) = match play {
-        Play::Alone => (vec!["--no-controller", "--model-bytes=16Mi", "--receivers=2"], 6, "receiver-1/demo"),
+    let (args, processes, models) = match play {
+        Play::Alone => (vec!["--no-controller", "--model-bytes=16Mi", "--receivers=2"], 6, &["demo"][..]),
         // The third receiver comes later.
-        Play::Pool => (vec!["--model-bytes=4Mi", "--receivers=3"], 10, "receiver-1/verifier"),
+        Play::Pool => (vec!["--model-bytes=4Mi", "--receivers=3"], 10, &["actor", "verifier"][..]),
     };
     let demo = Process::start(common.into_iter().chain(args));
     until("all processes at work", || {
         let running = processes_about(dir);
-        let image = format!("windlass-demo-{}/{image}/header", demo.pid());
-        (running.len() == processes && dir.join(image).exists()).then_some(())
+        let mut images = (0..2).flat_map(|receiver| models.iter().map(move |model| (receiver, model)));
+        let home = dir.join(format!("windlass-demo-{}", demo.pid()));
+        let made = |(receiver, model)| home.join(format!("receiver-{receiver}/{model}/header")).exists();
+        (running.len() == processes && images.all(made)).then_some(())
     });
     demo
 }

@@ -74,6 +74,7 @@ pub(super) fn run(
     session: &Session,
     stop: &Stop,
 ) -> Result<(), Error> {
+    receive.make_dir(session)?;
     let link = ControllerClient::new(&place.url, place.token.clone())?.with_trust(receive.trust.clone());
     let models = place.models.iter().enumerate();
     let models = models.map(|(index, id)| {
