@@ -180,6 +180,11 @@ def killed(rank: int, world: int, home: str, victim: int, phase: str) -> dict[st
         wm._open.publisher = Deadly(wm._open.publisher, phase)  # type: ignore[assignment]
     told = attempt(wm, weights(2), 2, rank, world)
     told["version"] = wm.version
+    # One that closes before the others have their answer is missing, too.
+    pathlib.Path(home, f"told-{rank}").touch()
+    until = time.monotonic() + 60
+    while len(list(pathlib.Path(home).glob("told-*"))) < world - 1 and time.monotonic() < until:
+        time.sleep(0.01)
     if rank == 0:
         told["served"] = pulled(wm, home, 1)
     wm.close()
