@@ -5,7 +5,7 @@
 //!
 //! | bound | value |
 //! |---|---|
-//! | connections | [`Limits::connections`]; see [`places`] for who goes when there are more |
+//! | connections | [`Limits::connections`]; see `places` for who goes when there are more |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
 //! | time that a peer may take none of an answer | [`Limits::stall`] |
