@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray")
 
 
 # Ray starts half a dozen processes; on a busy machine that alone takes half a minute.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def broadcast(*shapes: dict[str, int], **more: Any) -> dict[str, Any]:
         "weight_sync_backend": "gloo",
         "master_addr": "127.0.0.1",
         "timeout": 30.0,
-        "join_timeout": 60.0,
+        "join_timeout": 240.0,
         **more,
     }
 
@@ -73,7 +73,8 @@ def actors(config: dict[str, Any], folder: Path, trainers: int, shapes: list[int
     training = [trainer.remote(config, rank, trainers, str(folder), **how) for rank in range(trainers)]
     serving = [[engine.remote(config, rank, tp) for rank in range(tp)] for tp in shapes]
     engines = [RayEngine(ranks, name=f"engine {number}") for number, ranks in enumerate(serving)]
-    return training, serving, RayWeightSync(training, engines, timeout=60.0)
+    # Actors are started by the first call, which imports torch in each of them.
+    return training, serving, RayWeightSync(training, engines, timeout=240.0)
 
 
 def end(*groups: Any) -> None:
@@ -87,7 +88,7 @@ def end(*groups: Any) -> None:
 
 def same(weights: Any, serving: Any) -> None:
     for engine in serving:
-        for got in ray.get([actor.weights.remote() for actor in engine], timeout=30):
+        for got in ray.get([actor.weights.remote() for actor in engine], timeout=240):
             assert got == weights
 
 
@@ -99,18 +100,18 @@ def test_trainers_and_engines_sync_by_broadcast_and_only_plain_data_crosses(tmp_
             sync.sync_weights()
         sync.initialize()
         for version in (1, 2, 3):
-            weights = ray.get([actor.step.remote(0.5) for actor in training], timeout=30)[0]
+            weights = ray.get([actor.step.remote(0.5) for actor in training], timeout=240)[0]
             assert sync.sync_weights() == version
             same(weights, serving)
         assert sync.sync_weights(10) == 10
-        steps, calls = ray.get(serving[1][0].told.remote(), timeout=30)
+        steps, calls = ray.get(serving[1][0].told.remote(), timeout=240)
         assert steps[0] == "init"
         assert {"update", "start_update", "finish_update", "reset_prefix_cache"} <= set(steps)
         assert calls[:3] == ["pause", "finished 1", "resume"]
         sync.close()
         sync.initialize()
         sync.sync_weights()
-        same(ray.get(training[0].step.remote(0.0), timeout=30), serving)
+        same(ray.get(training[0].step.remote(0.0), timeout=240), serving)
         sync.close()
     finally:
         end(training, serving)
@@ -124,13 +125,13 @@ def test_actors_sync_by_the_other_strategies_too(tmp_path: Path, kind: str) -> N
             "link": "shm",
             "image_dir": str(tmp_path / "images"),
             "manager": {"region_dir": str(tmp_path)},
-            "timeout": 60.0,
+            "timeout": 240.0,
         }
     training, serving, sync = actors(config, tmp_path, 1, [1, 1])
     try:
         sync.initialize()
         for _ in range(2):
-            weights = ray.get(training[0].step.remote(0.5), timeout=30)
+            weights = ray.get(training[0].step.remote(0.5), timeout=240)
             sync.sync_weights()
             same(weights, serving)
         sync.close()
@@ -143,7 +144,7 @@ def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     try:
         sync.initialize()
         sync.sync_weights()
-        os.kill(ray.get(serving[1][0].pid.remote(), timeout=30), signal.SIGKILL)
+        os.kill(ray.get(serving[1][0].pid.remote(), timeout=240), signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WindlassError, match="engine 1 died") as lost:
             sync.sync_weights()
@@ -158,7 +159,7 @@ def test_a_dead_trainer_is_named(tmp_path: Path) -> None:
     training, serving, sync = actors(broadcast({}, timeout=5.0), tmp_path, 2, [1])
     try:
         sync.initialize()
-        os.kill(ray.get(training[1].pid.remote(), timeout=30), signal.SIGKILL)
+        os.kill(ray.get(training[1].pid.remote(), timeout=240), signal.SIGKILL)
         with pytest.raises(WindlassPeerLost, match="trainer rank 1 died"):
             sync.sync_weights()
     finally:

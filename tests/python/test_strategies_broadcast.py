@@ -64,9 +64,12 @@ def test_every_dtype_a_scalar_and_a_strided_view_arrive_as_they_were(pool: Ranks
 
 def test_a_chunk_is_announced_before_its_bytes_and_sent_in_the_order_of_names(pool: Ranks) -> None:
     order, *_ = pool.run("broadcast_ranks:announced_first", timeout=100)
-    assert order == [
-        "announced a b", "broadcast a", "sent a", "broadcast b", "sent b", "loaded a b",
-        "announced c", "broadcast c", "sent c", "loaded c",
+    # The engine may have loaded the last tensor before the sender knows that it is sent.
+    assert [what for what in order if not what.startswith("loaded")] == [
+        "announced a b", "broadcast a", "sent a", "broadcast b", "sent b", "announced c", "broadcast c", "sent c",
+    ]  # fmt: skip
+    assert [what for what in order if not what.startswith("sent")] == [
+        "announced a b", "broadcast a", "broadcast b", "loaded a b", "announced c", "broadcast c", "loaded c",
     ]  # fmt: skip
 
 
