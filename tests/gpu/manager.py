@@ -284,7 +284,8 @@ def test_fsdp2_shards_of_several_ranks_are_one_version_by_delta() -> str:
         children = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(ranks)]
         try:
             for child in children:
-                assert child.wait(PATIENCE) == 0, child.args
+                code = child.wait(PATIENCE)
+                assert code == 0, (code, child.args)
         finally:
             for child in children:
                 child.kill()

@@ -52,10 +52,14 @@ def check_missing(session: Session, found: Trace) -> None:
         if tensor is not None and tensor.numel():
             tied.setdefault(tensor.data_ptr(), set()).add(i)
     together = {i: group for group in tied.values() for i in group}
+    modules = dict(session.model.named_modules())
     unwritten = []
     for i, target in enumerate(found.targets):
         said = session.hides_writes and found.loaded is not None and target.name in found.loaded
-        if target.tensor.numel() and not said and not (together.get(i, {i}) & written):
+        if not target.tensor.numel() or said or (together.get(i, {i}) & written):
+            continue
+        module = modules.get(target.module)
+        if module is None or not session.optional(module, target.attribute):
             unwritten.append(target.name)
     if unwritten:
         raise missing(

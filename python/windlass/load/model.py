@@ -62,6 +62,10 @@ class ModelSession:
         """Nothing is padded."""
         return None
 
+    def optional(self, module: nn.Module, attribute: str) -> bool:
+        """Every parameter comes from the checkpoint."""
+        return False
+
     def refuses(self, name: str, module: nn.Module) -> str | None:
         """Nothing happens to weights after they are loaded."""
         return None

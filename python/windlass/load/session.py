@@ -38,6 +38,9 @@ class Session(Judge, Protocol):
     def hides_writes(self) -> bool:
         """Whether loaders keep tensors back and write later: then the names that they say they loaded are believed."""
 
+    def optional(self, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether a checkpoint need not have a parameter: the engine has a default for it."""
+
     def refuses_plan(self) -> str | None:
         """Why nothing may be replayed now; ``None`` if it may."""
 

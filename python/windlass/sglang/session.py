@@ -119,6 +119,10 @@ class SglangSession:
             return "experts of other ranks"
         return None
 
+    def optional(self, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether a checkpoint need not have a parameter: scales of a quantised cache have defaults."""
+        return type(module).__name__ == "RadixAttention" and attribute in ("k_scale", "v_scale")
+
     def refuses_plan(self) -> str | None:
         """Why nothing may be replayed now; ``None`` if it may."""
         args = _server_args()

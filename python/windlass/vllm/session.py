@@ -78,6 +78,21 @@ _INDEPENDENT: dict[str, set[str]] = {
     },
     "vllm.model_executor.layers.fused_moe.": {"_expert_map", "expert_mask"},
 }
+#: Parameters that checkpoints need not have, by the module that defines their class: vLLM makes them for every quantised model,
+#: takes a default where a checkpoint says nothing, and removes them.
+_OPTIONAL: dict[str, set[str]] = {
+    "vllm.model_executor.layers.attention.": {
+        *(f"{which}_scale" for which in ("q", "k", "v", "prob")),
+        *(f"{which}_zero_point" for which in ("q", "k", "v")),
+    },
+}
+#: Methods for quantised weights that use them as they were loaded, whatever they are, if they have one of these kernels. Others
+#: make them anew, which may look like nothing for some weights.
+_BLOCK_FP8 = "vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod"
+_BLOCK_KERNELS = {
+    "vllm.model_executor.kernels.linear.scaled_mm.cutlass.CutlassFp8BlockScaledMMKernel",
+    "vllm.model_executor.kernels.linear.scaled_mm.triton.TritonFp8BlockScaledMMKernel",
+}
 #: The cache, which the scheduler gave to the attention.
 _SERVING = ("kv_cache",)
 
@@ -145,7 +160,24 @@ class VllmSession:
         method = getattr(module, "quant_method", None)
         if method is None:
             return None if not methods else f"{type(module).__name__} has no method for its weights"
-        return None if _class(method) in methods else f"{_class(method)} is not on the list"
+        if _class(method) in methods:
+            return None
+        if _class(module) in _LINEAR and _class(method) == _BLOCK_FP8:
+            kernel = getattr(method, "fp8_linear", None)
+            if getattr(method, "block_quant", False) and _class(kernel) in _BLOCK_KERNELS:
+                return None
+            return f"{_class(kernel)} of {type(method).__name__} is not on the list"
+        return f"{_class(method)} is not on the list"
+
+    def optional(self, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether a checkpoint need not have a parameter."""
+        home = _class(module)
+        if "dummy" in str(self._vllm_config.load_config.load_format) and "fp8" in str(
+            self._vllm_config.cache_config.cache_dtype
+        ):
+            # What the engine has is made up, and it would be used.
+            return False
+        return any(home.startswith(prefix) and attribute in names for prefix, names in _OPTIONAL.items())
 
     def independent(self, name: str, module: torch.nn.Module, attribute: str) -> bool:
         """Whether a tensor is known not to come from weights."""
