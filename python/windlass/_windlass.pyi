@@ -213,6 +213,11 @@ class DevicePlan:
         """
         The sums of what the parameters hold, box by box, as JSON; see `combine_digests`.
         """
+    def pin_files(self, /) -> None:
+        """
+        Lets the device read the memory that deltas came in by itself, for those that come in it again. A thread does it, which
+        takes as long as a delta itself: call it when nothing waits for one.
+        """
     def reserve(self, /, bytes: SupportsIndex) -> None:
         """
         Takes memory for deltas of up to so many bytes, so that the first of them need not wait for it.

@@ -283,6 +283,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Image {
+    /// How many threads work on it from now on.
+    pub(crate) fn set_threads(&mut self, threads: usize) {
+        self.spec.threads = threads;
+    }
+
     /// Makes an empty image. Waits until `stop` for those who look at what is in its place.
     pub fn create(spec: ImageSpec, manifest: Arc<Manifest>, stop: &Stop) -> Result<Image, ImageError> {
         let spec_of_region = RegionSpec {

@@ -1,6 +1,6 @@
 //! Work on many blocks with several threads.
 //!
-//! Owns: the threads of a pass over an image; they end before the call returns. Called by [`crate::seal`], by
+//! Owns: the threads of a pass over an image, which end before the call returns, and how far work that nobody waits for steps back. Called by [`crate::seal`], by
 //! whoever applies deltas, and by the commands. [`each`] is for work without order; [`in_order`] is for output
 //! that must not depend on the number of threads. Both look at their [`Stop`] before every block, end early on
 //! failure, and report the failure with the lowest index, so that the same input gives the same error whatever
@@ -13,6 +13,33 @@ use crate::stop::{Stop, Stopped};
 
 /// The most consecutive blocks that a thread claims at once.
 const HANDFUL: u64 = 16;
+/// How far work that nobody waits for steps back, in steps of `nice`: a third of the processor where others want all of it.
+const NICE: i32 = 5;
+
+/// Of so many threads, those that work for nobody who waits: the others are left to who computes on this host.
+pub fn fewer(threads: usize) -> usize {
+    threads.div_ceil(2)
+}
+
+/// From here on this thread and those that it starts let others go first. There is no way back.
+pub fn step_back() {
+    if let Err(error) = rustix::process::nice(NICE) {
+        tracing::debug!(%error, "the background work keeps its priority");
+    }
+}
+
+/// Does work that nobody waits for in a thread that lets others go first ([`step_back`]), and waits for it.
+///
+/// # Panics
+/// If the work does.
+pub fn aside<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let stepped_back = || {
+        step_back();
+        work()
+    };
+    let done = std::thread::scope(|scope| scope.spawn(stepped_back).join());
+    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
 
 /// Calls `work(state, i)` for every `i` below `count`, each thread with a state of its own, and returns the
 /// states.

@@ -554,7 +554,7 @@ impl DevicePlan {
                     return Err(Failure::new(Kind::Stale, text));
                 }
                 let mut made = lock(&self.made);
-                fetched.memory().for_each(|memory| made.pin(memory));
+                fetched.memory().for_each(|memory| made.note(memory));
                 let stage = |bytes| {
                     let read = || fetched.part(bytes, crate::held::hands()).map_err(Failure::from);
                     Ok(StagedDelta(made.stage_unread(bytes, read, only.as_deref(), stop)?))
@@ -589,7 +589,7 @@ impl DevicePlan {
         let work = move || -> StagedParts {
             let handed = Handed::open(&files, leads, &mut lock(&mapped))?;
             let mut made = lock(&made);
-            handed.memory().for_each(|memory| made.pin(memory));
+            handed.memory().for_each(|memory| made.note(memory));
             let stage = |bytes| {
                 let read = || handed.part(bytes, crate::held::hands()).map_err(Failure::from);
                 made.stage_unread(bytes, read, None, &theirs)
@@ -607,6 +607,22 @@ impl DevicePlan {
     fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         self.home.check("plan")?;
         enter(py, None, |_| Ok(lock(&self.made).reserve(bytes)?))
+    }
+
+    /// Lets the device read the memory that deltas came in by itself, for those that come in it again. A thread does it, which
+    /// takes as long as a delta itself: call it when nothing waits for one.
+    fn pin_files(&self) -> PyResult<()> {
+        self.home.check("plan")?;
+        if !lock(&self.made).has_noted() {
+            return Ok(());
+        }
+        let made = Arc::clone(&self.made);
+        let work = move || Plan::pin_noted(&made);
+        std::thread::Builder::new()
+            .name("windlass-pin".into())
+            .spawn(work)
+            .map_err(|e| Failure::new(Kind::Exhausted, format!("cannot start a thread: {e}")))?;
+        Ok(())
     }
 
     /// Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there

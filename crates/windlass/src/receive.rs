@@ -379,6 +379,9 @@ fn bring(
     match fetched {
         Ok(fetched) => {
             engines.lead(&fetched, stop);
+            if engines.serves(&fetched.known()) {
+                return receiver.show_aside(vec![fetched], stop);
+            }
             receiver.show(vec![fetched], stop)
         }
         Err(error) => {

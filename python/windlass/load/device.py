@@ -169,6 +169,8 @@ class DeviceWeights:
             self.forget()
             raise
         self._staged, self._spent = None, staged
+        # Not while the first delta waits for it.
+        self._plan.pin_files()
         return staged.bytes
 
     def difference(self, held: Any, threads: int, timeout: float) -> list[str]:

@@ -160,6 +160,8 @@ pub struct DevicePlan {
     spare: Arc<Spare>,
     /// Host memory that deltas come in, where the device reads it itself.
     pinned: Vec<(usize, Registration)>,
+    /// Host memory that deltas came in, and that is not registered yet.
+    noted: Vec<Arc<Mapping>>,
     /// Whether the system has refused to pin memory.
     is_refused: bool,
     /// Memory for the index of the next delta.
@@ -234,6 +236,7 @@ impl DevicePlan {
             way: None,
             spare: Arc::default(),
             pinned: Vec::new(),
+            noted: Vec::new(),
             is_refused: false,
             index: None,
         })
@@ -479,6 +482,7 @@ impl DevicePlan {
         if self.index.is_none() {
             self.index = Some(HostBuffer::new(&self.gpu, index + index / 4, "the index of a delta")?);
         }
+        self.way = Some(self.take_way(true)?);
         Ok(())
     }
 
@@ -566,24 +570,49 @@ impl DevicePlan {
         Ok((index, sorted.groups))
     }
 
-    /// Lets the device read memory that deltas come in again and again, so that [`DevicePlan::stage`] need not copy them first.
-    /// Where the system does not let it, that does.
-    pub fn pin(&mut self, memory: &Arc<Mapping>) {
-        let at = memory.address();
-        if self.is_refused || self.pinned.iter().any(|(known, _)| *known == at.addr()) {
-            return;
+    /// Notes memory that deltas come in again and again, to be registered by [`DevicePlan::pin_noted`]. Until then
+    /// [`DevicePlan::stage`] copies them first, which takes less time than registering would.
+    pub fn note(&mut self, memory: &Arc<Mapping>) {
+        let at = memory.address().addr();
+        let is_known = self.pinned.iter().any(|(known, _)| *known == at)
+            || self.noted.iter().any(|noted| noted.address().addr() == at);
+        if !self.is_refused && !is_known {
+            self.noted.push(Arc::clone(memory));
         }
-        if self.pinned.len() >= PINNED {
-            self.pinned.remove(0);
-        }
-        let owner: Arc<dyn Any + Send + Sync> = Arc::<Mapping>::clone(memory);
-        // Memory is mapped by pages, whatever was asked for.
-        let bytes = memory.len().next_multiple_of(rustix::param::page_size() as u64);
-        match Registration::new(&self.gpu, (at, bytes), false, owner) {
-            Ok(made) => self.pinned.push((at.addr(), made)),
-            Err(error) => {
-                self.is_refused = true;
-                tracing::info!(%error, "deltas go to the device through a buffer");
+    }
+
+    /// Whether [`DevicePlan::pin_noted`] has anything to do.
+    pub fn has_noted(&self) -> bool {
+        !self.noted.is_empty()
+    }
+
+    /// Lets the device read the memory that was noted by itself. Where the system does not let it, deltas go on being copied.
+    /// The plan is not locked meanwhile: a delta may be applied.
+    pub fn pin_noted(plan: &Mutex<DevicePlan>) {
+        let lock = || plan.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gpu, noted) = {
+            let mut plan = lock();
+            (plan.gpu.clone(), std::mem::take(&mut plan.noted))
+        };
+        for memory in noted {
+            let at = memory.address();
+            // Memory is mapped by pages, whatever was asked for.
+            let bytes = memory.len().next_multiple_of(rustix::param::page_size() as u64);
+            let owner: Arc<dyn Any + Send + Sync> = memory;
+            let made = Registration::new(&gpu, (at, bytes), false, owner);
+            let mut plan = lock();
+            match made {
+                Ok(made) => {
+                    if plan.pinned.len() >= PINNED {
+                        plan.pinned.remove(0);
+                    }
+                    plan.pinned.push((at.addr(), made));
+                }
+                Err(error) => {
+                    plan.is_refused = true;
+                    tracing::info!(%error, "deltas go to the device through a buffer");
+                    return;
+                }
             }
         }
     }

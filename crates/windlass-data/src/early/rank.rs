@@ -25,6 +25,7 @@ use crate::seal::draft::Draft;
 use crate::seal::{self, Names};
 use crate::shm::{Access, Mapping};
 use crate::stop::{Stop, lap};
+use crate::work::{self, step_back};
 
 /// More than any header of a delta has.
 const FRONT: u64 = 4096;
@@ -36,8 +37,6 @@ const SPARE: Range<u64> = 4 << 20..1 << 30;
 const FETCHED_PER_SECOND: u64 = 1 << 30;
 /// The longest that they are given.
 const REST: Duration = Duration::from_millis(200);
-/// How far the background work steps back, in steps of `nice`: a third of the processor where others want all of it.
-const NICE: i32 = 5;
 
 /// What a rank answers for, and how it works.
 #[derive(Clone, Debug)]
@@ -382,6 +381,10 @@ impl Rank {
         };
         let Committed { id, version, slot } = committed;
         self.copied = Some(version);
+        if self.spare.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            let bytes = self.region.manifest().bytes_of(&self.roster.blocks) / container::LIKELY;
+            make_spare(&self.spare, &self.folder, self.number, bytes);
+        }
         let known = move |sums| {
             let newest = Some(Known { version, id, slot, sums: Arc::new(sums) });
             Memory { newest, older: None }
@@ -595,14 +598,6 @@ fn left_behind(region: &Region, folder: &Folder, roster: &Roster) -> Option<Take
     Some(Taken { version, digest })
 }
 
-/// From here on this thread and those that it starts let others go first: engines wait for what was handed out, and nobody
-/// waits for the slot.
-fn step_back() {
-    if let Err(error) = rustix::process::nice(NICE) {
-        tracing::debug!(%error, "the background work keeps its priority");
-    }
-}
-
 /// How long engines are given to fetch a delta before its slot is written.
 fn rest(bytes: u64) -> Duration {
     if bytes < SPARE.start {
@@ -641,6 +636,17 @@ impl Spare {
     }
 }
 
+/// Gets ready for a delta of up to so many bytes. Without, it takes a little longer.
+fn make_spare(kept: &Mutex<Option<Spare>>, folder: &Folder, rank: u16, bytes: u64) {
+    if !SPARE.contains(&bytes) {
+        return;
+    }
+    match Spare::new(folder, rank, bytes) {
+        Ok(spare) => *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(spare),
+        Err(error) => tracing::debug!(%error, "no file is kept ready for the next delta"),
+    }
+}
+
 impl Run {
     fn delta(
         self,
@@ -676,6 +682,7 @@ impl Run {
             self.hurry.rest(rest(records.bytes()));
         }
         let rest_ms = lap(&mut begun);
+        // Engines wait for what was handed out, and nobody waits for the slot.
         step_back();
         let attempt = writer.begin(version, stop)?;
         // Nobody but this rank writes its blocks, so they are as it left them, also if others have begun and given up.
@@ -688,7 +695,7 @@ impl Run {
             base: (data, &newest.sums),
             version,
             records: &records,
-            threads: self.threads,
+            threads: work::fewer(self.threads),
         };
         let wait_ms = lap(&mut begun);
         let done = work.run(&attempt, stop)?;
@@ -707,22 +714,11 @@ impl Run {
             "a version was committed by records"
         );
         if handed_out.is_some() {
-            self.make_spare(&records);
+            let bytes = records.bytes() + records.entries().len() as u64 * 24;
+            make_spare(&self.spare, &self.folder, rank, bytes + bytes / 4);
         }
         let known = Known { version, id, slot, sums: Arc::new(sums) };
         Ok(Memory { newest: Some(known), older: Some((newest, records)) })
-    }
-
-    /// Gets ready for a delta like this one. Without, the next takes a little longer.
-    fn make_spare(&self, records: &Records) {
-        let bytes = records.bytes() + records.entries().len() as u64 * 24;
-        if !(SPARE.start..SPARE.end).contains(&bytes) {
-            return;
-        }
-        match Spare::new(&self.folder, self.rank, bytes + bytes / 4) {
-            Ok(spare) => *self.spare.lock().unwrap_or_else(PoisonError::into_inner) = Some(spare),
-            Err(error) => tracing::debug!(%error, "no file is kept ready for the next delta"),
-        }
     }
 
     /// The sums after the records.

@@ -66,11 +66,13 @@ use self::kept::Kept;
 use self::shelf::Shelf;
 pub use self::shelf::{Handed, HandedError, INCOMING, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
+use crate::container;
 use crate::history::Limits;
 use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
 use crate::region::RegionError;
 use crate::stop::{Stop, Stopped};
 use crate::tcp::PullConfig;
+use crate::work;
 
 /// How a receiver is run.
 #[derive(Clone)]
@@ -523,6 +525,23 @@ impl Receiver {
         }
     }
 
+    /// [`Receiver::show`] while engines of this host serve the version already: what they compute comes first. Half of the
+    /// threads do it, and let others go first.
+    pub fn show_aside(&mut self, fetched: Vec<Fetched>, stop: &Stop) -> Result<Synced, ReceiverError> {
+        let threads = self.config.image.threads;
+        self.set_threads(work::fewer(threads));
+        let shown = work::aside(|| self.show(fetched, stop));
+        self.set_threads(threads);
+        shown
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.config.image.threads = threads;
+        if let Some(image) = &mut self.image {
+            image.set_threads(threads);
+        }
+    }
+
     /// Applies what was fetched, each from where the one before leads, and makes the last of it visible.
     pub fn show(&mut self, fetched: Vec<Fetched>, stop: &Stop) -> Result<Synced, ReceiverError> {
         let start = Instant::now();
@@ -756,7 +775,13 @@ impl Receiver {
             placed = written.filter(|_| run.synced.refetched == 0);
         }
         if run.first.is_some() {
-            self.fill(&refresh, BlockRanges::new(), run, info, stop)?;
+            // While the whole image comes, which takes far longer.
+            let (shelf, likely) =
+                (Arc::clone(&self.shelf), refresh.manifest().data_bytes() / container::LIKELY);
+            std::thread::scope(|scope| {
+                scope.spawn(move || shelf.reserve(likely));
+                self.fill(&refresh, BlockRanges::new(), run, info, stop)
+            })?;
         }
         loop {
             stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;

@@ -97,6 +97,25 @@ impl Shelf {
         Ok(Buffer { memory: Arc::new(Mapping::anonymous(len)?), file: None })
     }
 
+    /// Gets ready for a delta of so many bytes, unless one came before or nobody else reads them.
+    pub(super) fn reserve(&self, bytes: u64) {
+        if self.share.is_none()
+            || bytes > Shelf::LARGE
+            || *self.made.lock().unwrap_or_else(PoisonError::into_inner) > 0
+        {
+            return;
+        }
+        match self.take(bytes) {
+            Ok(buffer) => {
+                // The first store to a page is what takes long.
+                let page = rustix::param::page_size();
+                (0..buffer.memory.len()).step_by(page).for_each(|at| buffer.memory.copy_in(at, &[0]));
+                self.put(buffer);
+            }
+            Err(error) => tracing::debug!(%error, "no file is kept ready for the first delta"),
+        }
+    }
+
     /// A file with its space reserved: a write to a file that cannot grow any more would end the process.
     fn make(&self, share: &Share, len: u64) -> io::Result<Buffer> {
         make_dir(&share.dir)?;

@@ -423,6 +423,11 @@ impl Engines {
         labels.all(|l| l == Some(first)).then_some(first)
     }
 
+    /// Whether every engine serves a version.
+    pub fn serves(&self, known: &Known) -> bool {
+        self.serving() == Some(Label::from(known))
+    }
+
     /// Whether every engine has been asked what it has.
     pub fn asked(&self) -> bool {
         self.shared.iter().all(|s| {

@@ -716,7 +716,12 @@ impl Model {
         if count == 0 {
             receiver.reveal(&stop)?;
         } else {
-            let shown = receiver.show(deltas, &stop);
+            let serves = |e: &Engines| deltas.last().is_some_and(|last| e.serves(&last.known()));
+            let shown = if self.engines.as_ref().is_some_and(|(engines, _)| serves(engines)) {
+                receiver.show_aside(deltas, &stop)
+            } else {
+                receiver.show(deltas, &stop)
+            };
             let ended = Instant::now();
             let image = receiver.held().map(|k| k.identity.clone());
             self.state().desk.applied(count, image);
