@@ -3,6 +3,7 @@
     PYTHONPATH=python python bench/gpu_vllm.py [--size 0.6B] [--steps 12] [--json FILE]
     make gpu-vllm                                    # the same, with the extension built for release first
     ... --device cpu --size tiny                     # without a GPU: everything but the figures
+    ... --beside 5                                   # and five versions by each of vLLM's own ways (vllm_own.py)
 
 Needs vLLM (in this Python, or in another one by ``--vllm-python``), transformers, and a CUDA device unless
 ``--device cpu``. What is missing is said, and the exit code is 2.
@@ -20,15 +21,18 @@ greedy answers must be equal; compiled servers of one checkpoint differ among th
 | trainer blocked | `offload()` is called, the GPU idle | it returns |
 | step to visible | the same | the sidecar says that the server serves the version |
 | engine pause | the end of the last step with the old weights | the next one may begin, as the server measured it |
+| trainer alone | `offload()` is called after the server has ended | it returns |
 | tokens a second | ``--seconds`` in which the trainer steps every two and publishes nothing | as long, with a version every two |
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import statistics
@@ -49,6 +53,8 @@ import needs  # noqa: E402
 
 needs.need("torch", "transformers", "windlass")
 
+import vllm_own  # noqa: E402
+
 import servers  # noqa: E402
 import tiny  # noqa: E402
 
@@ -68,6 +74,8 @@ START, PATIENCE = 900.0, 600.0
 PARTS = ("stage_ms", "drain_ms")
 #: Tokens of prompts and answers, in turn.
 PROMPTS, ANSWERS = (8, 32, 128, 700), (64, 128, 256)
+#: Into how many parts the two seconds after a step are divided.
+BINS = 40
 
 
 class Missing(Exception):
@@ -97,6 +105,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prefix-cache", choices=("reset", "keep"), default="reset")
     parser.add_argument("--eager", action="store_true", help="no compilation, and compare tokens at the end")
+    parser.add_argument(
+        "--beside",
+        type=needs.whole(0),
+        default=0,
+        help="versions by each of vLLM's own ways; the server then starts from a checkpoint",
+    )
     parser.add_argument("--pause", choices=("keep", "wait", "abort"), default="keep")
     parser.add_argument("--memory", type=float, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--vllm-python", default=os.environ.get("WINDLASS_VLLM_PYTHON", sys.executable))
@@ -246,6 +260,7 @@ class Engine(servers.Vllm):
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
         command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
         command += ["--load-format", "dummy"] if dummy else []
+        command += vllm_own.OPTIONS if given.beside else []
         command += ["--enforce-eager"] if given.eager and given.device != "cpu" else []
         paths, plugins = [str(ROOT / "python")], "windlass"
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WINDLASS_TOKEN": token}
@@ -270,6 +285,7 @@ class Engine(servers.Vllm):
         (model.parent / "logging.json").write_text(json.dumps(logging))
         env["VLLM_LOGGING_CONFIG_PATH"] = str(model.parent / "logging.json")
         env |= {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(paths)}
+        env |= vllm_own.ENV if given.beside else {}
         env["PATH"] = os.pathsep.join([str(Path(given.vllm_python).parent), os.environ["PATH"]])
         servers.Server.__init__(self, command, env, port=port, deadline=START)
 
@@ -284,6 +300,7 @@ class Requests:
         self._end = threading.Event()
         self._lock = threading.Lock()
         self.tokens = 0
+        self.times: list[float] = []
         self.failure: str | None = None
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)]
         for thread in self._threads:
@@ -302,23 +319,32 @@ class Requests:
                 for _ in stream(self._engine.url, body):
                     with self._lock:
                         self.tokens += 1
+                        self.times.append(time.perf_counter())
                     if self._end.is_set():
                         return
             except Exception as e:
                 self.failure = f"{type(e).__name__}: {e}"
                 return
 
-    def rate(self, seconds: float, meanwhile: Any = None) -> float:
-        """Tokens a second, over so many, while something else is done every two."""
-        began, tokens = time.perf_counter(), self.tokens
+    def rate(self, seconds: float, meanwhile: Any) -> dict[str, Any]:
+        """Tokens a second, over so many, while something else is done every two; all of them, and those of each twentieth of a
+        second after that began."""
+        began, first, starts = time.perf_counter(), len(self.times), []
         while (elapsed := time.perf_counter() - began) < seconds:
-            if meanwhile is not None:
-                meanwhile()
+            starts.append(began + elapsed)
+            meanwhile()
             passed = time.perf_counter() - began
             time.sleep(max(0.0, min(2.0 - (passed - elapsed), seconds - passed)))
             if self.failure:
                 raise RuntimeError(f"a request failed meanwhile: {self.failure}")
-        return (self.tokens - tokens) / (time.perf_counter() - began)
+        ended = time.perf_counter()
+        times, counts = self.times[first:], [0] * BINS
+        for at in times:
+            last = bisect.bisect_right(starts, at) - 1
+            if last >= 0 and (bin_ := int((at - starts[last]) * BINS / 2.0)) < BINS:
+                counts[bin_] += 1
+        by_time = [count * BINS / 2.0 / len(starts) for count in counts]
+        return {"rate": len(times) / (ended - began), "by_time": by_time}
 
     def __enter__(self) -> Requests:
         return self
@@ -350,9 +376,12 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
     secret.touch(0o600)
     secret.write_text(token)
     rows: list[dict[str, Any]] = []
-    rates: dict[str, float] = {}
+    rates: dict[str, dict[str, Any]] = {}
+    own: dict[str, list[dict[str, float]]] = {}
+    if given.beside:
+        model.save_pretrained(folder)
     manager = WeightManager(model_id="policy", region_dir=str(home), offload_mode=given.offload_mode)
-    with manager, Engine(given, folder, token, dummy=True) as engine:
+    with manager, Engine(given, folder, token, dummy=not given.beside) as engine:
         say(f"vLLM serves at {engine.url}")
         before = engine.answers()
         model_step = step(model, given.share)
@@ -405,20 +434,42 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                 # The trainer's next step; its slot and the host's image are written meanwhile.
                 manager.wait_delta_ready()
                 if rows[-1]["ahead"]:
-                    sidecar.wait("synced", PATIENCE)
+                    rows[-1]["synced"] = sidecar.wait("synced", PATIENCE)
             timed = rows[2:]
             if given.seconds:
                 # The trainer's own steps go on, as they do on a GPU that both share: what is compared is publishing.
                 rates["without"] = requests.rate(given.seconds, lambda: step(model, given.share))
                 rates["with"] = requests.rate(given.seconds, sync)
+                say_rates(rates)
             proved = prove(engine, token, home / "images" / "policy", version)
             requests_made = requests.tokens
         after = engine.answers()
+        if compares(given):
+            # What follows changes the model.
+            shutil.copytree(folder, home / "checkpoint")
+            model.save_pretrained(home / "checkpoint")
+        if given.beside:
+            with Requests(engine, given.clients, SIZES[given.size][5]) as requests:
+                theirs = vllm_own.Own(engine, model, folder)
+                # A CPU has no handles to send.
+                for way in vllm_own.WAYS[given.device == "cpu" :]:
+                    own[way] = []
+                    for _ in range(given.beside):
+                        step(model, given.share)
+                        own[way].append(theirs.sync(way))
+                if requests.failure:
+                    raise RuntimeError(f"a request failed meanwhile: {requests.failure}")
         log = engine.log.read_text(errors="replace")
         served = [
             line[line.index("windlass: version") :] for line in log.splitlines() if "is served:" in line
         ]
+        engine.kill()
+        alone = [offload_alone(given, manager, model, version + 1 + i) for i in range(given.steps)]
     return {
+        "own": own,
+        "alone": alone[1:],
+        "staged": re.findall(r"a delta is on the device .*", log)[:4],
+        "read": re.findall(r"Loading weights took ([0-9.]+) seconds", log),
         "parameters": model_step,
         "rows": timed,
         "all_rows": rows,
@@ -430,6 +481,27 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
         "answers_before": before,
         "answers": after,
     }
+
+
+def say_rates(rates: dict[str, dict[str, Any]]) -> None:
+    """Both rates, and where in the two seconds after a step tokens are missing."""
+    with_, without = rates["with"], rates["without"]
+    lost = [(b - a) * 2.0 / BINS for a, b in zip(with_["by_time"], without["by_time"], strict=True)]
+    shown = ", ".join(f"{sum(lost[i : i + 4]):.0f}" for i in range(0, BINS, 4))
+    say(f"tokens fewer in each 0.2 s after a step: {shown}")
+    ratio = with_["rate"] / without["rate"]
+    say(f"{with_['rate']:.0f} tokens/s with a version every 2 s, {without['rate']:.0f} without: {ratio:.3f}")
+
+
+def offload_alone(given: argparse.Namespace, manager: Any, model: Any, version: int) -> float:
+    """How long the trainer is blocked where nothing else computes."""
+    step(model, given.share)
+    idle(given.trainer_device)
+    began = time.perf_counter()
+    manager.offload(model.named_parameters(), version, 0, 1)
+    blocked = 1e3 * (time.perf_counter() - began)
+    manager.wait_delta_ready()
+    return blocked
 
 
 def prove(engine: Any, token: str, image: Path, version: int) -> bool:
@@ -449,10 +521,13 @@ def prove(engine: Any, token: str, image: Path, version: int) -> bool:
         held.finish()
 
 
-def fresh_answers(given: argparse.Namespace, model: Any, folder: Path, checkpoint: Path) -> Any:
+def compares(given: argparse.Namespace) -> bool:
+    """Whether tokens prove anything: compiled engines of one checkpoint differ among themselves."""
+    return bool(given.eager or given.device == "cpu")
+
+
+def fresh_answers(given: argparse.Namespace, checkpoint: Path) -> Any:
     """What a server answers that has never heard of us, from a checkpoint of the trainer's weights."""
-    shutil.copytree(folder, checkpoint)
-    model.save_pretrained(checkpoint)
     with Engine(given, checkpoint, secrets.token_hex(16), dummy=False) as engine:
         return engine.answers()
 
@@ -463,8 +538,16 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for name in ("trainer_blocked_ms", "step_to_visible_ms", "engine_pause_ms", "load_ms", *PARTS):
         values = [row[name] for row in rows if row[name] is not None]
         if values:
-            found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+            found[name] = middle(values)
     return found
+
+
+def middle(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def spread(row: dict[str, float]) -> str:
+    return f"median {row['median']:9.2f}   {row['min']:9.2f} .. {row['max']:9.2f}"
 
 
 def main() -> int:
@@ -480,10 +563,9 @@ def main() -> int:
         model = make(given, home / "model")
         found = measure(given, home, model, home / "model")
         fresh = None
-        # Compiled engines of one checkpoint differ among themselves: only eager ones can be compared by tokens.
-        if given.eager or given.device == "cpu":
+        if compares(given):
             say("a second server loads the trainer's checkpoint")
-            fresh = fresh_answers(given, model, home / "model", home / "checkpoint")
+            fresh = fresh_answers(given, home / "checkpoint")
     finally:
         shutil.rmtree(home, ignore_errors=True)
     equal = found["proved"] and (fresh is None or fresh == found["answers"])
@@ -496,7 +578,21 @@ def main() -> int:
         f"vLLM {versions['vllm']}, torch {versions['torch']}, {versions['gpu'] or 'no GPU: times mean nothing'}"
     )
     for name, row in summary.items():
-        say(f"  {name:20} median {row['median']:9.2f}   {row['min']:9.2f} .. {row['max']:9.2f}")
+        say(f"  {name:20} {spread(row)}")
+    if found["alone"]:
+        summary["trainer_alone_ms"] = middle(found["alone"])
+        say(f"  {'trainer_alone_ms':20} {spread(summary['trainer_alone_ms'])}")
+    for way, rows in found["own"].items():
+        for name in rows[0]:
+            # The first of each connects and opens.
+            value = summary[f"own_{way}_{name}"] = middle([row[name] for row in rows[1:] or rows])
+            say(f"  vLLM's own {way:6} {name:20} {spread(value)}")
+    first = found["all_rows"][0]
+    say(
+        f"  first version loaded in {found['first']['load_ms']:.0f} ms, first delta {first['step_to_visible_ms']:.1f} ms to visible"
+    )
+    for seconds in found["read"]:
+        say(f"  vLLM read the checkpoint that it began from in {seconds} s")
     kinds = {key: sorted({row[key] for row in found["rows"]}) for key in ("offload", "how")}
     say(f"  offloaded by {', '.join(kinds['offload'])}; loaded {', '.join(kinds['how'])}")
     ahead = sum(row["ahead"] for row in found["rows"])
@@ -506,9 +602,6 @@ def main() -> int:
     for line in found["served"][-3:]:
         say(f"  {line}")
     say(f"  {found['tokens_meanwhile']} tokens were generated meanwhile")
-    if found["rates"]:
-        with_, without = found["rates"]["with"], found["rates"]["without"]
-        say(f"  {with_:.0f} tokens/s with a version every 2 s, {without:.0f} without: {with_ / without:.3f}")
     say(
         f"  digest of the live weights: {'that of the version' if found['proved'] else 'ANOTHER THAN THE VERSION'}"
     )
@@ -527,7 +620,8 @@ def main() -> int:
         }
         everything["fresh_answers"] = fresh
         Path(given.json).write_text(json.dumps(everything, indent=1) + "\n")
-    told = {"size": given.size, "equal": equal, "changed": changed, "rates": found["rates"]}
+    rates = {way: row["rate"] for way, row in found["rates"].items()}
+    told = {"size": given.size, "equal": equal, "changed": changed, "rates": rates}
     say(json.dumps({**told, **kinds, **summary}))
     return 0 if equal else 1
 
