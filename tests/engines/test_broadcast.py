@@ -240,6 +240,38 @@ def test_sglang_opens_the_trainers_memory_by_handles(checkpoint: Callable[[tiny.
             assert server.answers() == tiny.answers(trainer)
 
 
+@pytest.mark.timeout(900)
+def test_of_two_servers_the_one_that_died_is_named_and_the_other_goes_on(
+    checkpoint: Callable[[tiny.Kind], Path],
+) -> None:
+    trainer = tiny.model("qwen3")
+    settings = {"strategy": "packed_cuda_ipc", "timeout": 60.0}
+    doomed = servers.Vllm(checkpoint("qwen3"), options=BACKEND, deadline=500)
+    other = servers.Sglang(checkpoint("qwen3"), options=["--custom-weight-loader", PATH], deadline=500)
+    doomed.start()
+    with other, doomed:
+        engines = [
+            VllmEngine(doomed.url, strategy=settings),
+            SglangEngine(other.url, strategy=settings),
+        ]
+        with training(settings, engines, pause=True) as sync:
+            tiny.stir(trainer, 1)
+            assert sync.sync(trainer) == 1
+            assert doomed.answers() == other.answers() == tiny.answers(trainer)
+            doomed.kill()
+            tiny.stir(trainer, 2)
+            with pytest.raises(EnginesFailed, match="1 of 2 engines failed") as failed:
+                sync.sync(trainer)
+            assert list(failed.value.failures) == [doomed.url]
+            # Nobody can leave at a server that is gone.
+            sync.client.engines = sync.client.engines[1:]
+            sync.client._names = sync.client._names[1:]
+        # The next client has the one that is left.
+        with training(settings, engines[1:], pause=True) as sync:
+            sync.sync(trainer)
+            assert other.answers() == tiny.answers(trainer)
+
+
 def mapped(server: servers.Sglang) -> bool:
     """Whether a process of the server has memory of a trainer."""
     found = False
