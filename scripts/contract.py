@@ -5,7 +5,8 @@
 
 A row is `| C12 | what | `test_name`, `module::test_name` |`, or `not yet` in the last cell. A row that is only
 partly built says after its tests what it lacks: `` `test_name`; still missing: the socket``. Before that it may name what
-`make gpu` runs besides: `` `test_name`; on a GPU: `tests/gpu/x.py` ``, files that exist and prove nothing alone. A name
+`make gpu` runs besides: `` `test_name`; on a GPU: `tests/gpu/x.py` ``, files that it really runs and that prove nothing
+alone. A name
 stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
@@ -155,12 +156,20 @@ def check(table: str, tests: dict[str, list[pathlib.Path]]) -> tuple[list[str], 
         names = re.findall(r"`([^`]*)`", cell["names"])
         faults += [f"C{number}: {fault}" for name in names if (fault := missing(name, tests))]
         scripts = re.findall(r"`([^`]*)`", cell["gpu"] or "")
-        faults += [f"C{number}: there is no file {name}" for name in scripts if not (ROOT / name).is_file()]
+        faults += [f"C{number}: `make gpu` does not run {name}" for name in scripts if name not in gpu_scripts()]
     for number in range(1, ROWS + 1):
         if seen.get(number, 0) != 1:
             faults.append(f"C{number}: {'missing' if number not in seen else 'listed more than once'}")
     faults += [f"C{number}: there is no such row" for number in sorted(seen) if not 1 <= number <= ROWS]
     return faults, proved, partly
+
+
+def gpu_scripts() -> list[str]:
+    """What `make gpu` runs."""
+    recipe = (ROOT / "Makefile").read_text().partition("\ngpu:")[2]
+    parts = re.search(r"for part in ([\w ]+);", recipe)
+    assert parts is not None, "the recipe of `make gpu` names its parts"
+    return [name for part in parts[1].split() if (ROOT / (name := f"tests/gpu/{part}.py")).is_file()]
 
 
 def missing(name: str, tests: dict[str, list[pathlib.Path]]) -> str | None:
@@ -200,9 +209,11 @@ def self_test() -> None:
     assert faults({7: part.replace("test_it_holds", "gone")}) == ["C7: no test is called `gone`"]
     for silent in ["; still missing:", "; still missing: "]:
         assert faults({7: f"| C7 | what | `a_thing_works`{silent} |"}) == ["C7: does not say what is still missing"]
-    gpu = part.replace("; still", "; on a GPU: `scripts/contract.py`; still")
+    gpu = part.replace("; still", "; on a GPU: `tests/gpu/ipc.py`; still")
     assert faults({7: gpu}) == []
-    assert faults({7: gpu.replace("contract.py", "gone.py")}) == ["C7: there is no file scripts/gone.py"]
+    for other in ("gone", "needs"):
+        said = [f"C7: `make gpu` does not run tests/gpu/{other}.py"]
+        assert faults({7: gpu.replace("ipc", other)}) == said
     whole = "| C8 | what | `a_thing_works` |"
     assert check("\n".join({**rows, 7: part, 8: whole}.values()), tests) == ([], 1, 1)
 

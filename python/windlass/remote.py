@@ -11,7 +11,7 @@ Calls, by dialect
 |---|---|---|---|
 | join | ``/init_weight_transfer_engine`` | ``/init_weight_update_communicator`` | ``/init_weights_update_group`` |
 | start | ``/start_weight_update`` | – | ``/begin_weight_update`` (0.5.21 and later) |
-| update | ``/update_weights`` {update_info} | ``/update_weights``, a legacy dictionary each | ``/update_weights_from_distributed`` |
+| update | ``/update_weights`` {update_info} | ``/update_weights``, a legacy dictionary each | ``/update_weights_from_distributed``; ``/update_weights_from_tensor`` for handles |
 | finish | ``/finish_weight_update`` | – | ``/end_weight_update``, ``/update_weight_version`` |
 | adapter | ``/v1/load_lora_adapter`` in place | the same | ``/unload_lora_adapter``, ``/load_lora_adapter`` |
 | pause, resume | ``/pause?mode=``, ``/resume`` | – | ``/pause_generation``, ``/continue_generation`` |
@@ -43,7 +43,12 @@ from urllib.parse import urlsplit
 from windlass.client import InferenceEngine
 from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
 from windlass.http import Answer, HttpClient
-from windlass.request import BroadcastWeightUpdateRequest, LoraDiskWeightUpdateRequest
+from windlass.request import (
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    LoraDiskWeightUpdateRequest,
+    PackedCudaIpcWeightUpdateRequest,
+)
 from windlass.strategy import WeightLoader, each_tensor, strategy_from_config
 from windlass.sync_info import (
     AgentWeightSyncInfo,
@@ -55,6 +60,7 @@ from windlass.sync_info import (
 if TYPE_CHECKING:
     from windlass.receiver import Image
     from windlass.request import WeightUpdateRequest
+    from windlass.sglang.handles import Handles
     from windlass.strategy import NamedTensors, WeightTransferReceiver
     from windlass.sync_info import WeightSyncInfo
 
@@ -225,7 +231,10 @@ class SglangEngine(RemoteEngine):
     ``flush_timeout`` is how long its cache may take to become free.
 
     On this host it also takes versions that are pulled (``tcp``): this process has the image, and the server reads it in
-    place. ``model`` is the directory that the server was started from; without it, the server is asked."""
+    place. ``model`` is the directory that the server was started from; without it, the server is asked.
+
+    With ``strategy`` one of the IPC strategies, and a server that has our loader, its workers open the trainer's memory
+    (:mod:`windlass.sglang.handles`). Closing then holds generation for a moment: workers are only told between updates."""
 
     def __init__(
         self,
@@ -240,14 +249,24 @@ class SglangEngine(RemoteEngine):
         self._model = model
         #: This process's end, and what has the server read its image.
         self._pulled: tuple[WeightTransferReceiver, RemoteWeightLoader] | None = None
+        #: What its workers open.
+        self._handles: Handles | None = None
         #: Whether updates are framed by a session; found out at the first one.
         self._session: bool | None = None
         self._open = False
+        #: Whether a request may have been written of an update that is not finished.
+        self._mixed = False
         self._adapters = False
 
     async def init_weight_transfer(self, sync_info: WeightSyncInfo, rank_offset: int) -> None:
-        """Every rank of the server joins the group."""
+        """Every rank of the server joins the group; for adapters and handles there is nothing to join."""
         if self._adapters_only(sync_info):
+            return
+        if isinstance(sync_info, EmptyWeightSyncInfo):
+            from windlass.sglang.handles import Handles
+
+            self._handles = await asyncio.to_thread(Handles.of, self.server, self._strategy)
+            self._open, self._session = False, None
             return
         if isinstance(sync_info, AgentWeightSyncInfo) and await asyncio.to_thread(self._is_here):
             await self._pull_beside(sync_info, rank_offset)
@@ -298,11 +317,15 @@ class SglangEngine(RemoteEngine):
 
     async def start_update(self) -> None:
         """Opens the session, where the server has one."""
+        self._mixed = False
         # One that a failed sync left open goes on.
-        if self._session is False or self._group is None or self._open:
+        if self._session is False or (self._group is None and self._handles is None) or self._open:
             return
-        body = {"selector": "all"}
-        said = await self._post("/begin_weight_update", body, stage="start", accept=NO_ROUTE)
+        body = {"selector": "target" if self._group is None else "all"}
+        said = await self._post("/begin_weight_update", body, stage="start", accept=(400, *NO_ROUTE))
+        if said.status == 400 and "already open" not in said.text:
+            raise WindlassInvalid(f"{said.what}: {said.text}")
+        # One that is open already is of a trainer that is gone, and this update is whole.
         self._session = self._open = said.status not in NO_ROUTE
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
@@ -322,10 +345,18 @@ class SglangEngine(RemoteEngine):
         elif self._pulled is not None:
             receiver, loader = self._pulled
             await receiver.receive_and_load_weights(request, loader)
+        elif self._handles is not None:
+            first, self._mixed = not self._mixed, True
+            await asyncio.to_thread(self._handles.update, request, first=first, ends=self._open)
+        elif isinstance(request, (CudaIpcWeightUpdateRequest, PackedCudaIpcWeightUpdateRequest)):
+            raise WindlassInvalid(
+                f"{self.name} was not told that handles would come",
+                "give SglangEngine the configuration of the trainer's strategy, as strategy=",
+            )
         else:
             raise WindlassUnsupported(
                 f"an SGLang server takes no {type(request).__name__} over HTTP",
-                "use broadcast or lora, or `windlass receive --engine sglang=URL` beside the server for tcp",
+                "use broadcast, IPC or lora, or `windlass receive --engine sglang=URL` beside the server for tcp",
             )
 
     async def _load_lora(self, path: str) -> None:
@@ -339,6 +370,9 @@ class SglangEngine(RemoteEngine):
 
     async def finish_update(self, version: str | None = None) -> None:
         """Closes the session, and names the weights."""
+        if self._mixed and self._handles is not None:
+            await asyncio.to_thread(self._handles.finish, ends=self._open)
+        self._mixed = False
         if self._open:
             await self._post("/end_weight_update", {}, stage="finish")
             self._open = False
@@ -372,9 +406,25 @@ class SglangEngine(RemoteEngine):
             await asyncio.sleep(0.1)
 
     async def close(self) -> None:
-        """Every rank of the server leaves the group, or what was pulled is let go of."""
+        """Every rank of the server leaves the group, or what was pulled or opened is let go of."""
         await self._forget()
+        await self._shut_handles()
         await self._leave_group()
+
+    async def _shut_handles(self) -> None:
+        handles = self._handles
+        if handles is not None and handles.opened:
+            if self._mixed or self._open or self._session is False:
+                # One that a failed sync left stays as it is, paused and with its session.
+                await asyncio.to_thread(handles.close, ends=self._open)
+            else:
+                # A session undoes packing, so that nothing may be computed meanwhile.
+                await self._post("/pause_generation", {"mode": "in_place"}, stage="pause", again=True)
+                await self.start_update()
+                await asyncio.to_thread(handles.close, ends=self._open)
+                await self.finish_update()
+                await self.resume()
+        self._handles = None
 
 
 def remote_engine(kind: str, url: str, **how: Any) -> RemoteEngine:

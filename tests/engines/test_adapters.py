@@ -15,7 +15,7 @@ import tiny
 from windlass import WeightSyncInfo, WeightSyncManager, parse_request, strategy_from_config
 from windlass.client import InferenceEngine, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
-from windlass.remote import RemoteWeightLoader, VllmEngine
+from windlass.remote import RemoteWeightLoader, SglangEngine, VllmEngine
 
 
 @pytest.fixture
@@ -109,3 +109,35 @@ def test_a_server_reads_the_image_that_was_pulled_beside_it(
             manager.close()
 
         asyncio.run(sync())
+
+
+@pytest.mark.timeout(600)
+def test_an_sglang_server_beside_its_trainer_follows_by_shared_memory(
+    checkpoint: Callable[[tiny.Kind], Path], home: Path
+) -> None:
+    """What a colocated SGLang gets unless IPC is asked for: ``tcp`` over shared memory, by the adapter alone."""
+    trainer = tiny.model("qwen3")
+    settings = {
+        "strategy": "tcp",
+        "link": "shm",
+        "image_dir": str(home / "images"),
+        "manager": {"region_dir": str(home)},
+        "timeout": 60.0,
+    }
+    with servers.Sglang(checkpoint("qwen3")) as server:
+        before = server.answers()
+        client = InferenceEngineClient([SglangEngine(server.url, strategy=settings)], pause=True)
+
+        async def sync() -> None:
+            manager = WeightSyncManager(strategy_from_config(settings), ModuleWeightExtractor(), client)
+            await manager.initialize()
+            for version in (1, 2, 3):
+                tiny.stir_some(trainer, version)
+                assert await manager.sync_weights(trainer) == version
+                assert server.answers() == tiny.answers(trainer) != before
+                assert server.get("/model_info")["weight_version"] == str(version)
+            await client.aclose()
+            manager.close()
+
+        asyncio.run(sync())
+        assert server.answers() == tiny.answers(trainer)

@@ -1,8 +1,10 @@
-"""Broadcast over gloo into real servers, by the facade, the client and the HTTP adapters as a trainer uses them."""
+"""Broadcast over gloo and handles to memory into real servers, by the facade, the client and the HTTP adapters as a trainer uses them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from windlass import EngineShape, WeightSyncManager, strategy_from_config
 from windlass.client import EnginesFailed, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
 from windlass.remote import SglangEngine, VllmEngine
+from windlass.sglang.custom import PATH
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 BACKEND = ("--weight-transfer-config", '{"backend": "windlass"}')
@@ -197,3 +200,83 @@ def test_two_ranks_of_vllm_each_take_their_part(checkpoint: Callable[[tiny.Kind]
                 tiny.stir(trainer, version)
                 sync.sync(trainer)
                 assert server.answers() == tiny.answers(trainer)
+
+
+@pytest.mark.timeout(600)
+def test_sglang_opens_the_trainers_memory_by_handles(checkpoint: Callable[[tiny.Kind], Path]) -> None:
+    trainer = tiny.model("qwen3")
+    options = ["--custom-weight-loader", PATH]
+    with servers.Sglang(checkpoint("qwen3"), tp=2, options=options) as server:
+        before = server.answers()
+        for number, name in enumerate(("packed_cuda_ipc", "cuda_ipc"), 1):
+            settings = {"strategy": name, "weight_transfer_threshold_cuda_ipc_GB": 1e-4, "timeout": 60.0}
+            engine = SglangEngine(server.url, strategy=settings, shape=EngineShape(tp=2))
+            with training(settings, [engine], pause=True) as sync:
+                # The first is learnt from, and those after it are written directly.
+                for version in (1, 2, 3):
+                    tiny.stir(trainer, 10 * number + version)
+                    assert sync.sync(trainer) == version
+                    assert server.answers() == tiny.answers(trainer) != before
+                    assert server.get("/model_info")["weight_version"] == str(version)
+                assert mapped(server)
+                # Both workers say how: nothing but copies.
+                said = [report.last.how for report in engine._handles.reports]  # type: ignore[union-attr]
+                assert said == ["dense", "dense"]
+                with traffic(server) as seen:
+                    wait_for(lambda: len(seen) > 1)
+                    tiny.stir(trainer, 10 * number + 4)
+                    sync.sync(trainer)
+                    count = len(seen)
+                    wait_for(lambda seen=seen, count=count: len(seen) > count + 1)
+                assert set(seen) == {32}
+                assert server.answers() == tiny.answers(trainer)
+                # A sync without some of the weights is an error, and the next whole one heals.
+                with pytest.raises(EnginesFailed, match="did not come"):
+                    sync.sync(trainer.model.layers[0])
+                sync.sync(trainer)
+                assert server.answers() == tiny.answers(trainer)
+            # Closed: nobody has the arena open any more.
+            assert not mapped(server)
+            assert server.answers() == tiny.answers(trainer)
+
+
+@pytest.mark.timeout(900)
+def test_of_two_servers_the_one_that_died_is_named_and_the_other_goes_on(
+    checkpoint: Callable[[tiny.Kind], Path],
+) -> None:
+    trainer = tiny.model("qwen3")
+    settings = {"strategy": "packed_cuda_ipc", "timeout": 60.0}
+    doomed = servers.Vllm(checkpoint("qwen3"), options=BACKEND, deadline=500)
+    other = servers.Sglang(checkpoint("qwen3"), options=["--custom-weight-loader", PATH], deadline=500)
+    doomed.start()
+    with other, doomed:
+        engines = [
+            VllmEngine(doomed.url, strategy=settings),
+            SglangEngine(other.url, strategy=settings),
+        ]
+        with training(settings, engines, pause=True) as sync:
+            tiny.stir(trainer, 1)
+            assert sync.sync(trainer) == 1
+            assert doomed.answers() == other.answers() == tiny.answers(trainer)
+            doomed.kill()
+            tiny.stir(trainer, 2)
+            with pytest.raises(EnginesFailed, match="1 of 2 engines failed") as failed:
+                sync.sync(trainer)
+            assert list(failed.value.failures) == [doomed.url]
+            # Nobody can leave at a server that is gone.
+            sync.client.engines = sync.client.engines[1:]
+            sync.client._names = sync.client._names[1:]
+        # The next client has the one that is left.
+        with training(settings, engines[1:], pause=True) as sync:
+            sync.sync(trainer)
+            assert other.answers() == tiny.answers(trainer)
+
+
+def mapped(server: servers.Sglang) -> bool:
+    """Whether a process of the server has memory of a trainer."""
+    found = False
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == server.pid:
+                found = found or "windlass-arena-" in maps.read_text()
+    return found

@@ -30,7 +30,13 @@ needs.need("torch", "windlass")
 
 import torch  # noqa: E402
 
-from windlass import WeightLoader, parse_request, strategy_from_config  # noqa: E402
+from windlass import (  # noqa: E402
+    ModuleWeightExtractor,
+    WeightLoader,
+    WeightSyncManager,
+    parse_request,
+    strategy_from_config,
+)
 from windlass.chunk import WeightChunk  # noqa: E402
 from windlass.errors import WindlassError, WindlassUnsupported  # noqa: E402
 from windlass.load.planned import PlannedLoader  # noqa: E402
@@ -160,6 +166,9 @@ class Engine:
         self.tell(op, **words)
         return self.hear()
 
+    async def init_weight_transfer(self, sync_info: Any) -> None:
+        """Nothing: it is ready."""
+
     async def update_weights(self, request: Any) -> None:
         plain = json.loads(json.dumps(request.to_dict()))
         self.requests.append(plain)
@@ -257,8 +266,42 @@ def test_every_dtype_size_and_stride() -> None:
                 same(weights, to)
             handles = to.requests[0]["ipc_handles"]
             assert (len(handles) > 1) == (kind == "cuda_ipc")
-            assert next(iter(handles[0] if kind == "cuda_ipc" else handles)) == made._arena.device
+            key = next(iter(handles[0] if kind == "cuda_ipc" else handles))
+            # As torch tells it, which asks the driver by itself.
+            assert key == f"GPU-{torch.cuda.get_device_properties(0).uuid}" == made._arena.device
             say(f"  {kind}: {len(weights)} tensors, {to.ask('facts')[2]} allocations open")
+
+
+def test_a_sync_casts_on_the_device_and_gives_the_cache_back() -> None:
+    """By the facade: parameters of fp32 are extracted as bf16 where they are, and torch keeps nothing that it does not use."""
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 3000), torch.nn.Linear(3000, 501)).cuda()
+    places: set[str] = set()
+
+    class Noted(ModuleWeightExtractor):
+        def extract_weights(self, *given: Any, **how: Any) -> Iterator[WeightChunk]:
+            for chunk in super().extract_weights(*given, **how):
+                places.update(f"{tensor.device.type} {tensor.dtype}" for tensor in chunk.tensors)
+                yield chunk
+
+    async def run(kind: str, to: Engine) -> None:
+        manager = WeightSyncManager(strategy_from_config(settings(kind)), Noted(), to, timeout=60.0)
+        await manager.initialize()
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            # A trainer's step leaves memory behind that nobody uses.
+            torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+            cached = torch.cuda.memory_reserved()
+            assert await manager.sync_weights(model, "bfloat16") == version
+            assert torch.cuda.memory_reserved() <= cached - (256 << 20)
+            same({name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}, to)
+        manager.close()
+
+    for kind in KINDS:
+        with engine(kind) as to:
+            asyncio.run(run(kind, to))
+    assert places == {"cuda torch.bfloat16"}, places
 
 
 def test_fused_parameters_in_one_launch() -> None:

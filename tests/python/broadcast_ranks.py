@@ -551,3 +551,73 @@ def legacy_broadcast() -> Any:
         return {"sent": sent, "digests": digests(tensors)}
 
     return asyncio.run(train())
+
+
+def by_the_nodes_own_address() -> Any:
+    """Nobody names an address: the engine finds the trainer at the one that its sync info has."""
+    from windlass.chunk import WeightChunk
+
+    conf = config([{}], master_addr=None)
+    if rank("node address") > 1:
+        return None
+    if rank() == 1:
+        return serve(conf, 0, EngineShape())
+
+    async def train() -> Any:
+        client = InferenceEngineClient([Posted(1)], timeout=WAIT_S, prefix_cache="keep")
+        strategy = strategy_from_config(conf)
+        info = strategy.create_sync_info()
+        sender, _ = await asyncio.gather(
+            asyncio.to_thread(strategy.create_sender, info), client.init_weight_transfer(info)
+        )
+        await sender.send_chunks([WeightChunk.of([("w", torch.arange(5.0))])], client)
+        await client.aclose()
+        sender.close()
+        return {"address": info.to_dict()["master_addr"], "digests": digests({"w": torch.arange(5.0)})}
+
+    return asyncio.run(train())
+
+
+def caches_are_emptied(fails: bool) -> Any:
+    """Ranks 0 and 1 train, rank 2 is the engine: what happens when, on each of the trainers."""
+    import torch.distributed as dist
+
+    from windlass import sync
+    from windlass.strategies.trainer import TrainerRanks
+
+    conf = config([{}], timeout=60.0)
+    if rank(f"caches {fails}") == 2:
+        return serve(conf, 0, EngineShape())
+    dist.init_process_group("gloo", store=dist.PrefixStore("trainers", board()), rank=rank(), world_size=2)
+    notes: list[str] = []
+    meet = TrainerRanks.meet
+
+    def noted(self: TrainerRanks, failure: Exception | None, timeout: float, what: str) -> None:
+        notes.append(f"meet to {what}")
+        meet(self, failure, timeout, what)
+
+    class Noted(Posted):
+        async def update_weights(self, request: Any) -> None:
+            notes.append("update")
+            if fails:
+                raise RuntimeError("the engine said no")
+            await super().update_weights(request)
+
+    async def train() -> Any:
+        client = InferenceEngineClient([Noted(2)], timeout=60.0, prefix_cache="keep") if rank() == 0 else None
+        manager = WeightSyncManager(strategy_from_config(conf), ModuleWeightExtractor(), client, timeout=60.0)
+        await manager.initialize()
+        TrainerRanks.meet = noted  # type: ignore[method-assign]
+        # What a process without a GPU does not do.
+        sync._empty_cache = lambda: notes.append("empty")
+        error = None
+        try:
+            await manager.sync_weights(torch.nn.ParameterDict({"w": torch.zeros(4)}))
+        except Exception as e:
+            error = str(e)
+        if client is not None:
+            await client.aclose()
+        manager.close()
+        return {"notes": notes, "error": error}
+
+    return asyncio.run(train())

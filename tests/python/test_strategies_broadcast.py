@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +22,7 @@ from windlass import (
     WindlassTimeout,
 )
 from windlass.strategies.broadcast import BroadcastTransferStrategy
-from windlass.strategies.group import UpdateGroup, open_store
+from windlass.strategies.group import UpdateGroup, node_address, open_store
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,56 @@ def test_the_port_of_the_sync_info_is_bound_until_the_group_ends() -> None:
         other.bind(("0.0.0.0", info.master_port))
     with pytest.raises(WindlassTimeout, match=r"was not complete within 3 s: rank 1 did not sign in"):
         made.create_sender(info)
+
+
+def test_the_address_of_the_sync_info_is_that_of_rank_zeros_node(pool: Ranks) -> None:
+    trainer, engine, *_ = pool.run("broadcast_ranks:by_the_nodes_own_address", timeout=100)
+    assert engine["digests"] == trainer["digests"]
+    address = trainer["address"]
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as own:
+        # Only an address of this node can be bound.
+        own.bind((address, 0))
+    routes = [line.split()[:2] for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    if any(target == "00000000" and name != "lo" for name, target in routes):
+        # Other nodes can reach this one, and so its address must be one that they know.
+        assert not ipaddress.ip_address(address).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("reachable", "address"),
+    [({socket.AF_INET, socket.AF_INET6}, "10.1.2.3"), ({socket.AF_INET6}, "fd00::7"), (set(), "127.0.0.1")],
+)
+def test_the_address_of_a_node_is_that_of_the_interface_that_leads_out(
+    reachable: set[int], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe(contextlib.nullcontext[Any]):
+        def __init__(self, family: int, kind: int) -> None:
+            assert kind == socket.SOCK_DGRAM, "nothing is sent"
+            super().__init__(self)
+            self.family = family
+
+        def connect(self, where: tuple[str, int]) -> None:
+            if self.family not in reachable:
+                raise OSError("network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return ("10.1.2.3" if self.family == socket.AF_INET else "fd00::7"), 1
+
+    monkeypatch.setattr("windlass.strategies.group.socket.socket", Probe)
+    assert node_address() == address
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_caches_are_emptied_before_and_after_and_then_ranks_meet(fails: bool) -> None:
+    zero, one, _ = run_ranks(3, "broadcast_ranks:caches_are_emptied", [fails], timeout=100, group=False)
+    for told in (zero, one):
+        notes = told["notes"]
+        assert notes[0] == "empty"
+        # Also after a failure: nobody is left waiting, and the memory is given back.
+        assert notes[-2:] == ["empty", "meet to sync version 1"]
+        assert notes.count("empty") == 2
+        assert (told["error"] is not None) == fails
+    assert 0 < zero["notes"].index("update") < len(zero["notes"]) - 2
 
 
 def test_joining_twice_is_an_error_unless_overriding_is_asked_for(pool: Ranks) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,16 +211,20 @@ def alive() -> int:
 CHUNK, CHUNKS = 4 << 20, 10
 
 
+def sender_settings(how: str, home: Path) -> dict[str, Any]:
+    adapter = {"strategy": "lora", "adapter_config": {"peft_type": "LORA", "r": 8}}
+    return {
+        "tcp": config(home),
+        "adapter by file": {**adapter, "lora_sync_path": str(home / "lora")},
+        "adapter pulled": config(home, **adapter),
+    }[how]
+
+
 @pytest.mark.parametrize("how", ["tcp", "adapter by file", "adapter pulled"])
 def test_chunks_are_sent_without_keeping_them_in_memory(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = {"strategy": "lora", "adapter_config": {"peft_type": "LORA", "r": 8}}
-    settings = {
-        "tcp": config(tmp_path),
-        "adapter by file": {**adapter, "lora_sync_path": str(tmp_path / "lora")},
-        "adapter pulled": config(tmp_path, **adapter),
-    }[how]
+    settings = sender_settings(how, tmp_path)
     seen: list[int] = []
     read = Spool.__getitem__
 
@@ -262,3 +271,67 @@ def test_chunks_are_sent_without_keeping_them_in_memory(
         written = load_file(tmp_path / "lora" / "adapter-2" / "adapter_model.safetensors")
         assert len(written) == CHUNKS
         assert all(float(t[0]) == int(name.split(".")[1]) + 1 for name, t in written.items())
+
+
+MEMORY = """
+import asyncio, json, sys, torch
+from windlass import WeightChunk, strategy_from_config
+from windlass.strategies.spool import Spool
+
+settings, size, count = json.loads(sys.argv[1])
+
+def memory():
+    lines = open("/proc/self/status").read().splitlines()
+    parts = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
+    return [parts["RssAnon"], parts["RssFile"]]
+
+seen = []
+read = Spool.__getitem__
+
+def look(spool, name):
+    seen.append(memory())
+    return read(spool, name)
+
+Spool.__getitem__ = look
+
+def chunks(value):
+    for number in range(count):
+        # Written, so that it is memory and not a promise.
+        tensor = torch.full((size // 4,), float(value + number))
+        chunk = WeightChunk.of([(f"layers.{number}.q.lora_A.weight", tensor)])
+        del tensor
+        yield chunk
+        del chunk
+        seen.append(memory())
+
+class Client:
+    async def update_weights(self, request):
+        seen.append(memory())
+
+async def run():
+    strategy = strategy_from_config(settings)
+    with strategy.create_sender(strategy.create_sync_info()) as sender:
+        before = memory()
+        for value in range(2):
+            await sender.send_chunks(chunks(value), Client())
+        return [max(moment[i] for moment in seen) - before[i] for i in (0, 1)]
+
+sys.stdout.write(json.dumps(asyncio.run(run())))
+"""
+
+
+@pytest.mark.parametrize("how", ["tcp", "adapter by file", "adapter pulled"])
+def test_the_memory_of_a_sender_does_not_grow_with_what_it_sends(how: str) -> None:
+    size, count = 4 << 20, 24
+    # What is freed leaves the process at once. By default glibc keeps freed memory for each thread, and how much of it is
+    # chance; what it keeps is of the size of tensors, not of the model.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    # Slots of a region in shared memory are what is sent, and counted apart.
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sender-") as home:
+        told = json.dumps([sender_settings(how, Path(home)), size, count])
+        command = [sys.executable, "-c", MEMORY, told]
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
+    anonymous, files = json.loads(done.stdout)
+    # Of 96 MiB: the chunk that is made, the one that is on its way, and what modules take that are imported meanwhile.
+    assert anonymous < 6 * size, anonymous >> 20
+    assert files < 6 * size, files >> 20

@@ -1,7 +1,7 @@
 """Tensors that come in requests, into the weights of one worker.
 
 Owns: :class:`Series`: what is known of the requests that make up one update, and the copies by which their tensors are
-written to parameters directly. Called by what receives for an engine (:mod:`windlass.vllm.receiving`), one call at a
+written to parameters directly. Called by what receives for an engine (:mod:`windlass.load.receiving`), one call at a
 time, never while the model computes. Must not: receive, or know an engine.
 
 The first series of a layout (names, dtypes, shapes) goes wholly through the engine's session, and is the reference.

@@ -12,6 +12,11 @@ What the tensor holds is JSON: ``order``; ``served``, the checkpoint and the :cl
 the image is judged; ``ends``, whether ``/end_weight_update`` follows. ``{"prove": DIR}`` instead of an order has each worker
 write sums of its live weights to ``DIR/<rank>.json``.
 
+``{"receive": {...}}`` instead of an order is a step of an update whose weights are in memory of the trainer
+(:mod:`windlass.sglang.handles`): ``update`` has each worker open the handles of a ``request`` for its device and load what
+is there, ``finish`` ends the update, ``close`` lets go of the trainer's memory. Ranks do not agree first: from the first
+request on the engine holds weights of two versions, and stays paused until an update is finished.
+
 Owns: what happens in one worker between order and report. Must not: raise. SGLang ends when a loader does. What went
 wrong stands in the report, ``<reports>/<rank>.json``; the driver gives a fresh directory with every order, so a report
 that is missing is an error too.
@@ -26,6 +31,7 @@ long as the image fits the checkpoint; the report's ``plan`` says why.
 | S-3 | a problem after it says `dirty`, until a whole load is done | `test_a_load_that_breaks_says_dirty_and_the_next_one_heals` |
 | S-4 | the function never raises | `test_no_order_makes_the_loader_raise` |
 | S-5 | weights that another route changed are not patched | `test_weights_that_another_driver_loaded_are_not_patched` |
+| S-6 | an update of requests ends only if every tensor of the checkpoint came | `test_requests_of_handles_are_loaded_whole_or_said_to_be_dirty` |
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
     import torch
 
     from windlass._windlass import Held
+    from windlass.load.receiving import Receiving
 
 __all__ = ["PATH", "load"]
 
@@ -67,6 +74,8 @@ PATH = "windlass.sglang.custom.load"
 
 #: Refusals of a rehearsal that are about the order, not about what a rehearsal can see.
 _MEANT = ("extra_tensors", "shape_changed", "dtype_changed")
+#: Requests carry what the trainer extracts, which engines cast.
+_BY_HANDLE = Rules(cast=True)
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -75,7 +84,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
         text = next((tensor for name, tensor in named_tensors if name == ORDER), None)
         if text is None:
             raise WindlassInvalid(f"{PATH} was called without an order: only Windlass's loader sends one")
-        _Worker.of(model).carry_out(json.loads(bytes(text.cpu().tolist())))
+        _Worker.of(model).carry_out(json.loads(text.cpu().numpy().tobytes()))
     except Exception:
         log.exception("an order could not be read; the weights are as they were")
 
@@ -94,6 +103,10 @@ class _Worker:
         self._unplanned: LiveVersion | None = None
         #: Why there was none, as it was told.
         self._why: str | None = None
+        #: The end of a trainer's strategy, what it was made of, and the tensors that came in this update.
+        self._receiving: Receiving | None = None
+        self._strategy: Mapping[str, Any] = {}
+        self._came: set[str] = set()
         watch(_forget)
 
     @classmethod
@@ -118,6 +131,9 @@ class _Worker:
             if "prove" in plain:
                 self._prove(str(plain["prove"]))
                 return
+            if "receive" in plain:
+                self._receive(plain["receive"])
+                return
             order = LoadOrder.from_dict(plain["order"])
             timeout = order.timeout
             self._obey(order, plain.get("served") or {})
@@ -139,13 +155,81 @@ class _Worker:
                 held.finish()
         except Exception as e:
             report = replace(self._report(), last=None, error=Failure.of(e))
-        if report.error is not None:
-            log.error("%s was not loaded (%s): %s", order.label, report.state, report.error.text)
-        if order.reports is not None:
-            try:
-                report.write(order.reports)
-            except Exception:
-                log.exception("the report on %s could not be written", order.label)
+        _tell(report, order.label, order.reports)
+
+    def _receive(self, told: Mapping[str, Any]) -> None:
+        """A step of an update by handles, and its report. Never raises."""
+        step, error = told.get("step"), None
+        try:
+            if step == "update":
+                self._update(told)
+            elif step == "finish":
+                self._finish()
+            elif step == "close":
+                self._let_go()
+            else:
+                raise WindlassInvalid(f"{step!r} is no step of an update")
+        except Exception as e:
+            error = Failure.of(e)
+        report = self._report()
+        if error is not None:
+            report = replace(report, last=None, error=error)
+        _tell(report, f"the step {step!r} of an update", told.get("reports"))
+
+    def _update(self, told: Mapping[str, Any]) -> None:
+        """Loads what a request says."""
+        from windlass.load.receiving import Receiving
+        from windlass.sync_info import EmptyWeightSyncInfo
+
+        if self._receiving is None or self._strategy != told["strategy"]:
+            self._let_go()
+            self._receiving = Receiving(self._live, EmptyWeightSyncInfo().to_dict(), told["strategy"])
+            self._strategy = told["strategy"]
+        if told.get("first"):
+            self._came = set()
+            self._receiving.start()
+        request = told["request"]
+        names, dtypes, shapes = request["names"], request["dtypes"], request["shapes"]
+        offered = {name: (dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes)}
+        served = self._comparison()
+        if served is not None and (known := {n: kind for n, kind in offered.items() if n in served.tensors}):
+            served.check(known, _BY_HANDLE, what="what the trainer sends", whole=False)
+        self._unplanned = None
+        self._receiving.update(request)
+        self._came.update(names)
+
+    def _finish(self) -> None:
+        """The end of an update, if all of it came."""
+        from windlass.load.fit import listed
+        from windlass.sglang.session import _synchronize
+
+        if self._receiving is None:
+            return
+        served = self._comparison()
+        lacking = [] if served is None else served.missing(self._came, _BY_HANDLE)
+        if lacking:
+            error = WindlassInvalid(
+                f"{listed(lacking)} did not come: the weights are of two versions",
+                "send all tensors of the model in every update",
+                "missing_tensor",
+            )
+            self._receiving.abandon(error)
+            raise error
+        self._receiving.finish()
+        # Requests are answered when their copies are started; the trainer writes again after this answer.
+        _synchronize()
+
+    def _let_go(self) -> None:
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None:
+            receiving.close()
+
+    def _comparison(self) -> Served | None:
+        """The checkpoint that this worker was started from, if it can be read."""
+        try:
+            return self._served_by(None)
+        except (WindlassInvalid, WindlassNotFound, WindlassUnsupported):
+            return None
 
     def _report(self) -> Report:
         report = self._live.report()
@@ -254,6 +338,17 @@ class _Worker:
         partial = final.with_name(f".{_rank()}.{os.getpid()}.tmp")
         partial.write_text(json.dumps(told))
         os.replace(partial, final)
+
+
+def _tell(report: Report, what: str, directory: str | None) -> None:
+    """Logs what went wrong, and writes the report."""
+    if report.error is not None:
+        log.error("%s was not loaded (%s): %s", what, report.state, report.error.text)
+    if directory is not None:
+        try:
+            report.write(directory)
+        except Exception:
+            log.exception("the report on %s could not be written", what)
 
 
 def _forget(model: torch.nn.Module, why: str) -> None:

@@ -252,9 +252,11 @@ def _reply_of(told: Any) -> Reply:
 def connect(
     engine: Any, *, name: str | None = None, api_key: str | None = None, timeout: float = 30.0
 ) -> Engine:
-    """The engine behind a URL, or an ``sglang.Engine``."""
+    """The engine behind a URL or a connection, or an ``sglang.Engine``."""
     if isinstance(engine, Engine):
         return engine
+    if isinstance(engine, HttpClient):
+        return _Server(engine, api_key)
     if isinstance(engine, str):
         return _Server(HttpClient(engine, name=name or "SGLang", token=api_key, timeout=timeout), api_key)
     if hasattr(engine, "tokenizer_manager") and hasattr(engine, "loop"):

@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from windlass.sglang.custom import PATH, _check_identity, _shapes
 from windlass.sglang.engine import Engine, Facts, connect
 from windlass.sglang.gate import SHORT, Gate, Passage, Pause, left, short
 from windlass.sglang.links import link_model
+from windlass.sglang.reports import raise_worst, read_reports, reports_in, silence
 from windlass.sglang.served import Fit, Rules, Served, Shape
 from windlass.strategy import NamedTensors, WeightLoader, each_tensor
 
@@ -398,7 +398,7 @@ class SGLangWeightLoader(WeightLoader):
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
-            _reports_beside(order.image) as own,
+            reports_in(Path(order.image).parent) as own,
             self._gate.stopped(until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
@@ -460,23 +460,14 @@ class SGLangWeightLoader(WeightLoader):
             raise WindlassCorrupt(f"{self.name}: its workers were not given the order: {reply.message}")
 
     def _read_reports(self, own: str, ranks: int, order: LoadOrder, passage: Passage) -> list[Report]:
-        reports = [(rank, Report.read(own, rank)) for rank in range(ranks)]
-        found = [report for _, report in reports if report is not None]
-        silent = [rank for rank, report in reports if report is None]
+        found, silent = read_reports(own, ranks)
         # Workers agree before they write: if none of them is dirty or at the new version, nothing was written.
         passage.touched = bool(silent) or any(
             report.state == "dirty" or report.error is None for report in found
         )
         if silent:
-            raise WindlassPeerLost(
-                f"{self.name}: rank {silent[0]} did not report on {order.label}",
-                "see the log of the engine; the reports directory must be visible to it",
-            )
-        # Of several refusals, the one that others only followed says the least.
-        failed = sorted((r for r in found if r.error is not None), key=lambda r: r.error.kind == "cancelled")  # type: ignore[union-attr]
-        if failed and failed[0].error is not None:
-            error = failed[0].error.error()
-            raise type(error)(f"{self.name}, rank {failed[0].rank}: {error}", error.advice, error.name)
+            raise silence(self.name, silent[0], order.label)
+        raise_worst(self.name, found)
         return found
 
     def _load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -613,22 +604,6 @@ def _order_of(image: str, held: Held, timeout: float) -> LoadOrder:
         digest=held.digest or "",
         timeout=timeout,
     )
-
-
-@contextlib.contextmanager
-def _reports_beside(image: str) -> Iterator[str]:
-    """A directory for reports where the engine sees it: it has to see the image too."""
-    try:
-        made = tempfile.TemporaryDirectory(prefix=".windlass-reports-", dir=Path(image).parent)
-    except OSError as e:
-        raise WindlassInvalid(
-            f"there is no room for reports beside {image}: {e.strerror}",
-            "the driver must be able to write where the image is; or use way='disk'",
-        ) from e
-    with made as path:
-        # An engine of another user reads the image by its group.
-        os.chmod(path, 0o770)
-        yield path
 
 
 def _offered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

@@ -1,8 +1,9 @@
 """Weights on disk, until it is known how many there are.
 
 Owns: :class:`Spool`. An image and an adapter's file begin with a table of all their tensors, and chunks say only what is in
-each of them. So where nobody has seen them before, they go through a file without a name, and at most one tensor of it is in
-the memory of this process. It is in the directory for temporary files (``TMPDIR``) and goes away with the process.
+each of them. So where nobody has seen them before, they go through a file without a name. Each tensor is mapped by itself, so
+that those that nobody reads are not in the memory of this process. The file is in the directory for temporary files
+(``TMPDIR``) and goes away with the process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ALIGN = 64
 
 
 class Spool(Mapping[str, Any]):
-    """Tensors by name, in the order in which they came. Those that are read are views of the file: valid until it is closed.
+    """Tensors by name, in the order in which they came. Those that are read are views of the file.
 
     >>> import torch
     >>> from windlass.chunk import WeightChunk
@@ -42,7 +43,8 @@ class Spool(Mapping[str, Any]):
         self._file = tempfile.TemporaryFile(prefix="windlass-spool-")  # noqa: SIM115
         self._rows: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self._size = 0
-        self._mapped: torch.Tensor | None = None
+        #: Whether the file is as long as its tensors.
+        self._whole = False
 
     def add(self, chunk: WeightChunk) -> None:
         """Appends a chunk."""
@@ -64,6 +66,7 @@ class Spool(Mapping[str, Any]):
                     "set TMPDIR to a directory with room for the weights, or send the model itself",
                 ) from e
             self._size += -(-flat.numel() // ALIGN) * ALIGN
+            self._whole = False
 
     def metadata(self) -> list[tuple[str, Any, Any]]:
         """Name, dtype and shape of each."""
@@ -77,18 +80,22 @@ class Spool(Mapping[str, Any]):
         at, dtype, shape = self._rows[name]
         if not self._holds:
             return None
-        if self._mapped is None:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        if not self._whole:
             try:
-                self._file.truncate(max(self._size, 1))
+                self._file.truncate(self._size)
                 self._file.flush()
             except OSError as e:
                 raise WindlassExhausted(
                     f"weights cannot be put aside in {tempfile.gettempdir()}: {e.strerror}",
                     "set TMPDIR to a directory with room for the weights, or send the model itself",
                 ) from e
-            self._mapped = torch.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=torch.uint8)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return tensor_at(self._mapped, at, size, str(dtype), shape)
+            self._whole = True
+        before = at % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file.fileno(), before + size, offset=at - before)
+        return tensor_at(torch.frombuffer(mapped, dtype=torch.uint8), before, size, str(dtype), shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -100,5 +107,4 @@ class Spool(Mapping[str, Any]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._mapped = None
         self._file.close()

@@ -38,9 +38,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout
 from windlass.load.order import LoadOrder, Report
+from windlass.load.receiving import Receiving
 from windlass.receiver import Receiver
 from windlass.vllm.extension import live_of
-from windlass.vllm.receiving import Receiving
 
 __all__ = ["WindlassInitInfo", "WindlassUpdateInfo", "WindlassWeightTransferEngine"]
 

@@ -144,7 +144,7 @@ def windlass_load_file(self: Any, path: str) -> Plain:
 
 def windlass_join(self: Any, sync_info: Plain, strategy: Plain, rank_offset: int = 1) -> Plain:
     """Makes this worker's end of a strategy."""
-    from windlass.vllm.receiving import Receiving
+    from windlass.load.receiving import Receiving
 
     def join(live: Any) -> Any:
         old = self.__dict__.pop("_windlass_receiving", None)

@@ -17,7 +17,7 @@ from windlass import EmptyWeightSyncInfo, strategy_from_config
 from windlass.errors import WindlassInvalid
 from windlass.extract import ModuleWeightExtractor
 from windlass.load import Live
-from windlass.vllm.receiving import Receiving
+from windlass.load.receiving import Receiving
 
 KINDS = ["qwen3", "qwen3tied", "qwen3moe"]
 

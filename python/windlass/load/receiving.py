@@ -1,8 +1,9 @@
 """A worker's end of any :class:`~windlass.strategy.WeightTransferStrategy`.
 
 Owns: :class:`Receiving`, which joins a strategy and receives what requests announce. Whole images are loaded as orders
-are; tensors go where :class:`windlass.load.series.Series` says, request by request. Called by the transfer backend and
-the worker extension. Must not: keep a thread.
+are; tensors go where :class:`windlass.load.series.Series` says, request by request. Called by what runs in
+an engine's workers: vLLM's transfer backend and worker extension, SGLang's custom loader. Must not: keep a thread, or know
+an engine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Receiving:
 
     def start(self) -> None:
         """A new update begins: what is left of one that was never finished does not belong to it."""
-        self._loader.abandon(WindlassError("another update began before this one was finished"))
+        self.abandon(WindlassError("another update began before this one was finished"))
+
+    def abandon(self, why: BaseException) -> None:
+        """The update that is under way, if one is, failed: the worker stays dirty."""
+        self._loader.abandon(why)
 
     def update(self, request: Plain) -> None:
         """Receives one request into the engine. The first of a series of tensors begins the load."""
@@ -44,7 +49,7 @@ class Receiving:
         try:
             asyncio.run(self._receiver.receive_and_load_weights(parsed, self._loader))
         except BaseException as e:
-            self._loader.abandon(e)
+            self.abandon(e)
             raise
 
     def finish(self) -> None:
@@ -53,7 +58,7 @@ class Receiving:
 
     def close(self) -> None:
         """Leaves the group or closes the connection."""
-        self._loader.abandon(WindlassError("the strategy was closed in the middle of an update"))
+        self.abandon(WindlassError("the strategy was closed in the middle of an update"))
         self._receiver.close()
 
 
