@@ -45,6 +45,10 @@ COLOCATED = {"generator.weight_sync_backend": "nccl", "trainer.placement.colocat
         ({**COLOCATED, "generator.run_engines_locally": False}, "BroadcastTransferStrategy"),
         ({**COLOCATED, "generator.backend": "sglang"}, "TcpTransferStrategy"),
         (
+            {**COLOCATED, "generator.backend": "sglang", "generator.use_cuda_ipc": True},
+            "PackedCudaIpcTransferStrategy",
+        ),
+        (
             {**COLOCATED, "generator.backend": "sglang", "generator.weight_sync_backend": "gloo"},
             "BroadcastTransferStrategy",
         ),

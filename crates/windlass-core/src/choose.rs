@@ -41,7 +41,7 @@
 //!
 //! | for | facts | without |
 //! |---|---|---|
-//! | either kind of IPC | engines on the trainers' very GPUs, none of them SGLang or reached by HTTP only, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
+//! | either kind of IPC | engines on the trainers' very GPUs, none of them reached by HTTP only, nor, unless it is demanded, SGLang, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
 //! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
 //! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
 //! | offload by delta | so much of `baseline_bytes` in half of what is free (in more of it where it is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |

@@ -230,12 +230,6 @@ impl Case<'_> {
                 "an engine is reached by HTTP only and cannot open IPC handles; install the worker extension",
             );
         }
-        if f.engines.contains(&Engine::Sglang) {
-            return blocked(
-                "SGLang opens handles of its own kind only; use weight_sync_backend = gloo for broadcast, or tcp with \
-                 `windlass receive --engine sglang=URL` beside the server",
-            );
-        }
         if let Some(namespace) = f.trainer_cuda.namespace_apart(&f.engine_cuda) {
             return blocked(format!(
                 "handles do not open in a container that does not share the trainers' {namespace}"
@@ -299,6 +293,11 @@ impl Case<'_> {
                     None => blocked("the backend is gloo; set weight_sync_backend to nccl to use IPC"),
                 }
             }
+            // Nobody can tell from here how the server was started, and its adapter refuses one without the loader.
+            Strategy::PackedCudaIpc | Strategy::CudaIpc if f.engines.contains(&Engine::Sglang) => blocked(
+                "SGLang opens handles only if it was started with --custom-weight-loader windlass.sglang.custom.load; \
+                 set use_cuda_ipc = true if it was",
+            ),
             Strategy::CudaIpc
                 if self.demands.pack_weights != Some(false)
                     && self.impossible(Strategy::PackedCudaIpc).is_none() =>

@@ -82,6 +82,10 @@ fn colocated_sglang_gets_what_its_adapter_takes() {
     let choice = pick(&sglang);
     assert_eq!((choice.strategy, choice.link), (Strategy::Tcp, Link::Shm));
     assert!(why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).blocked);
+    assert!(why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).why_not.contains("use_cuda_ipc = true"));
+    for demand in [json!({"use_cuda_ipc": true}), json!({"strategy": "packed_cuda_ipc"})] {
+        assert_eq!(with(&sglang, demand).unwrap().strategy, Strategy::PackedCudaIpc);
+    }
     let gloo = with(&sglang, json!({"weight_sync_backend": "gloo"})).unwrap();
     assert_eq!(gloo.strategy, Strategy::Broadcast);
     let adapter = Facts { lora: true, lora_sync_path: Some("/mnt/lora".into()), ..sglang };
@@ -218,7 +222,6 @@ fn ipc_to_an_engine_that_cannot_open_the_handle_says_why() {
         (Facts { engine_gpus: vec![], ..colocated() }, "no GPU was found at the engines"),
         (stranger, "GPU-9"),
         (Facts { engines: vec![Engine::Vllm, Engine::Http], ..colocated() }, "HTTP only"),
-        (Facts { engines: vec![Engine::Sglang], ..colocated() }, "handles of its own kind"),
     ];
     for (facts, reason) in cases {
         let demands = [
