@@ -348,6 +348,33 @@ fn a_restarted_agent_serves_the_versions_and_deltas_of_the_killed_one() {
 }
 
 #[test]
+fn an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one() {
+    let home = home();
+    let (mut trainer, agent) = publisher(home.path());
+    let receiver = receiver(&home.path().join("images"), &trainer.region, &[]);
+    let first = receiver.event("synced")["image"]["identity"].clone();
+    trainer.process.kill();
+    assert_eq!(
+        agent.get("/get_version").json()["version"],
+        0,
+        "what is left is served as long as nobody wants the place"
+    );
+
+    let mut next = Trainer::start(&trainer.region);
+    assert_eq!(agent.process.event("let_go")["region"], json!(next.region));
+    let listening = agent.process.event("listening");
+    assert_eq!(listening["endpoint"], agent.endpoint, "receivers know the port");
+    assert!(listening["incarnation"] != first["incarnation"], "{listening}");
+    next.publish(0);
+    assert_eq!(agent.sealed(0)["incarnation"], listening["incarnation"]);
+    let then = receiver.event("synced")["image"]["identity"].clone();
+    assert_eq!((&then["incarnation"], &then["version"]), (&listening["incarnation"], &json!(0)));
+    agent.process.signal(Signal::TERM);
+    let mut process = agent.process;
+    assert_eq!(process.ends_within(PATIENCE), 0);
+}
+
+#[test]
 fn an_agent_says_why_it_cannot_serve() {
     let home = home();
     let trainer = Trainer::start(&home.path().join("region"));
