@@ -155,6 +155,16 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A version was announced that is not there.
+    #[error("{identity} was announced, but the agent at {endpoint} shows {}", shown(*newest))]
+    NotShown {
+        /// What was announced.
+        identity: windlass_core::identity::Identity,
+        /// Where it should be.
+        endpoint: String,
+        /// What is there.
+        newest: Option<windlass_core::identity::Version>,
+    },
     /// No port to listen on.
     #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
     Listen {
@@ -306,6 +316,7 @@ impl Error {
             Error::Config(e) => e.kind(),
             Error::Controller(e) => e.kind(),
             Error::Engine(e) => e.kind(),
+            Error::NotShown { .. } => Kind::NotFound,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -394,6 +405,7 @@ impl Error {
             }
             Error::Content { .. }
             | Error::File(_)
+            | Error::NotShown { .. }
             | Error::Synth(_)
             | Error::Seal(_)
             | Error::Plane { .. }
@@ -447,6 +459,11 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
         }
         _ => io_kind(source).advice().into(),
     }
+}
+
+/// What an agent shows.
+fn shown(newest: Option<windlass_core::identity::Version>) -> String {
+    newest.map_or_else(|| "no version yet".into(), |v| format!("version {v} at most"))
 }
 
 #[cfg(test)]

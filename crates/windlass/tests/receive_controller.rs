@@ -712,6 +712,44 @@ fn a_notify_without_an_incarnation_means_the_life_that_the_agent_shows() {
     assert!(answer.starts_with("HTTP/1.1 504") && answer.contains("name the incarnation"), "{answer}");
 }
 
+/// Nothing above 3 was ever served after somebody had announced 42, and nobody was told why.
+#[test]
+fn a_version_that_no_agent_shows_is_named_and_lower_ones_are_served() {
+    let world = World::new(&["--retry=0.2"]);
+    let mut policy = world.publisher("policy");
+    let _members = ["a", "b"].map(|name| world.receiver(name, &["policy"], &[]));
+    for name in ["a", "b"] {
+        world.event(0, name, "joined");
+    }
+    world.publish(&mut policy, 3);
+    world.gate(3);
+    let incarnation = policy.agent.sealed(3)["incarnation"].as_u64().unwrap();
+    world.announce(&policy, incarnation, 42).unwrap();
+    // Before anybody has found out, and after.
+    for version in 4..7 {
+        world.publish(&mut policy, version);
+        assert_eq!(world.gate(version.into()).served.unwrap().version, u64::from(version));
+    }
+    for name in ["a", "b"] {
+        let there =
+            |l: &Value| l["receiver"] == name && l["event"] == "loaded" && l["identity"]["version"] == 6;
+        world.line(0, "6 is loaded", there);
+        assert_eq!(world.digest(name, "policy"), policy.agent.sealed(6)["digest"].as_str().unwrap());
+    }
+    let status = world.status();
+    let blocked = &status.sets[0].blocked;
+    assert!(
+        blocked.contains("version 42 of policy was announced, but its agent does not show it"),
+        "{blocked}"
+    );
+    let told: Vec<_> = status.errors.iter().filter(|e| e.who == "trainer of policy").collect();
+    assert!(matches!(&told[..], [e] if e.message.contains(&policy.agent.endpoint)), "{:?}", status.errors);
+    // And when it comes to be, it is served as any other.
+    world.publish(&mut policy, 42);
+    world.gate(42);
+    assert!(world.status().sets[0].up_to_date);
+}
+
 /// Both joined again and again, thousands of times a second.
 #[test]
 fn of_two_receivers_with_one_name_the_earlier_ends_and_says_why() {

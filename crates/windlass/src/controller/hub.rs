@@ -483,6 +483,10 @@ impl State {
         let event = match outcome {
             Outcome::Staged => Event::Staged { peer, order, identity },
             Outcome::Loaded => Event::Loaded { peer, order, identity },
+            Outcome::Absent { reason } => {
+                tracing::debug!(receiver = %peer.receiver, %identity, "{reason}");
+                Event::Absent { peer, order, identity }
+            }
             Outcome::Failed { phase, kind, reason } => {
                 self.reported = Some(kind);
                 Event::Failed { peer, order, identity, phase, reason }
@@ -526,6 +530,16 @@ impl State {
                 }
                 Action::Evict { receiver, why } => self.evicted(now, &receiver, why),
                 Action::Lagging { receiver, identity, why } => self.lagging(now, &receiver, &identity, &why),
+                Action::Absent { identity, endpoint, receiver } => {
+                    let text = format!(
+                        "{identity} was announced, but the agent at {endpoint} shows no such version (receiver {receiver} \
+                         asked it); versions that are there are served: publish it, or announce what was published"
+                    );
+                    tracing::warn!("{text}");
+                    self.counters.absent += 1;
+                    self.counters.failed(Kind::NotFound);
+                    self.record.error(now, format!("trainer of {}", identity.model_id), Kind::NotFound, text);
+                }
                 Action::Resting { receiver, set, failures, rest_ms } => {
                     let rest = rest_ms as f64 / 1e3;
                     tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");
