@@ -115,6 +115,9 @@ pub struct Whereabouts {
     pub pid: u32,
 }
 
+/// How long a holder of a life with a greater number waits for a version.
+const OTHER_LIFE: Duration = Duration::from_secs(1);
+
 /// The file that says where the agent is.
 pub const WHEREABOUTS: &str = "agent.json";
 
@@ -484,7 +487,11 @@ async fn get_version(
     }
     let own = versions.borrow().incarnation;
     let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
-    let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    let mut wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    if seen.0 > own {
+        // Nothing newer by number will come from here. The asker may find out that this life is newer all the same.
+        wait = wait.min(OTHER_LIFE);
+    }
     let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
     // Time out with what there is: the asker compares.
     let _ = tokio::time::timeout(wait, newer).await;

@@ -21,8 +21,8 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone, TransferRequest,
-    VersionInfo,
+    Age, Capabilities, PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone,
+    TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::region::is_region;
@@ -323,6 +323,11 @@ impl Control for HttpControl {
                 self.get(what, &path, stop)
             }
         }
+    }
+
+    fn age(&self, stop: &Stop) -> Result<Option<Age>, ControlError> {
+        let can: Capabilities = self.get("get the capabilities", "/get_capabilities", stop)?;
+        Ok(can.age)
     }
 
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError> {

@@ -529,6 +529,67 @@ fn a_receiver_goes_on_with_a_delta_after_it_was_restarted() {
 }
 
 #[test]
+fn a_receiver_follows_a_new_life_whose_clock_has_gone_back() {
+    let home = home();
+    let dir = home.path().join("region");
+    // A region that was made when the clock was ahead: the trainer's is beyond it.
+    let ahead = std::time::SystemTime::now() + Duration::from_hours(1);
+    let ahead = ahead.duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    region_of(&dir, ahead);
+    let (mut trainer, mut agent) = publisher(home.path());
+    let port = format!("--ports={0}-{0}", agent.port());
+    let token = home.path().join("token");
+    fs::write(&token, &agent.token).unwrap();
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
+    let from = format!("--from={}", agent.endpoint);
+    let (images, token) = (home.path().join("images"), format!("--token-file={}", token.display()));
+    let receiver = Process::start(["receive", &from, &token, &format!("--dir={}", images.display())]);
+    let first = receiver.event("synced")["image"].clone();
+    let incarnation = |i: &Value| i["identity"]["incarnation"].as_u64().unwrap();
+    assert!(incarnation(&first) > ahead, "{first}");
+    // What is known of the old life is older than the new one by more than clocks may differ.
+    let synced = Instant::now();
+    agent.process.kill();
+    trainer.process.kill();
+    drop(trainer);
+    fs::remove_dir_all(&dir).unwrap();
+    while synced.elapsed() < Duration::from_millis(50) {
+        std::thread::yield_now();
+    }
+    let mut trainer = Trainer::start(&dir);
+    let agent = Agent::start(&dir, &[&port, &token]);
+    trainer.publish(0);
+    let served = agent.sealed(0);
+    assert!(served["incarnation"].as_u64().unwrap() < ahead);
+    let then = receiver.event("synced")["image"].clone();
+    assert_eq!(incarnation(&then), served["incarnation"].as_u64().unwrap(), "{then}");
+    assert_eq!(then["digest"], served["digest"]);
+    trainer.publish(1);
+    assert_eq!(receiver.event("synced")["image"]["digest"], agent.sealed(1)["digest"]);
+}
+
+/// Leaves a small region of a dead publisher.
+fn region_of(dir: &Path, incarnation: u64) {
+    use windlass_core::dtype::Dtype;
+    use windlass_core::manifest::{Manifest, TensorSpec};
+    use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+    let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [8])], std::collections::BTreeMap::new());
+    let spec = RegionSpec {
+        dir: dir.to_owned(),
+        model_id: windlass_core::identity::ModelId::new("demo").unwrap(),
+        manifest: std::sync::Arc::new(manifest.unwrap()),
+        slots: Slots::Two,
+        ranks: 1,
+        part: None,
+        group: false,
+        memfd: Memfd::Never,
+        extra_bytes: 0,
+        incarnation: Some(windlass_core::identity::Incarnation(incarnation)),
+    };
+    drop(Region::create(&spec).unwrap());
+}
+
+#[test]
 fn a_wrong_token_is_said_at_once() {
     let home = home();
     let (_trainer, agent) = publisher(home.path());

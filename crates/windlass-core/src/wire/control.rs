@@ -122,6 +122,18 @@ pub struct Capabilities {
     pub delta_oldest_base: Option<Version>,
     /// The release that answers.
     pub release: String,
+    /// How long ago the life of the publisher began. Not given by an earlier release, or where that cannot be told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age: Option<Age>,
+}
+
+/// How long ago a life began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Age {
+    /// Which.
+    pub incarnation: Incarnation,
+    /// How long ago.
+    pub ms: u64,
 }
 
 /// A receiver that makes itself known. Fields of other clients are ignored.

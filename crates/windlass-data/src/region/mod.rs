@@ -13,7 +13,7 @@
 //! a.safetensors   slot 0: a valid model.safetensors, also while it is mapped
 //! b.safetensors   slot 1, if there are two
 //! a.sums b.sums   block sums of what is sealed in the slot                            the agent's
-//! deltas/ token agent.sock                                                            the agent's
+//! deltas/ token agent.sock digests.json                                               the agent's
 //! wanted          who waits to make the next region here                              see [`Region::is_wanted`]
 //! parts/          what ranks bring of a version before its slot is whole              ranks', see [`crate::early`]
 //! ```
@@ -398,6 +398,12 @@ impl Region {
     /// Which life of the publisher.
     pub fn incarnation(&self) -> Incarnation {
         Incarnation(self.facts.incarnation)
+    }
+
+    /// How long ago it was made, whatever was done to the clock since; `None` if that cannot be told, because the machine was
+    /// started again.
+    pub fn age(&self) -> Option<Duration> {
+        self.facts.meta.made.as_ref()?.elapsed()
     }
 
     /// The blocks that it holds; `None` for all.
