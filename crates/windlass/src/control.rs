@@ -131,6 +131,11 @@ impl HttpControl {
         }
     }
 
+    /// What the agent can be asked for.
+    pub fn capabilities(&self, stop: &Stop) -> Result<Capabilities, ControlError> {
+        self.get("get the capabilities", "/get_capabilities", stop)
+    }
+
     /// The agent does not answer: it may be elsewhere by the next request.
     fn forget(&self) {
         match &self.source {
@@ -326,8 +331,7 @@ impl Control for HttpControl {
     }
 
     fn age(&self, stop: &Stop) -> Result<Option<Age>, ControlError> {
-        let can: Capabilities = self.get("get the capabilities", "/get_capabilities", stop)?;
-        Ok(can.age)
+        Ok(self.capabilities(stop)?.age)
     }
 
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError> {

@@ -496,6 +496,48 @@ fn a_controller_that_was_killed_finds_its_way_back_from_those_who_join() {
     }
 }
 
+/// The trainers repeat what they announced last, 4 and 1: nobody knew of a version in common any more, and the verifier waited for
+/// ever for what only receivers at 1 can make.
+#[test]
+fn a_controller_that_lost_all_receivers_with_its_memory_finds_what_the_agents_still_have() {
+    for first_word in ["actor", "verifier"] {
+        comes_back_at_what_is_left(first_word);
+    }
+}
+
+fn comes_back_at_what_is_left(first_word: &str) {
+    let mut world = World::new(&["--set=main=actor,verifier", "--heartbeat=1"]);
+    let (mut actor, mut verifier) = (world.publisher("actor"), world.publisher("verifier"));
+    for version in 1..5 {
+        world.publish(&mut actor, version);
+    }
+    world.publish(&mut verifier, 1);
+    let mut first = world.receiver("first", &["actor", "verifier"], &[]);
+    world.gate(1);
+    world.event(0, "first", "live");
+    let digest = world.digest("first", "actor");
+    first.kill();
+    world.controller.kill();
+    world.controller.restart();
+    let _second = world.receiver("second", &["actor", "verifier"], &[]);
+    // The first word comes to a receiver that is there, long before the second.
+    let joined = world.event(0, "second", "joined").0;
+    if first_word == "actor" {
+        world.notify(&actor, 4).unwrap();
+        world.event(joined, "second", "staged");
+    }
+    world.notify(&verifier, 1).unwrap();
+    world.notify(&actor, 4).unwrap();
+    assert_eq!(world.gate(1).served.unwrap().version, 1);
+    world.event(0, "second", "live");
+    assert_eq!(world.digest("second", "actor"), digest);
+    // One after the other, as it was before: whoever waits at the gate for 2 is let through.
+    for version in 2..5 {
+        world.publish(&mut verifier, version);
+        assert_eq!(world.gate(version.into()).served.unwrap().version, u64::from(version));
+    }
+}
+
 /// The gate opened with most of the receivers missing, and loads began before they had staged.
 #[test]
 fn a_restarted_controller_loads_and_serves_nothing_before_all_receivers_are_back() {

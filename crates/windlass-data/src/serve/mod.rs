@@ -410,6 +410,7 @@ impl Server {
             delta_num_nonzero: delta.map(|d| d.changes),
             delta_size_bytes: delta.map(|d| d.bytes),
             delta_oldest_base: self.inner.history.ends().map(|(oldest, _)| oldest),
+            versions: self.inner.history.versions(),
             release: env!("CARGO_PKG_VERSION").into(),
             age: self.age(),
         }
