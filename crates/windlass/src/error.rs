@@ -299,7 +299,7 @@ impl Error {
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
-            Error::NoFolder { .. } => Kind::NotFound,
+            Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             // Another address is somebody else's; a port may become free.
@@ -316,7 +316,6 @@ impl Error {
             Error::Config(e) => e.kind(),
             Error::Controller(e) => e.kind(),
             Error::Engine(e) => e.kind(),
-            Error::NotShown { .. } => Kind::NotFound,
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,

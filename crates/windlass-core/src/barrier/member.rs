@@ -76,11 +76,12 @@ impl Lineage {
 
     pub(super) fn announce(&mut self, version: Version) {
         self.absent.remove(&version);
-        if version >= self.low && self.announced.insert(version) && self.announced.len() > Self::MAX_ANNOUNCED
+        if version >= self.low
+            && self.announced.insert(version)
+            && self.announced.len() > Self::MAX_ANNOUNCED
+            && let Some(oldest) = self.announced.pop_first()
         {
-            if let Some(oldest) = self.announced.pop_first() {
-                self.absent.remove(&oldest);
-            }
+            self.absent.remove(&oldest);
         }
     }
 }
