@@ -19,7 +19,7 @@ use windlass_core::identity::{CutsHash, Identity, Incarnation, LayoutHash, Model
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{BlockVersions, Mode, TicketFields};
 use windlass_data::receiver::{Control, ControlError, Receiver, ReceiverError};
@@ -36,6 +36,7 @@ struct Liar {
     ticket: Mutex<Option<Twist<TicketFields>>>,
     manifest: Mutex<Option<Manifest>>,
     sums: Mutex<Option<Vec<BlockSum>>>,
+    age: Mutex<Option<Age>>,
 }
 
 impl Liar {
@@ -63,6 +64,10 @@ impl Control for Liar {
         let mut info = Control::version(&**self.server(), seen, stop)?;
         self.info.lock().unwrap().iter().for_each(|twist| twist(&mut info));
         Ok(info)
+    }
+
+    fn age(&self, _: &Stop) -> Result<Option<Age>, ControlError> {
+        Ok(*self.age.lock().unwrap())
     }
 
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError> {
@@ -289,6 +294,47 @@ fn another_model_or_layout_than_announced_does_not_cost_the_image() {
     let error = scene.refuses(|_| {});
     assert!(matches!(error, ReceiverError::OldLife { .. }), "{error}");
     scene.recovers();
+}
+
+/// Where a region is gone and a clock has gone back, a new life has the lower number.
+#[test]
+fn a_life_with_a_lower_number_is_followed_only_if_it_began_later() {
+    let mut scene = scene(RequestMode::Auto, None);
+    let followed = Instant::now();
+    let real = scene.publisher.server().region().incarnation();
+    let lower = Incarnation(7);
+    let say = |scene: &Scene, age| *scene.liar.age.lock().unwrap() = age;
+    let told = |scene: &mut Scene, age, wanted: &str| {
+        say(scene, age);
+        let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
+        // Its tickets are of the real life, so one that is followed fails there.
+        let found = match error {
+            ReceiverError::OldLife { theirs, .. } if theirs == lower => "old",
+            ReceiverError::NewLife { was, now, .. } if (was, now) == (lower, real) => "followed",
+            other => panic!("{other}"),
+        };
+        assert_eq!(found, wanted, "{age:?}");
+    };
+    *scene.liar.info.lock().unwrap() = Some(Box::new(move |i| i.incarnation = lower));
+    told(&mut scene, None, "old");
+    told(&mut scene, Some(Age { incarnation: lower, ms: 60_000 }), "old");
+    told(&mut scene, Some(Age { incarnation: lower, ms: u64::MAX }), "old");
+    told(&mut scene, Some(Age { incarnation: real, ms: 0 }), "old");
+    while followed.elapsed() < Duration::from_millis(50) {
+        std::thread::yield_now();
+    }
+    told(&mut scene, Some(Age { incarnation: lower, ms: 0 }), "followed");
+    // Now the number of the life before is the greater one, and still nobody goes back to it.
+    *scene.liar.info.lock().unwrap() = None;
+    for age in [None, Some(Age { incarnation: real, ms: 60_000 })] {
+        say(&scene, age);
+        let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
+        assert!(matches!(error, ReceiverError::OldLife { theirs, .. } if theirs == real), "{error}");
+    }
+    // A greater number than all is a newer life, whatever is known of its age.
+    *scene.liar.info.lock().unwrap() = Some(Box::new(move |i| i.incarnation = Incarnation(real.0 + 1)));
+    let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
+    assert!(matches!(error, ReceiverError::NewLife { now, .. } if now == real), "{error}");
 }
 
 #[test]

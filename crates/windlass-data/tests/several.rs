@@ -182,7 +182,17 @@ impl Nodes {
         self.second.server = None;
     }
 
+    fn restart_lead(&mut self) {
+        self.lead.server = None;
+        let peers = vec![Arc::clone(&self.holder) as Arc<dyn Peer>];
+        let config = ServerConfig { peers, ..quick_server() };
+        let server = Server::start(Arc::clone(&self.lead.region), config).unwrap();
+        self.lead.server = Some(Arc::new(server));
+        eventually("it is served again", || self.lead.server().version().version.is_some());
+    }
+
     fn restart_second(&mut self) {
+        self.lose_second();
         let server = Arc::new(Server::start(Arc::clone(&self.second.region), quick_server()).unwrap());
         self.second.server = Some(Arc::clone(&server));
         *self.holder.0.lock().unwrap() = Some(server);
@@ -212,6 +222,53 @@ fn two_servers_that_hold_half_of_the_image_serve_one_receiver() {
     }
     assert_eq!(receiver.sync(&stop()).unwrap().mode, "delta");
     assert_eq!(image_bytes(&receiver), nodes.lead.data);
+}
+
+#[test]
+fn holders_of_parts_lead_a_receiver_back_together_also_after_a_restart() {
+    let mut nodes = Nodes::new();
+    let life = nodes.lead.region.incarnation();
+    Noise(3).fill_fast(&mut nodes.lead.data);
+    let mut then = Vec::new();
+    for version in 1..7 {
+        if version == 4 {
+            // Blocks of both are replaced as a whole, so that their records are dense.
+            let half = nodes.lead.data.len() / 2;
+            Noise(5).fill_fast(&mut nodes.lead.data[half..]);
+        }
+        nodes.publish(version);
+        then.push(nodes.lead.data.clone());
+    }
+    let back_to = |nodes: &Nodes, version: Version| {
+        let dir = shm();
+        let mut receiver = receiver(&dir, nodes.lead.server());
+        let synced = receiver.sync_to((life, version), &stop()).unwrap();
+        let image = synced.image.unwrap();
+        assert_eq!((image.identity.version, synced.transfers), (version, 2), "{version}: {}", synced.mode);
+        let expected = &then[version as usize - 1];
+        assert_eq!(image.digest, digest(nodes.lead.region.manifest(), expected));
+        assert!(image_bytes(&receiver) == *expected, "version {version}");
+        // And on from there, to what is newest.
+        assert_eq!(receiver.sync(&stop()).unwrap().mode, "delta");
+        assert!(image_bytes(&receiver) == then[5]);
+    };
+    for version in [2, 4, 5] {
+        back_to(&nodes, version);
+    }
+    nodes.restart_second();
+    back_to(&nodes, 3);
+    // What all parts of an older version add up to is in no slot any more.
+    nodes.restart_lead();
+    for version in [2, 4] {
+        back_to(&nodes, version);
+    }
+    // Without that nothing wrong is said of it: the newest comes.
+    std::fs::remove_file(nodes.lead.region.dir().join("digests.json")).unwrap();
+    nodes.restart_lead();
+    let dir = shm();
+    let mut receiver = receiver(&dir, nodes.lead.server());
+    assert_eq!(receiver.sync_to((life, 2), &stop()).unwrap().image.unwrap().identity.version, 6);
+    assert!(image_bytes(&receiver) == then[5]);
 }
 
 #[test]

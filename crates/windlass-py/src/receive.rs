@@ -174,7 +174,12 @@ impl Receiver {
                 loop {
                     let had = inner.current().map(|k| (k.identity.incarnation, k.identity.version));
                     match inner.wait_newer(stop) {
-                        Ok(info) if info.is_newer_than(had) => {
+                        // Of another life `sync` finds out whether it is newer, or says why not.
+                        Ok(info)
+                            if info.is_newer_than(had)
+                                || info.version.is_some()
+                                    && had.is_some_and(|(i, _)| i != info.incarnation) =>
+                        {
                             return Ok(info.version.map(|v| (info.incarnation.to_string(), v)));
                         }
                         Ok(_) if !stop.is_set() => {}

@@ -13,6 +13,12 @@
 //!
 //! `agent.json` in the region's directory holds the endpoint that others should use, the data port and the path of
 //! the token, for processes on the same host. It is removed at a regular end.
+//!
+//! # One life after the other
+//!
+//! An agent that its trainer did not start outlives it, and goes on to serve the last version. When the next trainer waits
+//! for the place ([`Region::is_wanted`]), the agent lets go of what the dead one left, waits for the new region and serves
+//! that, at the same ports if it can.
 
 use std::fmt::Write as _;
 use std::io;
@@ -45,7 +51,7 @@ use windlass_data::seal::draft::Draft;
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::SenderConfig;
-use windlass_data::tls::Trust;
+use windlass_data::tls::{Certificate, Trust};
 
 use crate::control::HttpControl;
 use crate::error::Error;
@@ -109,6 +115,9 @@ pub struct Whereabouts {
     pub pid: u32,
 }
 
+/// How long a holder of a life with a greater number waits for a version.
+const OTHER_LIFE: Duration = Duration::from_secs(1);
+
 /// The file that says where the agent is.
 pub const WHEREABOUTS: &str = "agent.json";
 
@@ -144,7 +153,26 @@ impl Agent {
             let cancel = session.cancel().clone();
             session.with_parent(move || cancel.set())?;
         }
-        let region = self.open(session)?;
+        let (mut wait, mut again) = (Some(self.wait), self.again);
+        loop {
+            let region = self.open(wait.take(), session)?;
+            let Some(ports) = self.life(region, &advertise_host, certificate.as_ref(), again, session)?
+            else {
+                return Ok(());
+            };
+            again = Some(ports);
+        }
+    }
+
+    /// Serves one region until the agent is told to end or the region is wanted; then, the ports that it had.
+    fn life(
+        &self,
+        region: Arc<Region>,
+        advertise_host: &Host,
+        certificate: Option<&Certificate>,
+        again: Option<(u16, u16)>,
+        session: &Session,
+    ) -> Result<Option<(u16, u16)>, Error> {
         let (token, token_file) = self.token(&region)?;
         let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
             Ok(Arc::new(HttpControl::new(url, token.clone())?.with_trust(self.trust.clone())))
@@ -154,8 +182,8 @@ impl Agent {
             tcp: SenderConfig {
                 bind: self.bind,
                 ports: self.data_ports.0..=self.data_ports.1,
-                first: self.again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
-                tls: certificate.clone(),
+                first: again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
+                tls: certificate.cloned(),
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
@@ -171,7 +199,7 @@ impl Agent {
             .enable_all()
             .build()
             .map_err(|e| Error::Bug(format!("no async runtime: {e}")))?;
-        let listener = runtime.block_on(self.bind()).map_err(|source| Error::Listen {
+        let listener = runtime.block_on(self.bind(again)).map_err(|source| Error::Listen {
             bind: self.bind,
             ports: self.ports,
             source,
@@ -191,8 +219,8 @@ impl Agent {
         let here = Whereabouts {
             endpoint: format!(
                 "{}://{}",
-                tls::scheme(certificate.as_ref()),
-                HostPort::new(advertise_host, port)
+                tls::scheme(certificate),
+                HostPort::new(advertise_host.clone(), port)
             ),
             data_port: server.data_endpoint().port(),
             token_file,
@@ -218,18 +246,27 @@ impl Agent {
                 here.endpoint, here.data_port
             )
         });
-        let result = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
+        let end = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
         let _ = std::fs::remove_file(&path);
         drop(local);
         runtime.shutdown_timeout(Duration::from_secs(1));
         if let Some(server) = Arc::into_inner(server) {
             server.shutdown(Duration::from_secs(2));
         }
-        result
+        if let End::Told = end {
+            return Ok(None);
+        }
+        session.event(&json!({ "event": "let_go", "region": region.dir() }), || {
+            format!(
+                "let go of {}: its trainer is dead, and another waits for the place",
+                region.dir().display()
+            )
+        });
+        Ok(Some((address.port(), here.data_port)))
     }
 
-    async fn bind(&self) -> io::Result<tokio::net::TcpListener> {
-        let again = self.again.map(|(port, _)| port).filter(|p| is_among(*p, self.ports));
+    async fn bind(&self, again: Option<(u16, u16)>) -> io::Result<tokio::net::TcpListener> {
+        let again = again.map(|(port, _)| port).filter(|p| is_among(*p, self.ports));
         match again {
             Some(port) => match http::bind(self.bind, (port, port)).await {
                 Err(_) => http::bind(self.bind, self.ports).await,
@@ -239,13 +276,19 @@ impl Agent {
         }
     }
 
-    /// The region, which its publisher may be about to make.
-    fn open(&self, session: &Session) -> Result<Arc<Region>, Error> {
-        let stop = session.cancel().with_timeout(self.wait);
+    /// The region, which its publisher may be about to make. Without a time, as long as it takes.
+    fn open(&self, wait: Option<Duration>, session: &Session) -> Result<Arc<Region>, Error> {
+        let stop = wait.map_or_else(|| session.cancel().clone(), |w| session.cancel().with_timeout(w));
         let mut said = false;
         loop {
-            match Region::open(&self.region) {
-                Err(RegionError::Absent { dir }) if !stop.is_set() => {
+            // Whoever opens what a dead trainer left keeps the next one from making its own.
+            let found = if Region::is_wanted(&self.region) {
+                Err(RegionError::Absent { dir: self.region.clone() })
+            } else {
+                Region::open(&self.region)
+            };
+            match found {
+                Err(RegionError::Absent { dir } | RegionError::HolderGone { dir, .. }) if !stop.is_set() => {
                     if !std::mem::replace(&mut said, true) {
                         let event = json!({ "event": "waiting", "region": dir });
                         session
@@ -285,19 +328,35 @@ impl Agent {
         server: Arc<Server>,
         token: Token,
         session: &Session,
-    ) -> Result<(), Error> {
+    ) -> End {
         let (end, ended) = watch::channel(false);
         let cancel = session.cancel().clone();
-        let signals = tokio::spawn(async move {
-            while cancel.check().is_ok() {
+        let dir = server.region().dir().to_owned();
+        let watching = tokio::spawn(async move {
+            let why = loop {
+                if cancel.check().is_err() {
+                    break End::Told;
+                }
+                if Region::is_wanted(&dir) {
+                    break End::Wanted;
+                }
                 tokio::time::sleep(Duration::from_millis(20)).await;
-            }
+            };
             let _ = end.send(true);
+            why
         });
         answer(listener, server, token, ended).await;
-        signals.abort();
-        Ok(())
+        // It is over, or nothing would have ended.
+        watching.await.unwrap_or(End::Told)
     }
+}
+
+/// Why an agent serves a region no longer.
+enum End {
+    /// It was told to end.
+    Told,
+    /// The region's trainer is dead, and another waits for the place.
+    Wanted,
 }
 
 /// Answers requests about `server`, inside TLS if its data is, until `ended` is true. Returns when nothing of it is left.
@@ -428,7 +487,11 @@ async fn get_version(
     }
     let own = versions.borrow().incarnation;
     let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
-    let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    let mut wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    if seen.0 > own {
+        // Nothing newer by number will come from here. The asker may find out that this life is newer all the same.
+        wait = wait.min(OTHER_LIFE);
+    }
     let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
     // Time out with what there is: the asker compares.
     let _ = tokio::time::timeout(wait, newer).await;

@@ -21,8 +21,8 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone, TransferRequest,
-    VersionInfo,
+    Age, Capabilities, PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone,
+    TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::region::is_region;
@@ -129,6 +129,11 @@ impl HttpControl {
                 Ok(place.insert(found).clone())
             }
         }
+    }
+
+    /// What the agent can be asked for.
+    pub fn capabilities(&self, stop: &Stop) -> Result<Capabilities, ControlError> {
+        self.get("get the capabilities", "/get_capabilities", stop)
     }
 
     /// The agent does not answer: it may be elsewhere by the next request.
@@ -323,6 +328,10 @@ impl Control for HttpControl {
                 self.get(what, &path, stop)
             }
         }
+    }
+
+    fn age(&self, stop: &Stop) -> Result<Option<Age>, ControlError> {
+        Ok(self.capabilities(stop)?.age)
     }
 
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError> {

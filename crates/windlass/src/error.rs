@@ -155,6 +155,16 @@ pub enum Error {
         /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A version was announced that is not there.
+    #[error("{identity} was announced, but the agent at {endpoint} shows {}", shown(*newest))]
+    NotShown {
+        /// What was announced.
+        identity: windlass_core::identity::Identity,
+        /// Where it should be.
+        endpoint: String,
+        /// What is there.
+        newest: Option<windlass_core::identity::Version>,
+    },
     /// No port to listen on.
     #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
     Listen {
@@ -289,7 +299,7 @@ impl Error {
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
-            Error::NoFolder { .. } => Kind::NotFound,
+            Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
             Error::Busy { .. } => Kind::Denied,
             // Another address is somebody else's; a port may become free.
@@ -394,6 +404,7 @@ impl Error {
             }
             Error::Content { .. }
             | Error::File(_)
+            | Error::NotShown { .. }
             | Error::Synth(_)
             | Error::Seal(_)
             | Error::Plane { .. }
@@ -447,6 +458,11 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
         }
         _ => io_kind(source).advice().into(),
     }
+}
+
+/// What an agent shows.
+fn shown(newest: Option<windlass_core::identity::Version>) -> String {
+    newest.map_or_else(|| "no version yet".into(), |v| format!("version {v} at most"))
 }
 
 #[cfg(test)]

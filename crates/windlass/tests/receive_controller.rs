@@ -496,6 +496,48 @@ fn a_controller_that_was_killed_finds_its_way_back_from_those_who_join() {
     }
 }
 
+/// The trainers repeat what they announced last, 4 and 1: nobody knew of a version in common any more, and the verifier waited for
+/// ever for what only receivers at 1 can make.
+#[test]
+fn a_controller_that_lost_all_receivers_with_its_memory_finds_what_the_agents_still_have() {
+    for first_word in ["actor", "verifier"] {
+        comes_back_at_what_is_left(first_word);
+    }
+}
+
+fn comes_back_at_what_is_left(first_word: &str) {
+    let mut world = World::new(&["--set=main=actor,verifier", "--heartbeat=1"]);
+    let (mut actor, mut verifier) = (world.publisher("actor"), world.publisher("verifier"));
+    for version in 1..5 {
+        world.publish(&mut actor, version);
+    }
+    world.publish(&mut verifier, 1);
+    let mut first = world.receiver("first", &["actor", "verifier"], &[]);
+    world.gate(1);
+    world.event(0, "first", "live");
+    let digest = world.digest("first", "actor");
+    first.kill();
+    world.controller.kill();
+    world.controller.restart();
+    let _second = world.receiver("second", &["actor", "verifier"], &[]);
+    // The first word comes to a receiver that is there, long before the second.
+    let joined = world.event(0, "second", "joined").0;
+    if first_word == "actor" {
+        world.notify(&actor, 4).unwrap();
+        world.event(joined, "second", "staged");
+    }
+    world.notify(&verifier, 1).unwrap();
+    world.notify(&actor, 4).unwrap();
+    assert_eq!(world.gate(1).served.unwrap().version, 1);
+    world.event(0, "second", "live");
+    assert_eq!(world.digest("second", "actor"), digest);
+    // One after the other, as it was before: whoever waits at the gate for 2 is let through.
+    for version in 2..5 {
+        world.publish(&mut verifier, version);
+        assert_eq!(world.gate(version.into()).served.unwrap().version, u64::from(version));
+    }
+}
+
 /// The gate opened with most of the receivers missing, and loads began before they had staged.
 #[test]
 fn a_restarted_controller_loads_and_serves_nothing_before_all_receivers_are_back() {
@@ -710,6 +752,44 @@ fn a_notify_without_an_incarnation_means_the_life_that_the_agent_shows() {
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let answer = notify(&format!("http://{nobody}"));
     assert!(answer.starts_with("HTTP/1.1 504") && answer.contains("name the incarnation"), "{answer}");
+}
+
+/// Nothing above 3 was ever served after somebody had announced 42, and nobody was told why.
+#[test]
+fn a_version_that_no_agent_shows_is_named_and_lower_ones_are_served() {
+    let world = World::new(&["--retry=0.2"]);
+    let mut policy = world.publisher("policy");
+    let _members = ["a", "b"].map(|name| world.receiver(name, &["policy"], &[]));
+    for name in ["a", "b"] {
+        world.event(0, name, "joined");
+    }
+    world.publish(&mut policy, 3);
+    world.gate(3);
+    let incarnation = policy.agent.sealed(3)["incarnation"].as_u64().unwrap();
+    world.announce(&policy, incarnation, 42).unwrap();
+    // Before anybody has found out, and after.
+    for version in 4..7 {
+        world.publish(&mut policy, version);
+        assert_eq!(world.gate(version.into()).served.unwrap().version, u64::from(version));
+    }
+    for name in ["a", "b"] {
+        let there =
+            |l: &Value| l["receiver"] == name && l["event"] == "loaded" && l["identity"]["version"] == 6;
+        world.line(0, "6 is loaded", there);
+        assert_eq!(world.digest(name, "policy"), policy.agent.sealed(6)["digest"].as_str().unwrap());
+    }
+    let status = world.status();
+    let blocked = &status.sets[0].blocked;
+    assert!(
+        blocked.contains("version 42 of policy was announced, but its agent does not show it"),
+        "{blocked}"
+    );
+    let told: Vec<_> = status.errors.iter().filter(|e| e.who == "trainer of policy").collect();
+    assert!(matches!(&told[..], [e] if e.message.contains(&policy.agent.endpoint)), "{:?}", status.errors);
+    // And when it comes to be, it is served as any other.
+    world.publish(&mut policy, 42);
+    world.gate(42);
+    assert!(world.status().sets[0].up_to_date);
 }
 
 /// Both joined again and again, thousands of times a second.

@@ -348,6 +348,33 @@ fn a_restarted_agent_serves_the_versions_and_deltas_of_the_killed_one() {
 }
 
 #[test]
+fn an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one() {
+    let home = home();
+    let (mut trainer, agent) = publisher(home.path());
+    let receiver = receiver(&home.path().join("images"), &trainer.region, &[]);
+    let first = receiver.event("synced")["image"]["identity"].clone();
+    trainer.process.kill();
+    assert_eq!(
+        agent.get("/get_version").json()["version"],
+        0,
+        "what is left is served as long as nobody wants the place"
+    );
+
+    let mut next = Trainer::start(&trainer.region);
+    assert_eq!(agent.process.event("let_go")["region"], json!(next.region));
+    let listening = agent.process.event("listening");
+    assert_eq!(listening["endpoint"], agent.endpoint, "receivers know the port");
+    assert!(listening["incarnation"] != first["incarnation"], "{listening}");
+    next.publish(0);
+    assert_eq!(agent.sealed(0)["incarnation"], listening["incarnation"]);
+    let then = receiver.event("synced")["image"]["identity"].clone();
+    assert_eq!((&then["incarnation"], &then["version"]), (&listening["incarnation"], &json!(0)));
+    agent.process.signal(Signal::TERM);
+    let mut process = agent.process;
+    assert_eq!(process.ends_within(PATIENCE), 0);
+}
+
+#[test]
 fn an_agent_says_why_it_cannot_serve() {
     let home = home();
     let trainer = Trainer::start(&home.path().join("region"));
@@ -499,6 +526,67 @@ fn a_receiver_goes_on_with_a_delta_after_it_was_restarted() {
     third.event("found");
     third.signal(Signal::INT);
     assert_eq!(third.ends_within(END), 130);
+}
+
+#[test]
+fn a_receiver_follows_a_new_life_whose_clock_has_gone_back() {
+    let home = home();
+    let dir = home.path().join("region");
+    // A region that was made when the clock was ahead: the trainer's is beyond it.
+    let ahead = std::time::SystemTime::now() + Duration::from_hours(1);
+    let ahead = ahead.duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    region_of(&dir, ahead);
+    let (mut trainer, mut agent) = publisher(home.path());
+    let port = format!("--ports={0}-{0}", agent.port());
+    let token = home.path().join("token");
+    fs::write(&token, &agent.token).unwrap();
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
+    let from = format!("--from={}", agent.endpoint);
+    let (images, token) = (home.path().join("images"), format!("--token-file={}", token.display()));
+    let receiver = Process::start(["receive", &from, &token, &format!("--dir={}", images.display())]);
+    let first = receiver.event("synced")["image"].clone();
+    let incarnation = |i: &Value| i["identity"]["incarnation"].as_u64().unwrap();
+    assert!(incarnation(&first) > ahead, "{first}");
+    // What is known of the old life is older than the new one by more than clocks may differ.
+    let synced = Instant::now();
+    agent.process.kill();
+    trainer.process.kill();
+    drop(trainer);
+    fs::remove_dir_all(&dir).unwrap();
+    while synced.elapsed() < Duration::from_millis(50) {
+        std::thread::yield_now();
+    }
+    let mut trainer = Trainer::start(&dir);
+    let agent = Agent::start(&dir, &[&port, &token]);
+    trainer.publish(0);
+    let served = agent.sealed(0);
+    assert!(served["incarnation"].as_u64().unwrap() < ahead);
+    let then = receiver.event("synced")["image"].clone();
+    assert_eq!(incarnation(&then), served["incarnation"].as_u64().unwrap(), "{then}");
+    assert_eq!(then["digest"], served["digest"]);
+    trainer.publish(1);
+    assert_eq!(receiver.event("synced")["image"]["digest"], agent.sealed(1)["digest"]);
+}
+
+/// Leaves a small region of a dead publisher.
+fn region_of(dir: &Path, incarnation: u64) {
+    use windlass_core::dtype::Dtype;
+    use windlass_core::manifest::{Manifest, TensorSpec};
+    use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+    let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [8])], std::collections::BTreeMap::new());
+    let spec = RegionSpec {
+        dir: dir.to_owned(),
+        model_id: windlass_core::identity::ModelId::new("demo").unwrap(),
+        manifest: std::sync::Arc::new(manifest.unwrap()),
+        slots: Slots::Two,
+        ranks: 1,
+        part: None,
+        group: false,
+        memfd: Memfd::Never,
+        extra_bytes: 0,
+        incarnation: Some(windlass_core::identity::Incarnation(incarnation)),
+    };
+    drop(Region::create(&spec).unwrap());
 }
 
 #[test]

@@ -89,14 +89,14 @@ impl Group {
             self.begin_lineage(model, incarnation, endpoint, ctx);
         }
         let Some(lineage) = self.lineage_mut(model) else { return };
-        let newest = lineage.announced.last().is_none_or(|n| *n <= version);
-        let moved = newest && lineage.endpoint != endpoint;
+        let newest = lineage.newest();
+        let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint != endpoint;
         if moved {
             // The agent was restarted: what it was asked for at the old address must be asked again.
             endpoint.clone_into(&mut lineage.endpoint);
         }
         // Managers repeat what they announced last; that is nothing new to try.
-        let newer = lineage.announced.last().is_none_or(|n| *n < version) || moved;
+        let newer = newest.is_none_or(|n| n < version) || moved;
         lineage.announce(version);
         self.consider(version);
         let view = view!(self);
@@ -173,6 +173,7 @@ impl Group {
             });
         }
         slot.asked.swap_remove(at);
+        let version = got.version;
         // Another order for what has just come is answered by it; calling it off would drop the bytes.
         slot.asked.retain(|ask| ask.version != got.version);
         slot.staged.insert(got.version);
@@ -183,7 +184,58 @@ impl Group {
             let why = LagReason::Ahead { got: got.version };
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity: asked, why });
         }
+        if self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version)) {
+            // It is there after all: whoever did not find it is asked again.
+            self.members.values_mut().for_each(|member| member.try_newer(ctx));
+            self.reconsider(ctx);
+        }
         self.settle(id, ctx);
+        self.advance(ctx);
+        Ok(())
+    }
+
+    /// The agent does not show what a receiver was ordered to stage. That concerns everybody, so nobody is excused by it;
+    /// but whoever does not find what others have has failed like any other.
+    pub(super) fn absent(
+        &mut self,
+        id: &ReceiverId,
+        model: usize,
+        order: Order,
+        identity: &Identity,
+        ctx: &mut Ctx<'_>,
+    ) -> Result<(), BarrierError> {
+        self.check_alive(model, identity)?;
+        let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
+        let slot = member.slots.iter_mut().find(|s| s.model == model);
+        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
+        let Some((at, slot)) = open else {
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
+        };
+        let version = slot.asked.swap_remove(at).version;
+        let view = view!(self);
+        let has =
+            |s: &Slot| s.model == model && (s.staged.contains(&version) || s.at(&view) >= Some(version));
+        let there = self.members.values().flat_map(|m| &m.slots).any(has);
+        let lineage = self.lineages.get_mut(model).and_then(Option::as_mut);
+        match lineage.filter(|l| !there && l.announced.contains(&version)) {
+            Some(lineage) => {
+                if lineage.absent.insert(version) {
+                    let identity = Identity { version, ..identity.clone() };
+                    let (endpoint, receiver) = (lineage.endpoint.clone(), id.clone());
+                    ctx.out.push(Action::Absent { identity, endpoint, receiver });
+                }
+                let view = view!(self);
+                if let Some(member) = self.members.get_mut(id) {
+                    member.rest(Some(model), &view, ctx);
+                }
+                self.reconsider(ctx);
+                self.settle(id, ctx);
+            }
+            None => {
+                let why = LagReason::Failed("its agent does not show it".to_owned());
+                self.lag(id, model, version, why, ctx);
+            }
+        }
         self.advance(ctx);
         Ok(())
     }
@@ -390,8 +442,27 @@ impl Group {
         }
     }
 
+    /// What the agents show has changed.
+    fn reconsider(&mut self, ctx: &mut Ctx<'_>) {
+        self.find_common();
+        (0..self.models.len()).for_each(|model| self.press(model, ctx));
+    }
+
+    /// Finds the newest version that every model has announced and shows, and none is past.
+    fn find_common(&mut self) {
+        let Some(first) = self.lineage(0) else { return };
+        let common = |v: &&Version| {
+            self.lineages.iter().all(|l| l.as_ref().is_some_and(|l| l.low <= **v && l.announced.contains(*v)))
+        };
+        self.newest_common =
+            first.announced.iter().rev().filter(common).find(|v| !self.is_absent(**v)).copied();
+    }
+
     /// Takes note of `version` if by now every model has announced it and none is past it.
     fn consider(&mut self, version: Version) {
+        if self.lineages.iter().flatten().any(|l| !l.absent.is_empty()) {
+            return self.find_common();
+        }
         let common = |l: &Option<Lineage>| {
             l.as_ref().is_some_and(|l| l.low <= version && l.announced.contains(&version))
         };
@@ -403,15 +474,17 @@ impl Group {
     /// How many announced versions of `model` are not served yet.
     pub(super) fn ahead(&self, model: usize) -> usize {
         let above = |v: &&Version| self.service.is_none_or(|s| **v > s);
-        self.lineage(model).map_or(0, |l| l.announced.iter().rev().take_while(above).count())
+        self.lineage(model).map_or(0, |l| {
+            let above = l.announced.iter().rev().take_while(above);
+            above.filter(|v| !l.absent.contains(v)).count()
+        })
     }
 
     /// Whether another model of the set has announced something newer than `model` has. Then the others wait for it, and
     /// if it waited for them there would be no end to that.
     fn is_behind(&self, model: usize) -> bool {
-        let newest = |l: &Lineage| l.announced.last().copied();
-        let mine = self.lineage(model).and_then(newest);
-        self.lineages.iter().flatten().any(|l| newest(l) > mine)
+        let mine = self.lineage(model).and_then(Lineage::newest);
+        self.lineages.iter().flatten().any(|l| l.newest() > mine)
     }
 
     /// Tells the trainer of `model` to wait, or to go on, when that has changed.

@@ -41,6 +41,8 @@ pub(super) struct Lineage {
     pub(super) endpoint: String,
     /// Announced versions that may still be loaded; the newest [`Lineage::MAX_ANNOUNCED`] of them.
     pub(super) announced: BTreeSet<Version>,
+    /// Those among them that the agent does not show.
+    pub(super) absent: BTreeSet<Version>,
     /// The highest version a load of which has begun. Nothing below it is loaded any more.
     pub(super) low: Version,
     /// The trainer has been told to wait.
@@ -54,13 +56,32 @@ impl Lineage {
     const MAX_ANNOUNCED: usize = 1024;
 
     pub(super) fn new(incarnation: Incarnation, endpoint: String) -> Lineage {
-        Lineage { incarnation, endpoint, announced: BTreeSet::new(), low: 0, pressed: false, released: None }
+        let (announced, absent) = (BTreeSet::new(), BTreeSet::new());
+        Lineage { incarnation, endpoint, announced, absent, low: 0, pressed: false, released: None }
+    }
+
+    /// The newest announced version that is not known to be absent.
+    pub(super) fn newest(&self) -> Option<Version> {
+        self.announced.iter().rev().find(|v| !self.absent.contains(v)).copied()
+    }
+
+    /// A load of `version` has begun: nothing below it counts any more.
+    pub(super) fn raise_low(&mut self, version: Version) {
+        if self.low < version {
+            self.low = version;
+            self.announced = self.announced.split_off(&version);
+            self.absent = self.absent.split_off(&version);
+        }
     }
 
     pub(super) fn announce(&mut self, version: Version) {
-        if version >= self.low && self.announced.insert(version) && self.announced.len() > Self::MAX_ANNOUNCED
+        self.absent.remove(&version);
+        if version >= self.low
+            && self.announced.insert(version)
+            && self.announced.len() > Self::MAX_ANNOUNCED
+            && let Some(oldest) = self.announced.pop_first()
         {
-            self.announced.pop_first();
+            self.absent.remove(&oldest);
         }
     }
 }
@@ -304,19 +325,33 @@ impl Member {
         let base = view.base();
         for slot in &mut self.slots {
             let Some(lineage) = view.lineage(slot.model) else { continue };
+            let Some(model_id) = view.models.get(slot.model) else { continue };
+            let identity =
+                |version| Identity { model_id: model_id.clone(), incarnation: lineage.incarnation, version };
             let from = base.map_or(lineage.low, |b| b.saturating_add(1));
-            let ahead = lineage.announced.range(from..).copied().take(ctx.limits.max_ahead);
-            for version in base.into_iter().chain(ahead) {
+            let shown = |v: &Version| !lineage.absent.contains(v);
+            let ahead = lineage.announced.range(from..).copied().filter(shown).take(ctx.limits.max_ahead);
+            let mut wanted: Vec<Version> = base.into_iter().chain(ahead).collect();
+            let has = |v: &Version| slot.staged.contains(v) || slot.at(view) >= Some(*v);
+            if wanted.iter().all(has) {
+                // What the agent did not show may be there by now.
+                wanted.extend(lineage.absent.last());
+            } else {
+                // Whoever waits for that is not free for what is there.
+                for ask in slot.asked.extract_if(.., |ask| lineage.absent.contains(&ask.version)) {
+                    abandon(&self.peer, ask.order, Some(identity(ask.version)), ctx);
+                }
+            }
+            for version in wanted {
                 if !slot.lacks(version, view) {
                     continue;
                 }
-                let Some(identity) = view.identity(slot.model, version) else { continue };
                 let order = ctx.order();
                 slot.asked.push(Ask { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
                 ctx.out.push(Action::Stage {
                     to: self.peer.clone(),
                     order,
-                    identity,
+                    identity: identity(version),
                     sender_endpoint: lineage.endpoint.clone(),
                 });
             }
@@ -337,6 +372,15 @@ impl Member {
                 abandon(&self.peer, ask.order, view.identity(slot.model, ask.version), ctx);
             }
             slot.staged.retain(|v| !stale(*v));
+        }
+    }
+
+    /// Calls off every order to stage `version`.
+    pub(super) fn forget_version(&mut self, version: Version, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        for slot in &mut self.slots {
+            for ask in slot.asked.extract_if(.., |ask| ask.version == version) {
+                abandon(&self.peer, ask.order, view.identity(slot.model, version), ctx);
+            }
         }
     }
 

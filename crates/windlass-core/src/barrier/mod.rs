@@ -54,6 +54,11 @@
 //! long, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging what failed makes up
 //! for a failed stage, a load for everything; and whatever is announced that is newer is tried as after a first failure.
 //!
+//! **What no agent shows.** A trainer is not believed about a version that its agent does not show ([`Event::Absent`]), unless
+//! a receiver has it. Its round ends, and any other version may be served, also a lower one, for no load of it has begun.
+//! While there is nothing else to do it is asked for again, and to announce or to find it ends the doubt.
+//! [`Blocked::Absent`] and [`Action::Absent`] say so.
+//!
 //! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
 //! the set serves is the lowest of its models' versions.
 //!
@@ -95,7 +100,8 @@
 //! - B-6 Within an incarnation neither a receiver nor what is served goes back.
 //! - B-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
 //! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
-//! - B-9 If receivers answer, the newest common version is served in the end, and all are live.
+//! - B-9 If receivers answer, the newest common version that its agents show is served in the end, and all are live. One
+//!   that was announced falsely holds up nothing for ever, and is named.
 //! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
 //! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait, unless another model of
 //!   its set is at a newer version, which only it can reach; history is
@@ -377,6 +383,9 @@ impl Barrier {
                     Phase::Loading => g.load_failed(&peer.receiver, m, order, &identity, reason, ctx),
                 })
             }
+            Event::Absent { peer, order, identity } => self.answer(&peer, &identity, out, |g, m, ctx| {
+                g.absent(&peer.receiver, m, order, &identity, ctx)
+            }),
             Event::Leave { peer } => {
                 self.hear(&peer)?;
                 self.evict(&peer.receiver, EvictReason::Left, out);
@@ -763,7 +772,9 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 //      time_that_steps_back_is_not_believed
 // B-9  round_that_nobody_can_make_ready_gives_way_at_once,
 //      version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
-//      restarted_controller_rebuilds_from_joins_and_the_next_notify
+//      restarted_controller_rebuilds_from_joins_and_the_next_notify,
+//      version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones,
+//      version_that_is_shown_late_is_loaded_after_all
 // B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_words_are_refused_by_name
 // B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,

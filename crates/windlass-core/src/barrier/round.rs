@@ -2,7 +2,7 @@
 
 use crate::barrier::config::{Mode, Required};
 use crate::barrier::group::Group;
-use crate::barrier::member::{Counted, Ctx, Member, View, view};
+use crate::barrier::member::{Counted, Ctx, Lineage, Member, View, view};
 use crate::barrier::types::{Action, Blocked, FenceReason, Millis, Phase};
 use crate::identity::Version;
 
@@ -31,6 +31,7 @@ impl Group {
     /// Moves the round as far as it goes.
     pub(super) fn advance(&mut self, ctx: &mut Ctx<'_>) {
         loop {
+            self.mark_begun();
             let next = self.newest_common.filter(|v| self.service.is_none_or(|s| s < *v));
             match (&self.round, next) {
                 (None, None) => break,
@@ -39,7 +40,10 @@ impl Group {
                     let overdue = round.deadline <= ctx.now;
                     let (version, phase, moves) = (round.version, round.phase, round.moves);
                     let newer = next.filter(|v| *v > version);
-                    if self.missing().is_none() {
+                    // Nobody has what the agent does not show, so no load of it is open, and a lower one is no way back.
+                    if self.is_absent(version) && self.tally.loading == 0 {
+                        self.give_up(version, ctx);
+                    } else if self.missing().is_none() {
                         match phase {
                             Phase::Staging => self.begin_load(version, ctx),
                             Phase::Loading => self.serve(version, ctx),
@@ -75,9 +79,6 @@ impl Group {
             Mode::Relaxed => (Phase::Loading, ctx.limits.stage_ms.saturating_add(ctx.limits.load_ms)),
         };
         self.round = Some(Round { version, phase, deadline: ctx.deadline(span), moves });
-        if phase == Phase::Loading {
-            self.raise_low(version);
-        }
         let view = view!(self);
         for member in self.members.values_mut() {
             member.excused = member.beyond(version, &view);
@@ -102,10 +103,31 @@ impl Group {
     }
 
     fn raise_low(&mut self, version: Version) {
-        for lineage in self.lineages.iter_mut().flatten() {
-            lineage.low = lineage.low.max(version);
-            lineage.announced = lineage.announced.split_off(&lineage.low);
+        self.lineages.iter_mut().flatten().for_each(|lineage| lineage.raise_low(version));
+    }
+
+    /// In a relaxed set a load begins as soon as somebody has staged it.
+    fn mark_begun(&mut self) {
+        let round = self.round.as_ref().filter(|r| r.phase == Phase::Loading);
+        if let Some(version) = round.map(|r| r.version).filter(|_| self.tally.loading + self.tally.done > 0) {
+            self.raise_low(version);
         }
+    }
+
+    /// Whether an agent does not show `version`.
+    pub(super) fn is_absent(&self, version: Version) -> bool {
+        self.lineages.iter().flatten().any(|l| l.absent.contains(&version))
+    }
+
+    /// Ends the round of a version that an agent does not show.
+    fn give_up(&mut self, version: Version, ctx: &mut Ctx<'_>) {
+        self.round = None;
+        let view = view!(self);
+        for member in self.members.values_mut() {
+            member.forget_version(version, &view, ctx);
+            member.pursue(&view, ctx);
+        }
+        self.retally();
     }
 
     /// The required receivers have loaded `version`: it is served, and who has not loaded it is out.
@@ -178,15 +200,29 @@ impl Group {
         }
         if let Some(common) = self.newest_common {
             let lineages = self.lineages.iter().flatten();
-            let newest = lineages.filter_map(|l| l.announced.last().copied()).max().filter(|v| *v > common);
-            let Some(version) = newest else { return Blocked::UpToDate };
+            let newest = lineages.filter_map(Lineage::newest).max().filter(|v| *v > common);
+            let Some(version) = newest else {
+                return self.absent_above(Some(common)).unwrap_or(Blocked::UpToDate);
+            };
             let models = self.models.iter().zip(self.lineages.iter().flatten());
             let missing = models.filter(|(_, l)| !l.announced.contains(&version));
             return Blocked::Unmatched { version, missing: missing.map(|(m, _)| m.clone()).collect() };
         }
+        if let Some(absent) = self.absent_above(None) {
+            return absent;
+        }
         let newest = self.models.iter().zip(self.lineages.iter().flatten());
         let newest = newest.map(|(m, l)| (m.clone(), l.announced.last().copied().unwrap_or(l.low))).collect();
         Blocked::NoCommonVersion { newest }
+    }
+
+    /// What was announced beyond `than` and is not there.
+    fn absent_above(&self, than: Option<Version>) -> Option<Blocked> {
+        let mut all = self.models.iter().zip(self.lineages.iter().flatten());
+        all.find_map(|(model, l)| {
+            let version = l.absent.last().copied().filter(|v| Some(*v) > than)?;
+            Some(Blocked::Absent { model: model.clone(), version })
+        })
     }
 
     fn report_stall(&mut self, ctx: &mut Ctx<'_>) {

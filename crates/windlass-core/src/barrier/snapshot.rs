@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::barrier::config::{Mode, Required};
 use crate::barrier::group::Group;
-use crate::barrier::member::Member;
+use crate::barrier::member::{Lineage, Member};
 use crate::barrier::types::{Blocked, Millis, Phase, ReceiverId, Served, SetName, WaitId};
 use crate::identity::{Incarnation, ModelId, Version};
 
@@ -98,8 +98,10 @@ pub struct ModelSnapshot {
     pub model: ModelId,
     /// The incarnation that counts, once one has been heard of.
     pub incarnation: Option<Incarnation>,
-    /// Its newest announced version.
+    /// Its newest announced version, of those that its agent is not known to lack.
     pub newest: Option<Version>,
+    /// Versions that it announced and that its agent does not show.
+    pub absent: Vec<Version>,
     /// Where receivers pull from.
     pub endpoint: Option<String>,
     /// How many versions that it announced are not served yet.
@@ -169,7 +171,8 @@ impl GroupSnapshot {
             ModelSnapshot {
                 model: model.clone(),
                 incarnation: lineage.map(|l| l.incarnation),
-                newest: lineage.and_then(|l| l.announced.last().copied()),
+                newest: lineage.and_then(Lineage::newest),
+                absent: lineage.map_or_else(Vec::new, |l| l.absent.iter().copied().collect()),
                 endpoint: lineage.map(|l| l.endpoint.clone()),
                 ahead: group.ahead(index),
                 back_pressure: lineage.is_some_and(|l| l.pressed),

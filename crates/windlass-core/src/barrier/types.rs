@@ -187,6 +187,16 @@ pub enum Event {
         /// Why, for people.
         reason: String,
     },
+    /// The agent of an announced version answers, is of its incarnation, and does not show it: the `Stage` order was not
+    /// carried out.
+    Absent {
+        /// Who asked the agent.
+        peer: Peer,
+        /// The order that this answers.
+        order: Order,
+        /// What the agent does not show.
+        identity: Identity,
+    },
     /// A receiver takes its leave.
     Leave {
         /// Who.
@@ -325,6 +335,13 @@ pub enum Blocked {
         /// How many must be.
         need: usize,
     },
+    /// A version was announced that its agent does not show.
+    Absent {
+        /// Whose.
+        model: ModelId,
+        /// Which.
+        version: Version,
+    },
     /// Required receivers are still at it.
     Waiting {
         /// The version in flight.
@@ -369,6 +386,13 @@ impl fmt::Display for Blocked {
                 write!(
                     f,
                     "{have} receivers are ready, {need} are needed; start more or lower the floor or quorum"
+                )
+            }
+            Blocked::Absent { model, version } => {
+                write!(
+                    f,
+                    "version {version} of {model} was announced, but its agent does not show it; publish it, or announce the \
+                     version that was published"
                 )
             }
             Blocked::Waiting { version, phase, receivers } => {
@@ -511,6 +535,16 @@ pub enum Action {
         identity: Identity,
         /// Why it was not.
         why: LagReason,
+    },
+    /// A version was announced that its agent does not show. Others are served meanwhile, also lower ones. Said once, and
+    /// again if the version is announced again.
+    Absent {
+        /// What was announced.
+        identity: Identity,
+        /// The agent.
+        endpoint: String,
+        /// Who asked it.
+        receiver: ReceiverId,
     },
     /// The receiver keeps failing and is left alone for longer than before. Said once for each length.
     Resting {

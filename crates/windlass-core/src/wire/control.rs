@@ -120,8 +120,23 @@ pub struct Capabilities {
     pub delta_size_bytes: Option<u64>,
     /// The oldest version that a delta can start from.
     pub delta_oldest_base: Option<Version>,
+    /// The versions that deltas lead to from the newest one, forward or back, oldest first. Empty in an earlier release.
+    #[serde(default)]
+    pub versions: Vec<Version>,
     /// The release that answers.
     pub release: String,
+    /// How long ago the life of the publisher began. Not given by an earlier release, or where that cannot be told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age: Option<Age>,
+}
+
+/// How long ago a life began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Age {
+    /// Which.
+    pub incarnation: Incarnation,
+    /// How long ago.
+    pub ms: u64,
 }
 
 /// A receiver that makes itself known. Fields of other clients are ignored.

@@ -256,6 +256,13 @@ impl History {
         Some((state.oldest()?, state.newest()?))
     }
 
+    /// The versions of the chain, oldest first.
+    pub fn versions(&self) -> Vec<Version> {
+        let state = self.lock();
+        let targets = state.links.iter().map(|link| link.key().1);
+        state.oldest().into_iter().chain(targets).collect()
+    }
+
     /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.lock().bytes()

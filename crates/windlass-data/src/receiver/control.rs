@@ -5,7 +5,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 
 use crate::stop::Stop;
@@ -74,6 +74,10 @@ pub trait Control: Send + Sync {
         newer_than: Option<(Incarnation, Version)>,
         stop: &Stop,
     ) -> Result<VersionInfo, ControlError>;
+    /// How long ago the publisher's life began, where that can be told.
+    fn age(&self, _stop: &Stop) -> Result<Option<Age>, ControlError> {
+        Ok(None)
+    }
     /// The layout of what is served.
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
     /// The table of a sealed version.

@@ -86,8 +86,8 @@ pub enum ReceiverError {
     },
     /// A publisher that was superseded.
     #[error(
-        "{peer} is of incarnation {theirs}, this receiver has followed {ours} already: stop the old publisher, or \
-         remove the image to follow it after all"
+        "{peer} is of incarnation {theirs}, this receiver has followed {ours} already, and {theirs} did not begin later: \
+         stop the old publisher, or remove the image to follow it after all"
     )]
     OldLife {
         /// Who was asked.

@@ -22,6 +22,13 @@
 //!
 //! The version recorded is the one in the ticket, never one that was announced.
 //!
+//! # Which life is newer
+//!
+//! Lives are numbered by the clock of the publisher, and beyond the life before as long as its region is there. Where the region is
+//! gone and the clock has gone back, the new life has the lower number. It is followed all the same if it began after this
+//! receiver first followed the other one, which both sides measure as spans of time, by clocks that nobody sets. An old
+//! publisher that lives on began earlier, so it is refused, and after such a change also if its number is the greater one.
+//!
 //! # To a named version
 //!
 //! [`Receiver::sync`] goes to the newest version, [`Receiver::sync_to`] to a named one, by a delta from the publisher's
@@ -142,6 +149,8 @@ impl Synced {
     }
 }
 
+/// By how much a life must at least be younger than what is known of another one: ages are told in milliseconds.
+const CLOCK_STEP: Duration = Duration::from_millis(10);
 /// How many new lives of the publisher a sync follows before it gives up.
 const LIVES: u32 = 3;
 /// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
@@ -159,6 +168,9 @@ pub struct Receiver {
     layout: Option<Arc<Manifest>>,
     instance: Option<String>,
     incarnation: Option<Incarnation>,
+    /// Since when that is followed, and the greatest number of all lives that were.
+    since: Instant,
+    greatest: Incarnation,
     /// Digests of versions of this incarnation, from tickets.
     digests: BTreeMap<Version, StateDigest>,
     /// What the image holds whole and hides.
@@ -195,6 +207,8 @@ impl Receiver {
             layout: None,
             instance: None,
             incarnation: None,
+            since: Instant::now(),
+            greatest: Incarnation(0),
             digests: BTreeMap::new(),
             staged: None,
             status: StatusHandle::default(),
@@ -217,7 +231,7 @@ impl Receiver {
     fn adopt_image(&mut self, image: Image) {
         let known = image.current().cloned();
         if let Some(known) = &known {
-            self.incarnation = Some(known.identity.incarnation);
+            self.follow(known.identity.incarnation);
             self.digests.insert(known.identity.version, known.digest);
         }
         self.status.set(|s| s.image.clone_from(&known));
@@ -225,6 +239,13 @@ impl Receiver {
         self.layout = Some(Arc::clone(image.manifest()));
         self.image = Some(image);
         self.tell(&Event::Opened { image: known });
+    }
+
+    fn follow(&mut self, incarnation: Incarnation) {
+        if self.incarnation.replace(incarnation) != Some(incarnation) {
+            self.since = Instant::now();
+            self.greatest = self.greatest.max(incarnation);
+        }
     }
 
     fn tell(&self, event: &Event) {
@@ -391,10 +412,34 @@ impl Receiver {
                 return Err(ReceiverError::NewLife { peer: peer(), was, now });
             }
         }
-        match self.incarnation.filter(|ours| info.incarnation < *ours) {
-            Some(ours) => Err(ReceiverError::OldLife { peer: peer(), theirs: info.incarnation, ours }),
-            None => Ok(info),
+        // Numbers up to the greatest say nothing if it is not the one that is followed.
+        let other = |ours: &Incarnation| info.incarnation != *ours && info.incarnation <= self.greatest;
+        if let Some(ours) = self.incarnation.filter(other) {
+            if !self.began_since(info.incarnation, stop)? {
+                return Err(ReceiverError::OldLife { peer: peer(), theirs: info.incarnation, ours });
+            }
+            tracing::warn!(
+                peer = peer(), %ours, theirs = %info.incarnation,
+                "this life of the publisher has a lower number than the one before: its clock has gone back"
+            );
         }
+        Ok(info)
+    }
+
+    /// Whether a life of the publisher began after the one that is followed was first heard of here.
+    fn began_since(&self, life: Incarnation, stop: &Stop) -> Result<bool, ReceiverError> {
+        // Twice, as with a greater number: a flipped bit is not said twice.
+        for _ in 0..2 {
+            // Taken before the answer is: the time in between makes the life look older.
+            let known = self.since.elapsed();
+            let age = self.control.age(stop)?.filter(|age| age.incarnation == life);
+            let Some(age) = age.map(|age| Duration::from_millis(age.ms)) else { return Ok(false) };
+            // Clocks that nobody sets still differ in their rate, by less than this.
+            if age.saturating_add(age / 1000).saturating_add(CLOCK_STEP) >= known {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn sync_once(
@@ -450,7 +495,7 @@ impl Receiver {
             if self.incarnation.is_some() {
                 self.tell(&Event::Incarnation { incarnation: info.incarnation });
             }
-            self.incarnation = Some(info.incarnation);
+            self.follow(info.incarnation);
             self.staged = None;
             self.digests.clear();
             self.instance = None;

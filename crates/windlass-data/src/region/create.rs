@@ -14,7 +14,7 @@ use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 
-use super::header::{Facts, Meta};
+use super::header::{Facts, Meta, Moment};
 use super::owner::Owner;
 use super::space::{self, Room, Shortage};
 use super::{
@@ -228,6 +228,7 @@ fn fill(
         part: spec.part.clone(),
         memfd,
         extra_bytes,
+        made: Moment::now(),
     };
     let facts = Facts {
         slots: plan.slots,

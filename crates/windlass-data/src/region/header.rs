@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use windlass_core::identity::{LayoutHash, ModelId};
@@ -37,6 +38,31 @@ pub(super) struct Meta {
     pub(super) part: Option<BlockRanges>,
     pub(super) memfd: bool,
     pub(super) extra_bytes: u64,
+    /// When it was made. Not given by an earlier release.
+    #[serde(default)]
+    pub(super) made: Option<Moment>,
+}
+
+/// A moment that no setting of the clock changes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Moment {
+    /// Names the run of the kernel.
+    boot_id: String,
+    /// Nanoseconds since its start, sleep included.
+    ns: u64,
+}
+
+impl Moment {
+    pub(super) fn now() -> Option<Moment> {
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+        Some(Moment { boot_id: boot_id.trim().to_owned(), ns: super::now() })
+    }
+
+    /// How long ago it was; `None` if that was before the machine was started.
+    pub(super) fn elapsed(&self) -> Option<Duration> {
+        let now = Moment::now().filter(|now| now.boot_id == self.boot_id)?;
+        now.ns.checked_sub(self.ns).map(Duration::from_nanos)
+    }
 }
 
 /// All facts.

@@ -13,7 +13,8 @@
 //! a.safetensors   slot 0: a valid model.safetensors, also while it is mapped
 //! b.safetensors   slot 1, if there are two
 //! a.sums b.sums   block sums of what is sealed in the slot                            the agent's
-//! deltas/ token agent.sock                                                            the agent's
+//! deltas/ token agent.sock digests.json                                               the agent's
+//! wanted          who waits to make the next region here                              see [`Region::is_wanted`]
 //! parts/          what ranks bring of a version before its slot is whole              ranks', see [`crate::early`]
 //! ```
 //!
@@ -45,6 +46,9 @@
 //!   `a_small_tmpfs_gets_memfd_slots`.
 //! - R-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
 //!   `a_live_region_is_not_replaced_and_a_dead_one_is`, `a_region_is_made_anew_once_its_last_user_is_gone`.
+//!   What a dead publisher left is let go of for the next one, by an agent that outlived it:
+//!   `an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one`,
+//!   `only_a_living_creator_wants_what_a_dead_one_left`.
 //! - R-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
 //!   `a_silent_agent_is_not_waited_for_and_finds_its_seal_broken`.
 
@@ -57,6 +61,7 @@ pub(crate) mod owner;
 mod space;
 #[cfg(test)]
 pub(crate) mod tests;
+mod wanted;
 mod writer;
 
 use std::fs::File;
@@ -100,6 +105,7 @@ const DELTAS: &str = "deltas";
 const PARTS: &str = "parts";
 const TOKEN: &str = "token";
 const SOCKET: &str = "agent.sock";
+const WANTED: &str = "wanted";
 
 /// How many leases there can be at a time.
 const LEASES: usize = 256;
@@ -207,12 +213,15 @@ impl Region {
     }
 
     /// The same, and waits until `stop` for those who still have the old one open. After a crash these are the agent
-    /// and engines, which notice within a second, and forked children (data loaders), which take a few.
+    /// and engines, which notice within a second, and forked children (data loaders), which take a few. An agent that is
+    /// not the dead publisher's own would serve what is left for ever: it is [asked](Region::is_wanted) to let go.
     pub fn create_when_free(spec: &RegionSpec, stop: &Stop) -> Result<Arc<Region>, RegionError> {
         let mut said = false;
+        let mut wish = wanted::Wish::new(spec);
         loop {
             match create::create(spec, &create::Limits::default()) {
                 Err(RegionError::Live { dir, owners }) if !stop.is_set() => {
+                    wish.keep_up();
                     if !std::mem::replace(&mut said, true) {
                         tracing::info!(dir = %dir.display(), ?owners, "waiting for the region to be let go");
                     }
@@ -232,6 +241,12 @@ impl Region {
     pub fn is_left(dir: &Path) -> bool {
         let here = pid_namespace().ok();
         gc::facts(dir).is_some_and(|f| Some(f.namespace) == here && !Owner(f.creator).is_alive())
+    }
+
+    /// Whether `dir` holds what a dead publisher left and a living one waits to make its own region there: whoever serves
+    /// it should let go of it.
+    pub fn is_wanted(dir: &Path) -> bool {
+        wanted::is_there(dir) && Region::is_left(dir)
     }
 
     /// Takes the region's directory out of its place and removes it. Those who have it open keep what they have mapped.
@@ -383,6 +398,12 @@ impl Region {
     /// Which life of the publisher.
     pub fn incarnation(&self) -> Incarnation {
         Incarnation(self.facts.incarnation)
+    }
+
+    /// How long ago it was made, whatever was done to the clock since; `None` if that cannot be told, because the machine was
+    /// started again.
+    pub fn age(&self) -> Option<Duration> {
+        self.facts.meta.made.as_ref()?.elapsed()
     }
 
     /// The blocks that it holds; `None` for all.

@@ -51,8 +51,8 @@ use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Capabilities, PartInfo, PartSum, Registered, Registration, RequestMode, SharedTicket, TransferAnswer,
-    TransferDone, TransferRequest, VersionInfo,
+    Age, Capabilities, PartInfo, PartSum, Registered, Registration, RequestMode, SharedTicket,
+    TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
 
@@ -410,8 +410,17 @@ impl Server {
             delta_num_nonzero: delta.map(|d| d.changes),
             delta_size_bytes: delta.map(|d| d.bytes),
             delta_oldest_base: self.inner.history.ends().map(|(oldest, _)| oldest),
+            versions: self.inner.history.versions(),
             release: env!("CARGO_PKG_VERSION").into(),
+            age: self.age(),
         }
+    }
+
+    /// How long ago the publisher's life began.
+    fn age(&self) -> Option<Age> {
+        let region = &self.inner.region;
+        let ms = u64::try_from(region.age()?.as_millis()).ok()?;
+        Some(Age { incarnation: region.incarnation(), ms })
     }
 
     /// The table of a sealed version that is still in a slot, or of one that will be. Blocks that are not held here have a sum of zero, which no
@@ -597,6 +606,10 @@ impl Control for Server {
             Some(seen) => self.wait_version(Some(seen), &stop.with_timeout(Duration::from_secs(20))),
             None => Server::version(self),
         })
+    }
+
+    fn age(&self, _: &Stop) -> Result<Option<Age>, ControlError> {
+        Ok(Server::age(self))
     }
 
     fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {

@@ -1,11 +1,13 @@
 //! From committed to served: recovery, the sealer, the gatherer and the warden.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use windlass_core::digest::{StateSum, SumTable};
-use windlass_core::identity::{StateDigest, Version};
+use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::TicketError;
 
@@ -14,6 +16,7 @@ use super::{
     count, revoke_all,
 };
 use crate::region::{AgentSeat, Lease, LeaseKind, RegionError, Seal};
+use crate::seal::draft::Draft;
 use crate::seal::table::{self, TableId};
 use crate::seal::{self, SealError, SealJob};
 use crate::stop::Stop;
@@ -21,10 +24,20 @@ use crate::stop::Stop;
 /// How long the trainer waits for an agent that is stopped, once; one that is merely slow says so in between.
 pub(super) const SILENCE: Duration = Duration::from_secs(5);
 
+/// The file of the digests of versions that several hold together.
+const DIGESTS: &str = "digests.json";
+
+#[derive(Deserialize, Serialize)]
+struct Digests {
+    incarnation: Incarnation,
+    digests: BTreeMap<Version, StateDigest>,
+}
+
 impl Inner {
     /// Takes over what an earlier server left: slots that are sealed and whose table is whole.
     pub(super) fn recover(&self) -> Result<(), ServeError> {
         let region = self.region.state();
+        self.read_digests();
         for slot in [region.inactive, region.active].into_iter().flatten() {
             let Some(digest) = slot.sealed else { continue };
             let path = self.region.sums_path(slot.slot);
@@ -105,6 +118,27 @@ impl Inner {
         self.changed.notify_all();
     }
 
+    /// The digests of whole versions, of which only a part is here, as an earlier server left them.
+    fn read_digests(&self) {
+        let path = self.region.dir().join(DIGESTS);
+        let kept = std::fs::read(&path).ok().filter(|_| !self.config.peers.is_empty());
+        if let Some(Ok(kept)) = kept.map(|text| serde_json::from_slice::<Digests>(&text))
+            && kept.incarnation == self.region.incarnation()
+        {
+            self.state().digests = kept.digests;
+        }
+    }
+
+    /// Keeps them for the next one. Without them nothing leads to a version that is in no slot any more.
+    fn keep_digests(&self) {
+        let (incarnation, digests) = (self.region.incarnation(), self.state().digests.clone());
+        let path = self.region.dir().join(DIGESTS);
+        let text = serde_json::to_vec(&Digests { incarnation, digests }).map_err(std::io::Error::from);
+        if let Err(error) = text.and_then(|text| Draft::write(&path, &text)) {
+            tracing::warn!(path = %path.display(), %error, "the digests of whole versions are not kept");
+        }
+    }
+
     pub(super) fn serve(&self, state: &mut State, sealed: SealedSlot) {
         let newest = sealed.version;
         state.digests.insert(newest, sealed.digest);
@@ -133,6 +167,8 @@ impl Inner {
                     let mut state = self.state();
                     state.failure = None;
                     self.serve(&mut state, SealedSlot { digest, ..sealed });
+                    drop(state);
+                    self.keep_digests();
                 }
                 Err(error) => {
                     if told != Some(sealed.id) && !self.stop.is_set() {

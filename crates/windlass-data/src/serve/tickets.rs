@@ -134,7 +134,10 @@ impl Inner {
             return Err(format!("version {base} is newer than {target}, and nobody asked to go back"));
         }
         let segment = self.segment(*base, target, stop).map_err(|e| e.to_string())?;
-        let known = self.state().digests.get(base).copied().unwrap_or(segment.header.base_digest);
+        let (header, lost) =
+            (&segment.header, |v| format!("the digest of all parts of version {v} is not known here"));
+        let known = self.whole_digest(*base, header.base_digest).ok_or_else(|| lost(*base))?;
+        self.whole_digest(target, header.target_digest).ok_or_else(|| lost(target))?;
         if known != *digest {
             return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
         }
@@ -149,6 +152,12 @@ impl Inner {
             ));
         }
         Ok(segment)
+    }
+
+    /// The digest of a whole version that deltas start from or lead to, given that of the part here.
+    fn whole_digest(&self, version: Version, part: StateDigest) -> Option<StateDigest> {
+        let known = self.state().digests.get(&version).copied();
+        known.or_else(|| self.config.peers.is_empty().then_some(part))
     }
 
     /// The delta from one version to another, newer or older. The way back begins at the newest version in a slot.
@@ -321,9 +330,14 @@ impl Inner {
     ) -> Result<TransferAnswer, ServeError> {
         let stop = &stop.with_timeout(PEER_PATIENCE);
         let (base, target) = (segment.header.base.1, segment.header.target.1);
-        let known = |v, or| self.state().digests.get(&v).copied().unwrap_or(or);
-        let base_digest = known(base, segment.header.base_digest);
-        let digest = known(target, segment.header.target_digest);
+        let known = |v, part| self.whole_digest(v, part);
+        let (Some(base_digest), Some(digest)) =
+            (known(base, segment.header.base_digest), known(target, segment.header.target_digest))
+        else {
+            let reason =
+                format!("the digests of all parts of versions {base} and {target} are not known here");
+            return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
+        };
         let mut fields = self.fields(request, target, digest)?;
         fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
         fields.checks = Checks::Xxh3;

@@ -14,10 +14,11 @@ use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use windlass_core::address::Token;
 use windlass_core::barrier::{
     Action, Barrier, BarrierError, Blocked, Config, Event, EvictReason, FenceReason, GateFailure, LagReason,
-    Limits, Millis, NotifyOutcome, Peer, Phase, ReceiverId, Served, SetConfig, SetName, SyncNotify, WaitId,
+    Limits, Millis, ModelSnapshot, NotifyOutcome, Peer, Phase, ReceiverId, Served, SetConfig, SetName,
+    SyncNotify, WaitId,
 };
 use windlass_core::error::Kind;
-use windlass_core::identity::{Identity, ModelId};
+use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 
 use super::metrics::Counters;
 use super::outbox::Outbox;
@@ -100,6 +101,8 @@ pub(super) struct State {
     pub(super) record: Record,
     pub(super) counters: Counters,
     template: Option<SetConfig>,
+    /// The lives whose agents have said what they can still give.
+    asked: HashMap<ModelId, Incarnation>,
     outboxes: HashMap<ReceiverId, Outbox>,
     waiters: HashMap<WaitId, Waiter>,
     next_wait: u64,
@@ -133,6 +136,7 @@ impl Hub {
             record: Record::default(),
             counters: Counters::default(),
             template,
+            asked: HashMap::new(),
             outboxes: HashMap::new(),
             waiters: HashMap::new(),
             next_wait: first_wait(unix),
@@ -383,6 +387,36 @@ impl State {
         }
     }
 
+    /// Whether it is worth asking a trainer's agent what was announced before this controller was there: the models of a
+    /// strict set need a version in common, and perhaps only an earlier controller was told of it.
+    pub(super) fn wants_history(&self, notify: &NotifyVersion) -> bool {
+        let asked = self.asked.get(&notify.model_id) == Some(&notify.incarnation);
+        !asked && self.group_of(&notify.model_id).len() > 1
+    }
+
+    /// The models that must have a version in common with this one, itself among them.
+    fn group_of(&self, model: &ModelId) -> Vec<ModelSnapshot> {
+        let groups = self.barrier.snapshot().sets.into_iter().flat_map(|s| s.groups);
+        let found = groups.map(|g| g.models).find(|models| models.iter().any(|m| m.model == *model));
+        found.unwrap_or_default()
+    }
+
+    /// What an agent can still give counts as announced, as far back as another model of the set is. It comes before the
+    /// notify itself, oldest first: whoever has fetched the newest image does not go back.
+    pub(super) fn recall(&mut self, now: Millis, notify: &NotifyVersion, versions: &[Version]) {
+        self.asked.insert(notify.model_id.clone(), notify.incarnation);
+        let group = self.group_of(&notify.model_id);
+        let others = group.iter().filter(|m| m.model != notify.model_id);
+        let low = others.filter_map(|m| m.newest).min().unwrap_or(0);
+        for version in versions.iter().copied().filter(|v| (low..notify.version).contains(v)) {
+            let (model_id, incarnation) = (notify.model_id.clone(), notify.incarnation);
+            let (identity, sender_endpoint) =
+                (Identity { model_id, incarnation, version }, notify.sender_endpoint.clone());
+            // What is refused here the notify is refused for.
+            let _ = self.step(now, Event::Notify { identity, sender_endpoint, sync: None });
+        }
+    }
+
     /// A trainer says that it has ended, as it should.
     pub(super) fn trainer_left(&mut self, now: Millis, left: &TrainerLeft) -> Result<(), BarrierError> {
         self.barrier.set_of(&left.model_id)?;
@@ -483,6 +517,10 @@ impl State {
         let event = match outcome {
             Outcome::Staged => Event::Staged { peer, order, identity },
             Outcome::Loaded => Event::Loaded { peer, order, identity },
+            Outcome::Absent { reason } => {
+                tracing::debug!(receiver = %peer.receiver, %identity, "{reason}");
+                Event::Absent { peer, order, identity }
+            }
             Outcome::Failed { phase, kind, reason } => {
                 self.reported = Some(kind);
                 Event::Failed { peer, order, identity, phase, reason }
@@ -526,6 +564,16 @@ impl State {
                 }
                 Action::Evict { receiver, why } => self.evicted(now, &receiver, why),
                 Action::Lagging { receiver, identity, why } => self.lagging(now, &receiver, &identity, &why),
+                Action::Absent { identity, endpoint, receiver } => {
+                    let text = format!(
+                        "{identity} was announced, but the agent at {endpoint} shows no such version (receiver {receiver} \
+                         asked it); versions that are there are served: publish it, or announce what was published"
+                    );
+                    tracing::warn!("{text}");
+                    self.counters.absent += 1;
+                    self.counters.failed(Kind::NotFound);
+                    self.record.error(now, format!("trainer of {}", identity.model_id), Kind::NotFound, text);
+                }
                 Action::Resting { receiver, set, failures, rest_ms } => {
                     let rest = rest_ms as f64 / 1e3;
                     tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");

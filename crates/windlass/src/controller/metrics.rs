@@ -52,6 +52,7 @@ pub(super) struct Counters {
     gates: Histogram,
     pub(super) fenced: u64,
     pub(super) superseded: u64,
+    pub(super) absent: u64,
 }
 
 impl Counters {
@@ -73,6 +74,7 @@ impl Counters {
         let key = match outcome {
             Outcome::Staged => ("staging", "done"),
             Outcome::Loaded => ("loading", "done"),
+            Outcome::Absent { .. } => ("staging", "failed"),
             Outcome::Failed { phase, .. } => (phase_name(*phase), "failed"),
         };
         *self.reports.entry(key).or_default() += 1;
@@ -282,6 +284,7 @@ fn counts(page: &mut Page, counters: &Counters) {
         "Times that a newer incarnation of a model took over.",
         c.superseded as f64,
     );
+    page.one("absent_total", COUNTER, "Announced versions that no agent shows.", c.absent as f64);
     page.each(
         "requests_total",
         (COUNTER, "Requests, by the status of their answers."),

@@ -316,7 +316,7 @@ impl Record {
         match report.outcome {
             Outcome::Staged => sync.staged += 1,
             Outcome::Loaded => sync.loaded += 1,
-            Outcome::Failed { .. } => sync.failed += 1,
+            Outcome::Absent { .. } | Outcome::Failed { .. } => sync.failed += 1,
         }
         match report.mode.as_deref() {
             Some("full") => sync.full += 1,

@@ -42,6 +42,8 @@ const NEVER: Duration = Duration::from_hours(24 * 30);
 const GATE: u64 = 30_000;
 /// How long an agent may take to show its life.
 const ASK: Duration = Duration::from_secs(10);
+/// How long an agent may take to say what it has, in which its trainer waits.
+const RECALL: Duration = Duration::from_secs(3);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
 /// The longest name of somebody who waits.
@@ -230,6 +232,9 @@ async fn notify_version(
     if notify.incarnation == NotifyVersion::SHOWN {
         notify.incarnation = shown_by_agent(&hub, &notify).await?;
     }
+    if hub.with(|state, _| state.wants_history(&notify)) {
+        recall(&hub, &notify).await;
+    }
     let wait = hub.change(|state, now| {
         if notify.eval.is_some() && !state.has_room_for_an_eval() {
             return Err(Failure::new(Kind::Exhausted, "too many evals are open: wait for some to end"));
@@ -279,6 +284,24 @@ async fn notify_version(
     (answer.ahead, answer.wait) = hub.with(|state, _| state.barrier.ahead(&notify.model_id))?;
     answer.served = Some(served.into());
     Ok(Json(answer))
+}
+
+/// Asks the agent of a notify what else it can give. Where it does not say, the next notify asks again.
+async fn recall(hub: &Hub, notify: &NotifyVersion) {
+    let Ok(agent) = HttpControl::new(&notify.sender_endpoint, hub.token.clone()) else { return };
+    let asked = tokio::task::spawn_blocking(move || agent.capabilities(&Stop::after(RECALL)));
+    let model_id = &notify.model_id;
+    match asked.await {
+        Ok(Ok(can)) if can.age.is_some_and(|age| age.incarnation == notify.incarnation) => {
+            hub.change(|state, now| state.recall(now, notify, &can.versions));
+        }
+        // Another life, whose own notify asks, or an earlier release.
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => {
+            tracing::info!(%model_id, %error, "its agent does not say which versions it has; the next notify asks again");
+        }
+        Err(error) => tracing::error!(%model_id, %error, "its agent was not asked"),
+    }
 }
 
 /// The life that the agent of a notify shows.

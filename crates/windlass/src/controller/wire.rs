@@ -408,6 +408,11 @@ pub enum Outcome {
     Staged,
     /// Every engine has it.
     Loaded,
+    /// It was not staged, because the agent shows no such version.
+    Absent {
+        /// What it shows, for people.
+        reason: String,
+    },
     /// It failed.
     Failed {
         /// Which of the two.

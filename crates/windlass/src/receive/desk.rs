@@ -370,11 +370,10 @@ impl<T> Desk<T> {
         &mut self,
         order: Order,
         image: Option<Identity>,
-        (kind, reason): (Kind, String),
+        outcome: Outcome,
     ) -> Option<Answer> {
         self.image = image;
         let identity = self.end_stage(order)?;
-        let outcome = Outcome::Failed { phase: Phase::Staging, kind, reason };
         Some(Answer { order, identity, outcome })
     }
 

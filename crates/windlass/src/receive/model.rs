@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use windlass_core::address::Token;
-use windlass_core::barrier::{Order, SetName};
+use windlass_core::barrier::{Order, Phase, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use windlass_core::manifest::Manifest;
@@ -33,6 +33,10 @@ use crate::controller::wire::{Doing, EngineDoing, Lane, Outcome, Span, Task};
 use crate::engines::{Engines, Label};
 use crate::error::Error;
 use crate::session::Session;
+
+/// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
+/// meanwhile reads what is in its region first.
+const SHOWN_WITHIN: Duration = Duration::from_secs(5);
 
 /// Something that took time.
 #[derive(Clone, Debug)]
@@ -311,10 +315,10 @@ impl Model {
     pub(super) fn told(&self, sending: &Sending, delivered: bool) {
         let mut state = self.state();
         match &sending.answer.outcome {
-            Outcome::Loaded | Outcome::Failed { phase: windlass_core::barrier::Phase::Loading, .. } => {
+            Outcome::Loaded | Outcome::Failed { phase: Phase::Loading, .. } => {
                 state.unsent = state.unsent.saturating_sub(1);
             }
-            Outcome::Staged | Outcome::Failed { .. } => return,
+            Outcome::Staged | Outcome::Absent { .. } | Outcome::Failed { .. } => return,
         }
         if delivered && sending.session == state.session {
             let loaded = matches!(sending.answer.outcome, Outcome::Loaded);
@@ -448,15 +452,25 @@ impl Model {
         Ok(control)
     }
 
-    /// Waits for the agent to have a version, without holding anything.
+    /// Waits a while for the agent to have a version, without holding anything.
     fn await_version(stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<(), Error> {
         let Identity { incarnation, version, .. } = &stage.identity;
+        let patience = stop.with_timeout(SHOWN_WITHIN);
         let mut info = control.version(None, stop).map_err(ReceiverError::from)?;
         while info.incarnation == *incarnation && info.version.is_none_or(|v| v < *version) {
             stop.check()?;
+            if patience.is_set() {
+                let (endpoint, newest) = (stage.endpoint.clone(), info.version);
+                return Err(Error::NotShown { identity: stage.identity.clone(), endpoint, newest });
+            }
             let before = version.checked_sub(1).map(|v| (*incarnation, v));
             let before = before.unwrap_or((Incarnation(incarnation.0.saturating_sub(1)), Version::MAX));
-            info = control.version(Some(before), stop).map_err(ReceiverError::from)?;
+            match control.version(Some(before), &patience) {
+                Ok(shown) => info = shown,
+                // The last word counts.
+                Err(e) if patience.is_set() && e.kind() == Kind::Timeout => {}
+                Err(e) => return Err(ReceiverError::from(e).into()),
+            }
         }
         Ok(())
     }
@@ -561,7 +575,12 @@ impl Model {
         let image = self.receiver().held().map(|k| k.identity.clone());
         let mut state = self.state();
         let (session, text) = (state.session, e.chain());
-        let answer = state.desk.stage_failed(stage.order, image, (e.kind(), text.clone()));
+        let (phase, kind, reason) = (Phase::Staging, e.kind(), text.clone());
+        let outcome = match e {
+            Error::NotShown { .. } => Outcome::Absent { reason },
+            _ => Outcome::Failed { phase, kind, reason },
+        };
+        let answer = state.desk.stage_failed(stage.order, image, outcome);
         if answer.is_some() {
             state.error = Some(text);
         }
@@ -765,6 +784,13 @@ impl Model {
                 self.session.event(&event, || format!("{identity}: staged ({})", mode.unwrap_or("held")));
             }
             Outcome::Loaded => {}
+            Outcome::Absent { reason } => {
+                let event = json!({
+                    "event": "order_failed", "receiver": self.name, "order": order, "identity": identity,
+                    "phase": Phase::Staging, "kind": Kind::NotFound, "reason": reason,
+                });
+                self.session.event(&event, || format!("{identity}: {reason}"));
+            }
             Outcome::Failed { phase, kind, reason } => {
                 let event = json!({
                     "event": "order_failed", "receiver": self.name, "order": order, "identity": identity,

@@ -507,3 +507,87 @@ fn configurations_that_cannot_work_are_refused() {
     assert_eq!((config.limits.max_ahead, config.sets[0].floor), (9, 1));
     assert!(serde_json::from_str::<Config>(r#"{"sets": [], "speed": 1}"#).is_err());
 }
+
+fn told_absent(actions: &[Action]) -> Vec<Version> {
+    let absent =
+        |a: &Action| if let Action::Absent { identity, .. } = a { Some(identity.version) } else { None };
+    actions.iter().filter_map(absent).collect()
+}
+
+#[test]
+fn version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones() {
+    let relaxed = SetConfig { mode: Mode::Relaxed, ..strict("set", &["solo"]) };
+    for config in [strict("set", &["solo"]), relaxed] {
+        let solo = |version| id("solo", 1, version);
+        let mut t = Rig::new(vec![config]);
+        let served = |t: &Rig| t.barrier.service_version(&set("set")).unwrap().map(|s| s.version);
+        t.join(0, &["solo"], &[]);
+        t.join(1, &["solo"], &[]);
+        t.notify(solo(3));
+        t.stage(0, solo(3));
+        t.stage(1, solo(3));
+        t.load(0);
+        t.load(1);
+        t.notify(solo(42));
+        assert_eq!(told_absent(&t.absent(0, solo(42))), [42]);
+        let why = Blocked::Absent { model: model("solo"), version: 42 };
+        assert_eq!(t.barrier.blocked(&set("set")), Ok(why.clone()));
+        assert!(told_absent(&t.absent(1, solo(42))).is_empty(), "it is said once");
+        // It may yet be published: it is asked for again while there is nothing else.
+        t.after(60);
+        assert!(told_absent(&t.absent(0, solo(42))).is_empty());
+        for version in 4..7 {
+            let actions = t.notify(solo(version));
+            let called_off =
+                |a: &Action| matches!(a, Action::Abandon { identity, .. } if identity.version == 42);
+            assert!(actions.iter().any(called_off), "whoever waits for it is free: {actions:?}");
+            t.after(60);
+            t.stage(0, solo(version));
+            t.stage(1, solo(version));
+            t.load(0);
+            t.load(1);
+            assert_eq!(served(&t), Some(version));
+            assert_eq!(t.live.len(), 2, "{:?}", t.live);
+            assert_eq!(t.barrier.blocked(&set("set")), Ok(why.clone()), "and it is still said");
+            assert_eq!(t.barrier.ahead(&model("solo")), Ok((0, false)));
+        }
+    }
+}
+
+#[test]
+fn version_that_is_shown_late_is_loaded_after_all() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 7);
+    t.stage_pair(0, 1, 7);
+    t.stage(1, id("verifier", 1, 7));
+    // What one has, another may not call absent: it has failed like any other, and nobody waits for it.
+    let actions = t.absent(1, id("actor", 1, 7));
+    assert!(told_absent(&actions).is_empty());
+    assert_eq!(loads(&actions), ["r0"]);
+    t.load(0);
+
+    t.after(60);
+    t.stage(1, id("actor", 1, 7));
+    t.load(1);
+    t.notify_pair(1, 9);
+    for r in 0..2 {
+        t.stage(r, id("verifier", 1, 9));
+    }
+    assert_eq!(told_absent(&t.absent(0, id("actor", 1, 9))), [9]);
+    t.absent(1, id("actor", 1, 9));
+    t.after(60);
+    // Nobody is excused meanwhile: both load together.
+    assert!(loads(&t.stage(0, id("actor", 1, 9))).is_empty());
+    assert_eq!(loads(&t.stage(1, id("actor", 1, 9))), ["r0", "r1"]);
+    t.load(0);
+    t.load(1);
+    assert_eq!(t.barrier.blocked(&set("set")), Ok(Blocked::UpToDate));
+    // Announced again, it is doubted anew.
+    t.notify_pair(1, 42);
+    assert_eq!(told_absent(&t.absent(0, id("verifier", 1, 42))), [42]);
+    t.notify(id("verifier", 1, 42));
+    t.after(60);
+    assert_eq!(told_absent(&t.absent(1, id("verifier", 1, 42))), [42]);
+}

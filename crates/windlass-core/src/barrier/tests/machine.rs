@@ -31,6 +31,8 @@ pub(super) enum Transition {
         identity: Identity,
         sync: Option<SyncNotify>,
         new_endpoint: bool,
+        /// Nothing of the kind was published.
+        falsely: bool,
     },
     Start {
         receiver: usize,
@@ -116,12 +118,13 @@ impl ReferenceStateMachine for Trainers {
                     2 | 3 => (incarnation, newest.saturating_sub(skip)),
                     4 => (incarnation, newest),
                     5 => (incarnation, newest + 1 + skip),
+                    6 => (incarnation, newest + 3 + skip),
                     _ => (incarnation, newest + 1),
                 };
                 let id = WaitId(notify.waits);
                 let sync = (sync && both).then_some(SyncNotify { id, eval, timeout });
                 let identity = id_of(m, incarnation, version);
-                Transition::Notify { identity, sync, new_endpoint: endpoint && what == 4 }
+                Transition::Notify { identity, sync, new_endpoint: endpoint && what == 4, falsely: what == 6 }
             },
         );
         let receiver = 0usize..4;
@@ -163,9 +166,11 @@ impl ReferenceStateMachine for Trainers {
 
     fn apply(mut state: Trainers, transition: &Transition) -> Trainers {
         match transition {
-            Transition::Notify { identity, sync, .. } => {
+            Transition::Notify { identity, sync, falsely, .. } => {
                 let m = MODELS.iter().position(|n| *n == identity.model_id.as_str()).unwrap();
-                state.lives[m] = state.lives[m].max((identity.incarnation.0, identity.version));
+                if !falsely {
+                    state.lives[m] = state.lives[m].max((identity.incarnation.0, identity.version));
+                }
                 state.waits += u64::from(sync.is_some());
             }
             Transition::Gate { .. } => state.waits += 1,
@@ -196,8 +201,13 @@ impl StateMachineTest for BarrierTest {
 
     fn apply(mut world: World, _: &Trainers, transition: Transition) -> World {
         match transition {
-            Transition::Notify { identity, sync, new_endpoint } => {
+            Transition::Notify { identity, sync, new_endpoint, falsely } => {
                 let sender_endpoint = if new_endpoint { "b:2" } else { "a:1" }.to_owned();
+                if falsely {
+                    world.absent.insert(identity.clone());
+                } else {
+                    world.absent.remove(&identity);
+                }
                 let _ = world.send(Event::Notify { identity, sender_endpoint, sync });
             }
             Transition::Start { receiver: r, models, keep } => {
@@ -266,6 +276,7 @@ impl StateMachineTest for BarrierTest {
             let version = places.iter().map(|p| trainers.lives[*p].1).max().unwrap() + 1;
             for p in places {
                 let identity = id_of(p, trainers.lives[p].0, version);
+                world.absent.remove(&identity);
                 let event = Event::Notify { identity, sender_endpoint: "a:1".into(), sync: None };
                 world.send(event).unwrap();
             }
@@ -299,6 +310,7 @@ fn lose_everybody_while_one_model_is_ahead(world: &mut World, trainers: &Trainer
     }
     for ahead in 1..=world.config.limits.max_ahead as u64 {
         let identity = id_of(0, trainers.lives[0].0, version + ahead);
+        world.absent.remove(&identity);
         world.send(Event::Notify { identity, sender_endpoint: "a:1".into(), sync: None }).unwrap();
     }
     let need = match pair.required {
@@ -353,6 +365,7 @@ fn random_interleavings_reach_what_they_are_meant_to_test() {
         "restarted",
         "rejoined",
         "served after a restart",
+        "absent",
     ] {
         assert!(seen.get(what).is_some_and(|n| *n >= 40), "{what} is too rare in {seen:?}");
     }

@@ -172,6 +172,12 @@ impl Rig {
         self.step(Event::Failed { peer: self.peer(r), order, identity, phase, reason })
     }
 
+    /// The agent does not show what was ordered.
+    fn absent(&mut self, r: usize, identity: Identity) -> Vec<Action> {
+        let order = self.stages[&(receiver(r), identity.clone())];
+        self.step(Event::Absent { peer: self.peer(r), order, identity })
+    }
+
     /// Takes a version of both models all the way at these receivers.
     fn serve_pair(&mut self, receivers: &[usize], incarnation: u64, version: Version) {
         self.notify_pair(incarnation, version);

@@ -67,6 +67,8 @@ pub(super) struct World {
     pub(super) network: Vec<Event>,
     current: BTreeMap<ModelId, Incarnation>,
     pub(super) announced: BTreeMap<(ModelId, Incarnation), BTreeSet<Version>>,
+    /// What was announced and is not there.
+    pub(super) absent: BTreeSet<Identity>,
     highest_load: BTreeMap<(ModelId, Incarnation), Version>,
     /// Counts actions, to tell what came first within one millisecond.
     actions: u64,
@@ -106,6 +108,7 @@ impl World {
             network: Vec::new(),
             current: BTreeMap::new(),
             announced: BTreeMap::new(),
+            absent: BTreeSet::new(),
             highest_load: BTreeMap::new(),
             live: BTreeMap::new(),
             begun: vec![BTreeMap::new(); sets],
@@ -323,6 +326,7 @@ impl World {
                 self.waits.remove(&id).unwrap();
             }
             Event::Failed { phase: Phase::Loading, .. }
+            | Event::Absent { .. }
             | Event::Heartbeat { .. }
             | Event::Staged { .. }
             | Event::Loaded { .. }
@@ -414,7 +418,14 @@ impl World {
         match order {
             Action::Stage { order, identity, .. } => {
                 let key = (identity.model_id.clone(), identity.incarnation);
-                let newest = self.announced.get(&key).and_then(|a| a.last().copied()).unwrap_or(0);
+                let there =
+                    |v: &&Version| !self.absent.contains(&Identity { version: **v, ..identity.clone() });
+                let newest =
+                    self.announced.get(&key).and_then(|a| a.iter().rev().find(there).copied()).unwrap_or(0);
+                if !fail && self.absent.contains(&identity) {
+                    self.network.push(Event::Absent { peer, order, identity });
+                    return;
+                }
                 if fail {
                     let (phase, reason) = (Phase::Staging, "the network said no".to_owned());
                     self.network.push(Event::Failed { peer, order, identity, phase, reason });
@@ -648,6 +659,8 @@ impl World {
                 }
             }
             Action::Stalled { .. } => self.note("stalled"),
+            // A word that was on its way when the version was published is believed until somebody finds it.
+            Action::Absent { .. } => self.note("absent"),
             Action::Lagging { .. }
             | Action::Resting { .. }
             | Action::Superseded { .. }
@@ -665,10 +678,12 @@ impl World {
         let key = (model.clone(), self.current[model]);
         let served = self.served[set].as_ref().map(|s| s.version);
         let passed = served.max(self.highest_load.get(&key).copied());
-        let ahead = self.announced[&key].iter().filter(|v| passed.is_none_or(|p| **v > p)).count();
         let told = self.pressed.contains(model);
         let sets = self.barrier.snapshot().sets;
         let models: Vec<_> = sets.iter().flat_map(|s| &s.groups).flat_map(|g| &g.models).collect();
+        let doubted = |v: &Version| models.iter().any(|s| s.model == *model && s.absent.contains(v));
+        let above = |v: &&Version| passed.is_none_or(|p| **v > p) && !doubted(v);
+        let ahead = self.announced[&key].iter().filter(above).count();
         let newest = |m: &ModelId| models.iter().find(|s| s.model == *m).and_then(|s| s.newest);
         let behind = self.config.sets[set].models.iter().any(|m| newest(m) > newest(model));
         assert!(!(told && behind), "B-11: {model} is told to wait, and its set waits for it");
@@ -905,8 +920,15 @@ impl World {
 
     /// The highest version that everything announced so far leads to.
     fn target(&self, set: usize) -> Option<Version> {
+        let there = |m: &ModelId, incarnation: Incarnation, v: Version| {
+            !self.absent.contains(&Identity { model_id: m.clone(), incarnation, version: v })
+        };
         if self.config.sets[set].mode == Mode::Relaxed {
-            let newest = |m: &ModelId| self.announced[&(m.clone(), *self.current.get(m)?)].last().copied();
+            let newest = |m: &ModelId| {
+                let incarnation = *self.current.get(m)?;
+                let announced = self.announced[&(m.clone(), incarnation)].iter().rev();
+                announced.copied().find(|v| there(m, incarnation, *v))
+            };
             let newest: Option<Vec<_>> = self.config.sets[set].models.iter().map(newest).collect();
             return newest?.into_iter().min();
         }
@@ -914,7 +936,8 @@ impl World {
         for model in &self.config.sets[set].models {
             let key = (model.clone(), *self.current.get(model)?);
             let low = self.highest_load.get(&key).copied().unwrap_or(0);
-            let may: BTreeSet<_> = self.announced[&key].iter().copied().filter(|v| *v >= low).collect();
+            let may = self.announced[&key].iter().copied().filter(|v| *v >= low && there(model, key.1, *v));
+            let may: BTreeSet<_> = may.collect();
             common = Some(common.map_or(may.clone(), |c| c.intersection(&may).copied().collect()));
         }
         common?.last().copied()

@@ -6,6 +6,10 @@ use super::*;
 /// A delta that is none: where it leads from and to.
 type Leads = (Identity, Identity);
 
+fn failed(kind: Kind) -> Outcome {
+    Outcome::Failed { phase: Phase::Staging, kind, reason: "x".into() }
+}
+
 fn id(incarnation: u64, version: Version) -> Identity {
     let model_id = ModelId::new("actor").unwrap();
     Identity { model_id, incarnation: Incarnation(incarnation), version }
@@ -156,7 +160,7 @@ fn a_newer_incarnation_ends_everything_of_the_older_one() {
     fetch(&mut desk, &id(1, 8), &id(1, 9)).unwrap();
     let Some(Staging::Fetch(ten)) = desk.next_stage(Instant::now()) else { panic!() };
     assert!(desk.take(&stage(3, &id(2, 3))), "the pull is of no use any more");
-    assert_eq!(desk.stage_failed(ten.order, Some(id(1, 8)), (Kind::Cancelled, "x".into())), None);
+    assert_eq!(desk.stage_failed(ten.order, Some(id(1, 8)), failed(Kind::Cancelled)), None);
     // What was promised of the older one holds nothing up.
     let Some(Staging::Whole(three)) = desk.next_stage(Instant::now()) else { panic!() };
     assert_eq!(three.identity, id(2, 3));
@@ -178,7 +182,7 @@ fn an_abandoned_order_is_given_up_and_one_that_others_lead_on_from_is_kept() {
     fetch(&mut desk, &id(1, 2), &id(1, 3)).unwrap();
     let Some(Staging::Fetch(four)) = desk.next_stage(Instant::now()) else { panic!() };
     assert!(desk.take(&abandon(4, &id(1, 4))), "the pull is to end");
-    assert_eq!(desk.stage_failed(four.order, Some(id(1, 1)), (Kind::Cancelled, "x".into())), None);
+    assert_eq!(desk.stage_failed(four.order, Some(id(1, 1)), failed(Kind::Cancelled)), None);
     // Version 3 leads on from 2.
     assert!(!desk.take(&abandon(2, &id(1, 2))));
     desk.take(&load(9, &id(1, 3)));
@@ -365,7 +369,7 @@ proptest! {
                         answered(desk.replaced(s.order, &got, now), &mut open, &mut promised);
                     }
                     Some((Staging::Fetch(s) | Staging::Whole(s), _)) => {
-                        let failed = desk.stage_failed(s.order, image.clone(), (Kind::PeerLost, "x".into()));
+                        let failed = desk.stage_failed(s.order, image.clone(), failed(Kind::PeerLost));
                         answered(failed, &mut open, &mut promised);
                     }
                     Some((Staging::Held(_), _)) => unreachable!(),
