@@ -82,7 +82,9 @@ fn colocated_sglang_gets_what_its_adapter_takes() {
     let choice = pick(&sglang);
     assert_eq!((choice.strategy, choice.link), (Strategy::Tcp, Link::Shm));
     assert!(why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).blocked);
-    assert!(why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).why_not.contains("use_cuda_ipc = true"));
+    assert!(
+        why_not(&choice, Subject::Strategy(Strategy::PackedCudaIpc)).why_not.contains("use_cuda_ipc = true")
+    );
     for demand in [json!({"use_cuda_ipc": true}), json!({"strategy": "packed_cuda_ipc"})] {
         assert_eq!(with(&sglang, demand).unwrap().strategy, Strategy::PackedCudaIpc);
     }
