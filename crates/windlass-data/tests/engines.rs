@@ -181,6 +181,48 @@ fn an_image_is_opened_by_one_receiver_at_a_time() {
     first.sync(&stop()).unwrap();
     let error = Image::open(spec(dir.path()), &stop()).unwrap_err();
     assert!(matches!(error, ImageError::Taken { pid, .. } if pid == std::process::id()), "{error}");
+    // Another model beside it has a lock of its own.
+    let beside = ImageSpec { dir: dir.path().join("verifier"), ..spec(dir.path()) };
+    let made = Image::create(beside.clone(), Arc::clone(publisher.region.manifest()), &stop()).unwrap();
+    assert!(matches!(Image::open(beside, &stop()).unwrap_err(), ImageError::Taken { .. }));
+    drop(made);
+    drop(first);
+    Image::open(spec(dir.path()), &stop()).unwrap();
+}
+
+/// What a pull brings waits beside the image until it is whole: engines go on reading, however long that takes.
+#[test]
+fn an_image_is_read_while_the_next_version_is_stuck_on_the_wire() {
+    let (mut publisher, known) = published();
+    let dir = shm();
+    let via = plane::proxy::Via::new(publisher.server());
+    let mut receiver = receiver(&dir, Arc::clone(&via) as Arc<dyn Control>);
+    receiver.sync(&stop()).unwrap();
+    let old = publisher.data.clone();
+    publisher.change(5);
+    publisher.publish(2);
+    // Nothing comes any more.
+    via.line.allow(Some(via.line.passed()));
+    let status = receiver.status();
+    let region = Region::open(&dir.path().join("image")).unwrap();
+    std::thread::scope(|scope| {
+        let syncing = scope.spawn(|| receiver.sync(&stop()));
+        eventually("the pull is stuck", || {
+            let now = status.get();
+            now.stage == windlass_data::receiver::Stage::Pulling && now.mode == Some("delta")
+        });
+        for _ in 0..20 {
+            let view = ImageView::take(&region, Duration::from_secs(30), &stop()).unwrap();
+            assert_eq!((view.known(), view.data()), (&known, &old[..]));
+            view.finish().unwrap();
+        }
+        assert!(!syncing.is_finished());
+        via.line.allow(None);
+        assert_eq!(syncing.join().unwrap().unwrap().mode, "delta");
+    });
+    let view = ImageView::take(&region, Duration::from_secs(30), &stop()).unwrap();
+    assert_eq!((view.known().identity.version, view.data()), (2, &publisher.data[..]));
+    view.finish().unwrap();
 }
 
 /// Regression: a receiver killed between the commit and the seal of its image left a region in which every later

@@ -7,6 +7,7 @@ use windlass_core::error::Kind;
 
 use super::*;
 use crate::private::PrivateError;
+use crate::shm::{Granted, Prepared};
 
 fn soon() -> Stop {
     Stop::after(Duration::from_secs(30))
@@ -296,16 +297,54 @@ fn a_damaged_or_foreign_header_is_refused_by_name() {
     assert!(matches!(e, RegionError::Foreign { .. }) && taken.join("precious").exists(), "{e}");
 }
 
+/// What the kernel says of the mappings of a region's files in this process.
+fn flags_of(dir: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut ours, mut found) = (false, Vec::new());
+    for line in text.lines() {
+        let is_head =
+            line.split(' ').next().is_some_and(|range| range.contains('-') && !range.ends_with(':'));
+        if is_head {
+            ours = line.contains(&*dir.to_string_lossy());
+        } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| ours) {
+            found.push(flags.trim().to_owned());
+        }
+    }
+    found
+}
+
 #[test]
-fn what_was_refused_for_the_memory_of_a_region_is_reported() {
+fn what_was_granted_and_refused_for_the_memory_of_a_region_is_what_the_kernel_says() {
     let home = tempfile::tempdir_in("/dev/shm").unwrap();
     let region = Region::create(&spec(home.path(), 1)).unwrap();
     let report = region.report();
     assert_eq!(report.bytes, 2 * region.manifest().data_bytes());
-    assert!(report.shared && report.to_string().contains("locked"), "{report}");
+    assert!(report.shared);
+    let flags = flags_of(region.dir());
+    let any = |flag: &str| flags.iter().any(|f| f.split(' ').any(|f| f == flag));
+    assert!(!flags.is_empty() && any("rd"), "{flags:?}");
+    assert_eq!(report.locked == Granted::Yes, any("lo"), "{report}: {flags:?}");
+    assert_eq!(report.huge_pages == Granted::Yes, any("hg"), "{report}: {flags:?}");
     let writer = region.writer(0).unwrap();
     assert_eq!(region.report().bytes, report.bytes);
     drop(writer);
+}
+
+#[test]
+fn a_report_names_each_refusal_and_what_to_do() {
+    let no = || Granted::No("operation not permitted".into());
+    let all = Prepared {
+        bytes: 1 << 20,
+        shared: true,
+        huge_pages: Granted::Yes,
+        locked: Granted::Yes,
+        resident: Granted::Yes,
+    };
+    let refused = Prepared { locked: no(), ..all.clone() };
+    assert!(!all.to_string().contains("not permitted"), "{all}");
+    assert!(all.to_string().contains("locked") && !all.to_string().contains("not locked"), "{all}");
+    let text = refused.to_string();
+    assert!(text.contains("not locked") && text.contains("operation not permitted"), "{text}");
 }
 
 /// A user that this process is not, and to which root can give things.

@@ -54,6 +54,23 @@ fn the_hold_outlives_sendfile_and_ends_with_the_acknowledgement() {
     });
 }
 
+/// What the kernel has taken and nobody has read yet is still the file's own pages: a copy would not change with it.
+#[test]
+fn bytes_go_out_of_the_pages_of_the_file_and_not_out_of_a_copy() {
+    let image = Image::new(plain_manifest(128 << 10), 1);
+    let sender = sender();
+    let (ticket, handle, _hold) = one_offer(&sender, &image);
+    let stripe = plan(&image, &ticket).get(0).unwrap();
+    let mut hand = Hand::dial(&ticket, sender.local_addr(), FIRST).unwrap();
+    hand.claim(stripe);
+    eventually("the kernel has all bytes", || handle.progress().bytes_sent == u64::from(stripe.bytes));
+    image.file.write_all_at(&vec![0xee; image.data.len()], DATA_START).unwrap();
+    let mut payload = Vec::new();
+    hand.event(&mut payload).unwrap();
+    let changed = payload.iter().filter(|byte| **byte == 0xee).count();
+    assert!(changed > payload.len() / 2, "{changed} of {} bytes are those of the file", payload.len());
+}
+
 #[test]
 fn a_revoked_offer_is_reset_after_its_grace_and_says_why_to_whoever_comes_back() {
     let image = Image::new(plain_manifest(128 << 10), 2);

@@ -1,9 +1,11 @@
 //! Transfers in which nothing goes wrong.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use windlass_core::wire::{Checks, MIN_STRIPE_BYTES, Mode, SourceId, StripePlan, Ticket, TicketFields};
 
+use super::proxy::{Harm, Proxy};
 use super::world::{
     Image, Landed, Rng, delta_fields, eventually, odd_manifest, offer, payload_file, plain_manifest,
     pull_payloads, quick_pull, sender, source,
@@ -33,6 +35,33 @@ fn an_image_of_odd_tensors_arrives_bit_for_bit() {
         }
     }
     eventually("connections leave", || sender.connections().0 == 0);
+}
+
+/// None of them may come to an end before all are there.
+#[test]
+fn all_streams_of_a_pull_are_open_at_the_same_time() {
+    const STREAMS: u16 = 6;
+    let image = Image::new(plain_manifest(8 << 20), 9);
+    let sender = sender();
+    let gate = Arc::new(AtomicBool::new(false));
+    let harm = Harm::Gate(64 << 10, Arc::clone(&gate));
+    let proxy = Proxy::start(sender.local_addr(), Box::new(move |_| (harm.clone(), Harm::None)));
+    let mut fields = image.ticket(proxy.address);
+    (fields.streams, fields.stripe_bytes) = (STREAMS, 256 << 10);
+    let ticket = Ticket::new(fields).unwrap();
+    let handle = offer(&sender, &ticket, 0, image.body(Arc::new(())));
+    let landed = Landed::new(&image.manifest);
+    std::thread::scope(|scope| {
+        let pull = scope.spawn(|| landed.pull(&image.manifest, &ticket, &quick_pull(), &Stop::never()));
+        // Each has brought as much as it may, and is at its first stripe still.
+        eventually("all streams carry bytes", || {
+            handle.progress().streams == usize::from(STREAMS)
+                && proxy.passed.load(Ordering::Relaxed) == u64::from(STREAMS) * (64 << 10)
+        });
+        gate.store(true, Ordering::Relaxed);
+        pull.join().unwrap().unwrap();
+    });
+    landed.check_whole(&image);
 }
 
 #[test]
