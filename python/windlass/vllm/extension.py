@@ -47,8 +47,25 @@ def live_of(model: Any, vllm_config: Any, model_config: Any | None = None, rank:
     )
     # The model owns it: both end together.
     model.__dict__["_windlass_live"] = live
+    if model_config is None:
+        _tell_draft(vllm_config)
     watch()
     return live
+
+
+def _tell_draft(vllm_config: Any) -> None:
+    """Says that versions do not reach the weights of a draft model. What it drafts is checked by the model itself, so that answers
+    stay right; fewer drafts are accepted the further apart the two grow."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    # Where nothing but the prompt is looked at, as for n-grams, the model is its own.
+    if draft is not None and draft is not getattr(speculative, "target_model_config", None):
+        log.warning(
+            "windlass: the draft model (%s) keeps the weights that it was started with: versions are loaded into the model alone, "
+            "and fewer drafts are accepted as it changes; answers are those of the model. vLLM's own routes load a draft, too "
+            "(/start_draft_weight_update)",
+            getattr(speculative, "method", "speculative decoding"),
+        )
 
 
 def _threads(model: Any, workers: int) -> int:
