@@ -30,11 +30,7 @@ PROGRAMS: dict[str, tuple[list[str], list[str]]] = {
     "copy": (["unit", "copy"], []),
     **{f"encode_{unit}": (["unit", "delta"], [f"-DUNIT={unit}"]) for unit in (1, 2, 4, 8)},
     "encode_cast": (["unit", "delta"], ["-DUNIT=2", "-DCAST=1"]),
-    **{
-        f"{kind}_{unit}": (["unit", "record", kind], [f"-DUNIT={unit}"])
-        for kind in ("apply", "context")
-        for unit in (1, 2, 4, 8)
-    },
+    **{f"apply_{unit}": (["unit", "record", "apply"], [f"-DUNIT={unit}"]) for unit in (1, 2, 4, 8)},
 }
 
 

@@ -251,16 +251,6 @@ def changed(tensor: torch.Tensor, rate: float) -> None:
     flat.copy_(torch.where(mask, flat + step, flat))
 
 
-def changed_by_size(tensor: torch.Tensor, rate: float) -> None:
-    """Some elements to their neighbours, small ones more often."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    size = tensor.abs().double().clamp_min(1e-30)
-    chance = (rate * size.median() / size).clamp_max(8 * rate)
-    flat = tensor.view(bits)
-    mask = torch.rand(flat.shape, device="cuda") < chance
-    flat.copy_(torch.where(mask, flat + 1, flat))
-
-
 def ownable() -> list[Source]:
     bf16 = torch.bfloat16
     return [
@@ -552,54 +542,6 @@ def test_images_and_deltas_reach_fused_parameters(gpu: w.Gpu) -> str:
         bad[-100] ^= 1
         refuse(lambda: engine.device.stage(bytes(bad)), WindlassCorrupt, "damaged")
     return f"{len(engine.parameters)} parameters"
-
-
-def test_context_deltas_reach_fused_parameters(gpu: w.Gpu) -> str:
-    told = []
-    with trainer([s for s in ownable() if not s.is_cast] + [Source("m", draw(2500, 1024))]) as t:
-        engine = Engine(gpu, t.layout)
-        baseline = gpu.baseline(t.copies, t.casts)
-        baseline.reset(t.addresses, 1, stream())
-        last = t.want()
-        engine.device.dense(torch.from_numpy(last).cuda().data_ptr(), stream())
-        for version, rate in enumerate((0.01, 0.03, 0.05), 2):
-            for s in t.sources:
-                if s.to != torch.uint8:
-                    changed_by_size(s.tensor, rate)
-            new = t.want()
-            delta = cpu_container(t, last, new, "context")
-            records, _ = codec.parse(delta)
-            modes = [r.mode for r in records.values()]
-            assert modes.count(codec.CONTEXT) > len(modes) // 2, modes
-            baseline.reset(t.addresses, version, stream())
-            # Without sums whoever calls vouches for the base; with them, twice is once.
-            engine.device.set_sums(sums(t, last) if version > 2 else None)
-            staged = engine.device.stage(delta)
-            engine.check(last)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            assert engine.device.apply(staged, stream()) == (len(staged), 0)
-            took = 1e3 * (time.perf_counter() - began)
-            told.append(f"{modes.count(codec.CONTEXT)} of {len(modes)} in {took:.2f} ms")
-            engine.check(new)
-            assert engine.digest() == baseline.digest(), f"version {version}"
-            if version > 2:
-                assert engine.device.apply(staged, stream()) == (0, len(staged))
-                engine.check(new)
-            last = new
-        # Weights that are not those of the base are refused.
-        changed_by_size(t.sources[0].tensor, 0.01)
-        staged = engine.device.stage(cpu_container(t, last, t.want(), "context"))
-        engine.parameters["fused"].add_(1)
-        refuse(lambda: engine.device.apply(staged, stream()), WindlassCorrupt, "load the whole image")
-        # So is a record of which the worker has not all old weights.
-        half = torch.zeros(3000, 1024, dtype=torch.bfloat16, device="cuda")
-        copies = [("a", 0, 0, 0, [3000, 1024], [2048, 1], [1024, 1])]
-        plan = w.LoadPlan(t.layout, [("half", half.numel(), "BF16")], copies)
-        part = gpu.load_plan(plan, [half.data_ptr()])
-        delta = cpu_container(t, last, t.want(), "context")
-        refuse(lambda: part.stage(delta), WindlassUnsupported, '"a"', "plain deltas")
-    return ", ".join(told)
 
 
 def main() -> int:

@@ -77,11 +77,6 @@ for unit in ("1", "2", "4", "8", "cast"):
             options,
             {"windlass_apply": ("ApplyArgs", APPLY)},
         )
-        PROGRAMS[f"context_{unit}"] = (
-            ["unit", "record", "context"],
-            options,
-            {"windlass_context": ("ApplyArgs", APPLY)},
-        )
 
 
 def text(files: list[str]) -> str:

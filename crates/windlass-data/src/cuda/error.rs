@@ -282,9 +282,9 @@ pub enum CudaError {
         /// Why.
         why: &'static str,
     },
-    /// Positions of a context record cannot be found without all old weights of its block.
+    /// Context records are for slow links, where a host decodes them.
     #[error(
-        "block {block} of {tensor:?} has a context record, which is decoded from all old weights of the block, and this worker holds a part of them: ask for plain deltas, or load the whole image"
+        "block {block} of {tensor:?} has a context record, which only the host decodes: load from the image, or ask for plain deltas"
     )]
     Context {
         /// The block.

@@ -128,7 +128,6 @@ enum Program {
     Copy,
     Encode(Elements),
     Apply(Unit),
-    Context(Unit),
 }
 
 impl Program {
@@ -145,10 +144,6 @@ impl Program {
             Program::Apply(Unit::Two) => include_str!("apply_2.ptx"),
             Program::Apply(Unit::Four) => include_str!("apply_4.ptx"),
             Program::Apply(Unit::Eight) => include_str!("apply_8.ptx"),
-            Program::Context(Unit::One) => include_str!("context_1.ptx"),
-            Program::Context(Unit::Two) => include_str!("context_2.ptx"),
-            Program::Context(Unit::Four) => include_str!("context_4.ptx"),
-            Program::Context(Unit::Eight) => include_str!("context_8.ptx"),
         }
     }
 }
@@ -168,8 +163,6 @@ pub(super) enum Kernel {
     Fill(Elements),
     /// Plain records into weights; takes [`ApplyArgs`].
     Apply(Unit),
-    /// Context records into weights; takes [`ApplyArgs`].
-    Context(Unit),
 }
 
 impl Kernel {
@@ -179,7 +172,6 @@ impl Kernel {
             Kernel::Copy | Kernel::Cast => Program::Copy,
             Kernel::Encode(elements) | Kernel::Fill(elements) => Program::Encode(elements),
             Kernel::Apply(unit) => Program::Apply(unit),
-            Kernel::Context(unit) => Program::Context(unit),
         }
     }
 
@@ -192,7 +184,6 @@ impl Kernel {
             Kernel::Encode(_) => "windlass_encode",
             Kernel::Fill(_) => "windlass_fill",
             Kernel::Apply(_) => "windlass_apply",
-            Kernel::Context(_) => "windlass_context",
         }
     }
 }
@@ -464,7 +455,6 @@ mod tests {
         let all = Unit::ALL.map(Elements::Plain).into_iter().chain([Elements::Cast]);
         kernels.extend(all.flat_map(|e| [Kernel::Encode(e), Kernel::Fill(e)]));
         kernels.extend(Unit::ALL.map(Kernel::Apply));
-        kernels.extend(Unit::ALL.map(Kernel::Context));
         for kernel in kernels {
             let text = kernel.program().text();
             assert!(text.starts_with("// "), "{kernel:?}");
@@ -486,7 +476,6 @@ mod tests {
             (Kernel::Cast, size_of::<CopyArgs>()),
             (Kernel::Encode(Elements::Cast), size_of::<EncodeArgs>()),
             (Kernel::Apply(Unit::Eight), size_of::<ApplyArgs>()),
-            (Kernel::Context(Unit::Two), size_of::<ApplyArgs>()),
         ] {
             let param = format!(".param .align 8 .b8 {}_param_0[{bytes}]", kernel.name());
             assert!(kernel.program().text().contains(&param), "{param}");

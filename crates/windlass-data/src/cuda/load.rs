@@ -8,7 +8,7 @@
 //! | [`DevicePlan::dense`] | an image on the device | all copies in one launch |
 //! | [`DevicePlan::dense_from_host`] | an image on the host | the same, piece by piece, while the next piece is on its way |
 //! | [`DevicePlan::stage`] | a delta on the host | brings it to the device; the engine goes on computing |
-//! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes); where records are of context mode, in O(units of their blocks) |
+//! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes) |
 //! | [`DevicePlan::digest`] | the parameters | their sums, as they would stand in the image ([`crate::load::Proof`]) |
 //!
 //! A delta leads from the weights in place to the next ones, so that applying it twice is wrong unless
@@ -16,8 +16,8 @@
 //! where the block has its sum already, refused where the units in place do not lead to it. Without, and for tensors of which
 //! the worker holds only a part, whoever calls vouches for the base, and the digest shows whether that was right. Who has no
 //! sums at hand takes those of the parameters themselves ([`DevicePlan::sum_blocks`]), which the digest proves.
-//! Context records are decoded from all old weights of their block; a worker that holds only some of them is told so when
-//! the delta is staged ([`CudaError::Context`]), and nothing is written.
+//! Context records, which are for slow links, are refused when a delta is staged ([`CudaError::Context`]): the host decodes them
+//! into the image, and the worker loads from that.
 //!
 //! | | must hold | test |
 //! |---|---|---|
@@ -25,7 +25,7 @@
 //! | D-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
 //! | D-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
 //! | D-4 | The sums of blocks that parameters hold whole are those of the image. | `spans_of_blocks_give_the_sums_of_the_image` |
-//! | D-5 | Records go to the kernel of their mode and unit, with sums where all of their block is held; a context record for a part of a block is refused. | `records_go_to_the_kernel_of_their_mode_and_unit`, `a_context_record_for_a_part_of_a_block_is_refused` |
+//! | D-5 | Records go to the kernel of their unit, with sums where all of their block is held; context records are refused. | `records_go_to_the_kernel_of_their_unit`, `context_records_are_refused` |
 
 #![allow(unsafe_code)]
 
@@ -695,9 +695,8 @@ impl DevicePlan {
                 count: group.count as u32,
                 work: work as u32,
             };
-            // A CTA takes a context record; a warp takes a plain one, and there are eight in a CTA.
-            let each = if matches!(group.kernel, Kernel::Context(_)) { 1 } else { 8 };
-            let work = group.count.div_ceil(each) as u64;
+            // A warp takes a record, and a CTA has eight.
+            let work = group.count.div_ceil(8) as u64;
             // SAFETY: tables of this plan; the kernel checks records before it writes, and writes only where pieces are.
             unsafe { self.gpu.kernels().launch(&self.stream, group.kernel, &args, work) }?;
         }

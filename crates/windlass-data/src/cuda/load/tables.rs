@@ -20,8 +20,8 @@ use crate::load::{HeldBox, LoadPlan};
 const PIECE: u64 = 256 << 10;
 /// How far a box reaches in the image at the most.
 const REACH: u64 = 16 << 20;
-/// Kinds of records: plain or context, four units, with a sum to check or without.
-const KINDS: usize = 16;
+/// Kinds of records: four units, with a sum to check or without.
+const KINDS: usize = 8;
 /// Of a record that does not reach this worker.
 const ELSEWHERE: u8 = u8::MAX;
 /// The most pieces of a plan; more would be a plan of single elements.
@@ -297,7 +297,7 @@ pub(super) struct Sorted {
     pub(super) kinds: Vec<u8>,
     /// Where those of each kind begin.
     pub(super) firsts: [usize; KINDS],
-    /// Kinds of which there are some, plain ones first: their launches have counters of work, of which there are eight.
+    /// Kinds of which there are some. Each launch has a counter of work, of which there are eight.
     pub(super) groups: Vec<Group>,
 }
 
@@ -324,19 +324,17 @@ impl Sorted {
                 kinds.push(ELSEWHERE);
                 continue;
             }
-            let (is_whole, is_context) = (places.whole[e.block as usize], e.mode == Mode::Context);
-            if is_context && !is_whole {
+            if e.mode == Mode::Context {
                 let tensor = manifest.tensors()[tensor - 1].name.clone();
                 return Err(CudaError::Context { block: e.block, tensor });
             }
-            let kind = usize::from(is_context) * 8 + by_unit * 2 + usize::from(has_sums && is_whole);
+            let kind = by_unit * 2 + usize::from(has_sums && places.whole[e.block as usize]);
             counts[kind] += 1;
             kinds.push(kind as u8);
         }
         let (mut groups, mut first, mut firsts) = (Vec::new(), 0, [0; KINDS]);
         for (kind, count) in counts.into_iter().enumerate().filter(|(_, count)| *count > 0) {
-            let (unit, is_checked) = (Unit::ALL[kind / 2 % 4], kind % 2 == 1);
-            let kernel = if kind < 8 { Kernel::Apply(unit) } else { Kernel::Context(unit) };
+            let (kernel, is_checked) = (Kernel::Apply(Unit::ALL[kind / 2]), kind % 2 == 1);
             groups.push(Group { kernel, is_checked, first, count });
             firsts[kind] = first;
             first += count;

@@ -278,31 +278,22 @@ fn patches_of(
 }
 
 #[test]
-fn records_go_to_the_kernel_of_their_mode_and_unit() {
+fn records_go_to_the_kernel_of_their_unit() {
     let plan = plan(0, 2);
     let manifest = plan.manifest();
     let places = Places::new(&plan, &ADDRESSES).unwrap();
     // Tensors of wider units are first: c, of fp32, then a and b.
     let names: Vec<_> = manifest.tensors().iter().map(|t| t.name.as_str()).collect();
     assert_eq!(names, ["c", "a", "b"]);
-    let raw = delta(manifest, |tensor| tensor != 1);
+    let raw = delta(manifest, |_| false);
     let made = Delta::parse(&raw).unwrap();
     for has_sums in [false, true] {
         let (patches, groups) = patches_of(&made, manifest, &places, has_sums, &[true; 3]).unwrap();
         let group = |kernel, first, count| Group { kernel, is_checked: has_sums, first, count };
-        // Plain ones first; two blocks of a, one of the others.
-        assert_eq!(
-            groups,
-            [
-                group(Kernel::Apply(Unit::Two), 0, 2),
-                group(Kernel::Context(Unit::Two), 2, 1),
-                group(Kernel::Context(Unit::Four), 3, 1)
-            ]
-        );
-        assert_eq!(
-            patches.iter().map(|p| (p.place, p.mode)).collect::<Vec<_>>(),
-            [(1, 1), (2, 1), (3, 2), (0, 2)]
-        );
+        // Two blocks of a, one of the others.
+        assert_eq!(groups, [group(Kernel::Apply(Unit::Two), 0, 3), group(Kernel::Apply(Unit::Four), 3, 1)]);
+        let found: Vec<_> = patches.iter().map(|p| (p.place, p.mode)).collect();
+        assert_eq!(found, [(1, 1), (2, 1), (3, 1), (0, 1)]);
         let payload = |p: &Patch| &raw[p.offset as usize..][..p.length as usize];
         assert!(patches.iter().all(|p| payload(p) == [1, 2, 3] && p.sum == [p.place.into(), 1]));
     }
@@ -314,26 +305,17 @@ fn records_go_to_the_kernel_of_their_mode_and_unit() {
 }
 
 #[test]
-fn a_context_record_for_a_part_of_a_block_is_refused() {
-    // Of a it has some columns, of b some rows, of c all.
-    let plan = plan(1, 1);
+fn context_records_are_refused() {
+    let plan = plan(0, 1);
     let manifest = plan.manifest();
     let places = Places::new(&plan, &ADDRESSES).unwrap();
-    let staged = |context: fn(usize) -> bool| {
-        let raw = delta(manifest, context);
-        patches_of(&Delta::parse(&raw).unwrap(), manifest, &places, true, &[true; 3])
-            .map(|(patches, _)| patches.len())
-    };
-    assert_eq!(staged(|tensor| tensor == 0).unwrap(), 3);
-    for (tensor, name) in [(1, "a"), (2, "b")] {
-        let told = staged(if tensor == 1 { |t| t == 1 } else { |t| t == 2 }).unwrap_err();
-        assert_eq!(told.kind(), Kind::Unsupported);
-        let text = told.to_string();
-        assert!(
-            text.contains(&format!("block {tensor} of {name:?}")) && text.contains("plain deltas"),
-            "{text}"
-        );
-    }
+    let raw = delta(manifest, |tensor| tensor == 1);
+    let made = Delta::parse(&raw).unwrap();
+    let error = patches_of(&made, manifest, &places, true, &[true; 3]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    assert!(error.to_string().contains("of \"a\" has a context record"), "{error}");
+    // Those of tensors that the worker does not have are none of its business.
+    assert!(patches_of(&made, manifest, &places, true, &[true, false, true]).is_ok());
 }
 
 #[test]
