@@ -56,7 +56,7 @@ soak: ## 1,000 syncs over a bad network between killed processes, and a tensor o
 
 bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
-	    $(CARGO) run --release --locked -p windlass -- bench $$part || exit; done
+	    $(CARGO) run --release --locked -p windlass --features zstd -- bench $$part || exit; done
 
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check

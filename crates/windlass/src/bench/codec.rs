@@ -133,8 +133,7 @@ impl Bench<'_> {
             image::apply(self.kernels, manifest, &parsed[mode], table, &mut scratch.borrow_mut(), with)?;
             Ok(())
         };
-        let mut simple = [0; 2];
-        let [zstd_bytes, index_bytes] = &mut simple;
+        let mut index_bytes = 0;
         let timings = Timing::of(
             self.config.repeats,
             [
@@ -150,7 +149,7 @@ impl Bench<'_> {
                 Probe::after(reset, || apply(0)),
                 Probe::after(reset, || apply(1)),
                 Probe::new(|| {
-                    *index_bytes = baseline::index32(base, next, threads);
+                    index_bytes = baseline::index32(base, next, threads);
                     Ok(())
                 }),
             ],
@@ -159,12 +158,18 @@ impl Bench<'_> {
         if scratch.borrow().as_slice() != next.as_slice() {
             return Err(Error::Bug("the applied image is not the newer one".into()));
         }
-        let zstd_repeats = self.config.repeats.min(2);
-        let zstd = Probe::new(|| {
-            *zstd_bytes = baseline::xor_zstd(base, next, threads);
-            Ok(())
-        });
-        let [zstd_time] = Timing::of(zstd_repeats, [zstd])?;
+        #[cfg(feature = "zstd")]
+        let zstd = {
+            let mut bytes = 0;
+            let probe = Probe::new(|| {
+                bytes = baseline::xor_zstd(base, next, threads);
+                Ok(())
+            });
+            let [time] = Timing::of(self.config.repeats.min(2), [probe])?;
+            Some((bytes, time))
+        };
+        #[cfg(not(feature = "zstd"))]
+        let zstd = None;
         Ok(Figures {
             config: *self.config,
             elements: self.images.elements(),
@@ -172,8 +177,8 @@ impl Bench<'_> {
             changed: parsed[0].changes,
             sizes: [deltas[0].len() as u64, deltas[1].len() as u64],
             timings,
-            zstd_time,
-            simple,
+            zstd,
+            index_bytes,
         })
     }
 }
@@ -186,8 +191,9 @@ struct Figures {
     sizes: [u64; 2],
     /// read2, copy, encode × 2, seal × 2, apply × 2, index32.
     timings: [Timing; 9],
-    zstd_time: Timing,
-    simple: [u64; 2],
+    /// Bytes and time of XOR and zstd, in a build that has it.
+    zstd: Option<(u64, Timing)>,
+    index_bytes: u64,
 }
 
 impl Figures {
@@ -263,9 +269,9 @@ impl Figures {
             "modes": modes,
             "read2_gbps": round(self.gbps(0)),
             "copy_gbps": round(self.gbps(1)),
-            "xor_zstd_bits": round(self.bits(self.simple[0])),
-            "xor_zstd_gbps": round(self.zstd_time.gbps(self.image)),
-            "idx32_bits": round(self.bits(self.simple[1])),
+            "xor_zstd_bits": self.zstd.as_ref().map(|(bytes, _)| round(self.bits(*bytes))),
+            "xor_zstd_gbps": self.zstd.as_ref().map(|(_, time)| round(time.gbps(self.image))),
+            "idx32_bits": round(self.bits(self.index_bytes)),
             "idx32_gbps": round(self.gbps(8)),
             "spread": { "read2": round(self.timings[0].spread()), "copy": round(self.timings[1].spread()) },
             "bars": bars.iter().map(Bar::json).collect::<Vec<Value>>(),
@@ -298,8 +304,10 @@ impl Figures {
             row(&format!("{mode} seal"), None, &self.timings[4 + m]);
             row(&format!("{mode} apply"), None, &self.timings[6 + m]);
         }
-        row("XOR + zstd 1", Some(self.simple[0]), &self.zstd_time);
-        row("index32 + value", Some(self.simple[1]), &self.timings[8]);
+        if let Some((bytes, time)) = &self.zstd {
+            row("XOR + zstd 1", Some(*bytes), time);
+        }
+        row("index32 + value", Some(self.index_bytes), &self.timings[8]);
         t.write(out);
         out.push('\n');
         if bars.is_empty() {
