@@ -1,9 +1,8 @@
 //! Kinds of failure, and what each one means outside Rust.
 //!
-//! Every module of this crate names its own failures in an enum of its own; [`Error`] is the union.
-//! [`Error::kind`] sorts them into the eleven [`Kind`]s, and [`Kind::row`] is the one table that maps a
-//! kind to a Python exception, an HTTP status, an exit code and what it means. No caller keeps a second
-//! table. What to do about a failure only the failure itself can say; a kind says it ([`Kind::advice`]) where
+//! Every module of this crate has an error enum of its own, whose `kind()` sorts each failure into one of eleven
+//! [`Kind`]s. [`Kind::row`] is the one table that maps a kind to a Python exception, an HTTP status, an exit code and what
+//! it means. No caller keeps a second table. What to do about a failure only the failure itself can say; a kind says it ([`Kind::advice`]) where
 //! it is the same for all of them.
 
 use std::fmt;
@@ -159,67 +158,6 @@ impl Kind {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
-    }
-}
-
-/// Anything that can go wrong in this crate. Each variant is one module's own enum.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// See [`crate::dtype::DtypeError`].
-    #[error(transparent)]
-    Dtype(#[from] crate::dtype::DtypeError),
-    /// See [`crate::identity::IdentityError`].
-    #[error(transparent)]
-    Identity(#[from] crate::identity::IdentityError),
-    /// See [`crate::address::AddressError`].
-    #[error(transparent)]
-    Address(#[from] crate::address::AddressError),
-    /// See [`crate::ranges::RangesError`].
-    #[error(transparent)]
-    Ranges(#[from] crate::ranges::RangesError),
-    /// See [`crate::manifest::ManifestError`].
-    #[error(transparent)]
-    Manifest(#[from] crate::manifest::ManifestError),
-    /// See [`crate::chunk::ChunkError`].
-    #[error(transparent)]
-    Chunk(#[from] crate::chunk::ChunkError),
-    /// See [`crate::request::RequestError`].
-    #[error(transparent)]
-    Request(#[from] crate::request::RequestError),
-    /// See [`crate::sync_info::SyncInfoError`].
-    #[error(transparent)]
-    SyncInfo(#[from] crate::sync_info::SyncInfoError),
-    /// See [`crate::delta::DeltaError`].
-    #[error(transparent)]
-    Delta(#[from] crate::delta::DeltaError),
-    /// See [`crate::wire::WireError`].
-    #[error(transparent)]
-    Wire(#[from] crate::wire::WireError),
-    /// See [`crate::barrier::BarrierError`].
-    #[error(transparent)]
-    Barrier(#[from] crate::barrier::BarrierError),
-    /// See [`crate::choose::ChooseError`].
-    #[error(transparent)]
-    Choose(#[from] crate::choose::ChooseError),
-}
-
-impl Error {
-    /// The kind of failure.
-    pub fn kind(&self) -> Kind {
-        match self {
-            Error::Dtype(e) => e.kind(),
-            Error::Identity(e) => e.kind(),
-            Error::Address(e) => e.kind(),
-            Error::Ranges(e) => e.kind(),
-            Error::Manifest(e) => e.kind(),
-            Error::Chunk(e) => e.kind(),
-            Error::Request(e) => e.kind(),
-            Error::SyncInfo(e) => e.kind(),
-            Error::Delta(e) => e.kind(),
-            Error::Wire(e) => e.kind(),
-            Error::Barrier(e) => e.kind(),
-            Error::Choose(e) => e.kind(),
-        }
     }
 }
 

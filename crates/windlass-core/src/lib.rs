@@ -45,5 +45,5 @@ mod varint;
 pub mod wire;
 
 pub use dtype::Dtype;
-pub use error::{Error, Kind};
+pub use error::Kind;
 pub use identity::{Identity, LayoutHash, StateDigest};

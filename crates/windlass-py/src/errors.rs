@@ -65,7 +65,7 @@ macro_rules! failures {
     )*};
 }
 
-failures!(RoleError, ImageError, ReceiverError, LoadError, TrailError, windlass_core::Error);
+failures!(RoleError, ImageError, ReceiverError, LoadError, TrailError);
 failures!(ChooseError, ChunkError, CudaError, DtypeError, IdentityError);
 
 impl From<AddressError> for Failure {

@@ -47,8 +47,10 @@ pub enum Error {
     Content {
         /// The file.
         path: PathBuf,
+        /// What sort of failure that is.
+        kind: Kind,
         /// What is wrong with it.
-        source: Box<windlass_core::Error>,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A checkpoint that cannot be opened.
     #[error(transparent)]
@@ -279,9 +281,13 @@ impl Error {
     }
 
     /// For `map_err` on what core says about the contents of a file.
-    pub fn content<E: Into<windlass_core::Error>>(path: &Path) -> impl FnOnce(E) -> Error {
+    pub fn content<E>(path: &Path) -> impl FnOnce(E) -> Error
+    where
+        E: std::error::Error + Send + Sync + 'static,
+        for<'a> Kind: From<&'a E>,
+    {
         let path = path.to_owned();
-        move |source| Error::Content { path, source: Box::new(source.into()) }
+        move |source| Error::Content { path, kind: Kind::from(&source), source: Box::new(source) }
     }
 
     /// The kind of failure (see [`windlass_core::error`]).
@@ -295,7 +301,7 @@ impl Error {
             Error::WrongBase { .. } | Error::Unfinished { .. } => Kind::Stale,
             Error::PartlyUpdated { source, .. } => source.kind(),
             Error::Io { source, .. } => io_kind(source),
-            Error::Content { source, .. } => source.kind(),
+            Error::Content { kind, .. } => *kind,
             Error::File(e) => e.kind(),
             Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,

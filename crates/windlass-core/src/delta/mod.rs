@@ -250,6 +250,12 @@ pub enum DeltaError {
     Identity(#[from] crate::identity::IdentityError),
 }
 
+impl From<&DeltaError> for Kind {
+    fn from(error: &DeltaError) -> Kind {
+        error.kind()
+    }
+}
+
 impl DeltaError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {

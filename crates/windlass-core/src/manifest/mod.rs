@@ -288,6 +288,12 @@ pub enum ManifestError {
     },
 }
 
+impl From<&ManifestError> for Kind {
+    fn from(error: &ManifestError) -> Kind {
+        error.kind()
+    }
+}
+
 impl ManifestError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
