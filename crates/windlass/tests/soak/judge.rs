@@ -1,11 +1,12 @@
 //! What must hold, whatever happens.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use windlass::controller::client::ControllerError;
+use windlass::controller::client::{ControllerClient, ControllerError};
 use windlass::controller::status::Status;
 use windlass::controller::wire::ServedVersion;
 use windlass_core::identity::StateDigest;
@@ -21,12 +22,27 @@ pub(crate) const SLACK: Duration = Duration::from_secs(10);
 /// A life of a model's trainer.
 pub(crate) type Life = (String, u64);
 
+/// What the controller said, and when it was asked and had answered.
+pub(crate) struct Look {
+    pub(crate) status: Status,
+    pub(crate) asked: Instant,
+    pub(crate) answered: Instant,
+}
+
+impl Look {
+    pub(crate) fn at(client: &ControllerClient, stop: &Stop) -> Result<Box<Look>, ControllerError> {
+        let asked = Instant::now();
+        let status = client.status(stop)?;
+        Ok(Box::new(Look { status, asked, answered: Instant::now() }))
+    }
+}
+
 /// What a wait brought.
 pub(crate) enum Outcome {
     /// A gate opened, and what the controller said right after.
-    Opened(u64, ServedVersion, Option<Box<Status>>),
+    Opened(u64, ServedVersion, Option<Box<Look>>),
     /// The status that was asked for.
-    Status(Box<Status>),
+    Looked(Box<Look>),
     /// A version was announced.
     Announced,
     /// It did not get what it asked for.
@@ -55,8 +71,8 @@ pub(crate) enum Shown {
 #[derive(Default)]
 pub(crate) struct Judge {
     published: BTreeMap<Life, BTreeMap<u64, StateDigest>>,
-    /// The newest version that was served by these lives.
-    served: BTreeMap<Vec<Life>, u64>,
+    /// The versions of these lives that were served, and when that was known at the latest.
+    served: BTreeMap<Vec<Life>, BTreeMap<u64, Instant>>,
     pub(crate) counts: BTreeMap<&'static str, u64>,
     /// The longest that a wait took beyond its deadline.
     pub(crate) late: Duration,
@@ -111,7 +127,7 @@ impl Judge {
     }
 
     /// What is served never goes back within a life.
-    pub(crate) fn served(&mut self, served: &ServedVersion) -> Result<(), String> {
+    pub(crate) fn served(&mut self, served: &ServedVersion, look: &Look) -> Result<(), String> {
         let lives: Vec<Life> =
             served.identities.iter().map(|i| (i.model_id.to_string(), i.incarnation.0)).collect();
         for (life, identity) in lives.iter().zip(&served.identities) {
@@ -120,12 +136,13 @@ impl Judge {
             }
         }
         self.count("looks at what is served");
-        let newest = self.served.entry(lives).or_default();
-        if served.version < *newest {
-            return Err(format!("WRONG: {served:?} is served after version {newest}"));
+        let seen = self.served.entry(lives).or_default();
+        // Answers overlap: only one that was asked for after the other had come is later.
+        if let Some((newer, _)) = seen.range(served.version + 1..).find(|(_, at)| **at < look.asked) {
+            return Err(format!("WRONG: {served:?} is served after version {newer}"));
         }
-        if served.version > *newest {
-            *newest = served.version;
+        if let Entry::Vacant(entry) = seen.entry(served.version) {
+            entry.insert(look.answered);
             self.count("versions served");
         }
         Ok(())

@@ -57,7 +57,7 @@ fn no_fault_makes_a_version_wrong_ends_a_service_or_keeps_anyone_waiting() {
         // Where a bit of the controller's connections may be wrong, it may believe what is not so. Every second storm
         // leaves them their bits, and what it orders is held against the truth.
         let flips = storms % 2 == 1;
-        let most = (faults / 2).clamp(1, 200);
+        let most = (faults / 2).clamp(1, 500);
         world.storm((world.faults() + most).min(faults), flips);
         world.calm_down(&format!("storm {storms}"));
     }

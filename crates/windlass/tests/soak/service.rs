@@ -106,7 +106,10 @@ impl Service {
         self.lives += 1;
         note(&self.tail, format!("-- life {}", self.lives));
         let mut command = (self.command)();
-        command.env_remove("WINDLASS_TOKEN").env("LD_PRELOAD", &self.shim).env("SOAK_CLOCK", &self.clock_path);
+        command
+            .env_remove("WINDLASS_TOKEN")
+            .env("LD_PRELOAD", &self.shim)
+            .env("SOAK_CLOCK", &self.clock_path);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let (tell, lines) = channel();

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tempfile::TempDir;
 use windlass::controller::client::ControllerClient;
-use windlass::controller::status::Status;
 use windlass::controller::wire::{Gate, NotifyVersion};
 use windlass_core::address::Token;
 use windlass_core::barrier::SetName;
@@ -21,7 +20,7 @@ use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::stop::Stop;
 
 use crate::dice::Dice;
-use crate::judge::{Judge, Life, Outcome, SLACK, Shown, Wait};
+use crate::judge::{Judge, Life, Look, Outcome, SLACK, Shown, Wait};
 use crate::network::{HOST, Relay, Trouble};
 use crate::service::{Service, Taken};
 use crate::trainer::{ARGS, PUBLISH, Weights, digest, manifest};
@@ -209,14 +208,16 @@ impl World {
             .map(|name| {
                 let mut more = vec![format!("--controller=http://{HOST}:{port}")];
                 more.extend(MODELS.map(|m| format!("--model={m}")));
-                // Images go over the wire as well as deltas.
-                more.extend((*name == "r1").then(|| "--mode=full".into()));
                 receiver(name, more)
             })
             .collect();
-        receivers.push(receiver(ALONE, models.iter().map(|m| format!("--from={}", m.endpoint)).collect()));
-        let names = ["controller", "actor's requests", "actor's data", "verifier's requests", "verifier's data"];
-        let relays = names.iter().zip(&ports).zip(2..).map(|((n, p), i)| Relay::start(n, *p, Dice::new(seed, i)));
+        let from = models.iter().map(|m| format!("--from={}", m.endpoint));
+        // Images go over the wire as well as deltas.
+        receivers.push(receiver(ALONE, from.chain(["--mode=full".into()]).collect()));
+        let names =
+            ["controller", "actor's requests", "actor's data", "verifier's requests", "verifier's data"];
+        let relays =
+            names.iter().zip(&ports).zip(2..).map(|((n, p), i)| Relay::start(n, *p, Dice::new(seed, i)));
         let client =
             ControllerClient::new(&format!("http://127.0.0.1:{port}"), Token::new(SECRET).unwrap()).unwrap();
         let mut world = World {
@@ -293,6 +294,8 @@ impl World {
         self.doubt |= flips;
         self.relays.iter().for_each(|r| r.calm(false));
         let (mut process, mut network) = (Instant::now(), Instant::now());
+        // With fewer at once, more versions come through.
+        let rest = if flips { 1.0 } else { 1.5 };
         let (before, most) = (self.faults(), Duration::from_secs(120 + (until - self.faults()) * 2));
         let start = Instant::now();
         while self.faults() < until {
@@ -300,7 +303,7 @@ impl World {
             let now = Instant::now();
             if now >= process {
                 self.process_fault();
-                process = now + PROCESS.mul_f64(self.dice.below(2000) as f64 / 1e3);
+                process = now + PROCESS.mul_f64(rest * self.dice.below(2000) as f64 / 1e3);
             }
             if now >= network {
                 let relay = self.dice.below(self.relays.len() as u64) as usize;
@@ -313,7 +316,7 @@ impl World {
                     *self.dice.pick(&Trouble::ALL)
                 };
                 self.relays[relay].order(trouble);
-                network = now + NETWORK.mul_f64(self.dice.below(2000) as f64 / 1e3);
+                network = now + NETWORK.mul_f64(rest * self.dice.below(2000) as f64 / 1e3);
             }
             if start.elapsed() > most {
                 self.fail(&format!("only {} faults hit in {most:?}", self.faults() - before));
@@ -329,14 +332,14 @@ impl World {
 
     /// Something befalls a process.
     fn process_fault(&mut self) {
-        match self.dice.below(100) {
-            0..40 => self.stop_one(),
-            40..62 => self.jump_one(),
-            62..74 => self.kill_agent(),
-            74..84 => self.kill_receiver(),
-            84..90 => self.end_life(false),
-            90..94 => self.end_life(true),
-            94..97 => self.kill_controller(),
+        match self.dice.below(200) {
+            0..96 => self.stop_one(),
+            96..146 => self.jump_one(),
+            146..168 => self.kill_agent(),
+            168..184 => self.kill_receiver(),
+            184..188 => self.end_life(false),
+            188..194 => self.end_life(true),
+            194..197 => self.kill_controller(),
             _ => self.restart_controller(),
         }
     }
@@ -352,8 +355,13 @@ impl World {
         if service.is_up() && service.stopped.is_none() && stopped < 3 {
             service.stop(span);
             let role = service.name.split('-').next().unwrap().to_owned();
-            let role = if role == "trainer" || role == "agent" || role == "controller" { &role } else { "receiver" };
-            self.hit(&format!("SIGSTOP of a {role}").replace("a agent", "an agent").replace("a controller", "the controller"));
+            let role =
+                if role == "trainer" || role == "agent" || role == "controller" { &role } else { "receiver" };
+            self.hit(
+                &format!("SIGSTOP of a {role}")
+                    .replace("a agent", "an agent")
+                    .replace("a controller", "the controller"),
+            );
         }
     }
 
@@ -388,9 +396,10 @@ impl World {
     }
 
     fn kill_receiver(&mut self) {
-        let (index, again) = (self.dice.below(self.receivers.len() as u64) as usize, self.again());
-        let receiver = &mut self.receivers[index];
-        if receiver.is_up() && !SPARED.contains(&receiver.name.as_str()) {
+        let (which, again) = (self.dice.roll() as usize, self.again());
+        let mut open: Vec<&mut Service> =
+            self.receivers.iter_mut().filter(|r| r.is_up() && !SPARED.contains(&r.name.as_str())).collect();
+        if let Some(receiver) = which.checked_rem(open.len()).and_then(|index| open.get_mut(index)) {
             receiver.kill(again);
             self.hit("SIGKILL of a receiver");
         }
@@ -435,7 +444,11 @@ impl World {
         if let Some(offset) = offset {
             model.trainer.jump(offset);
         }
-        self.hit(if clock { "SIGKILL of a trainer, clock jump for its next life" } else { "SIGKILL of a trainer" });
+        self.hit(if clock {
+            "SIGKILL of a trainer, clock jump for its next life"
+        } else {
+            "SIGKILL of a trainer"
+        });
     }
 
     // ---- lives ------------------------------------------------------------------------------------
@@ -452,8 +465,7 @@ impl World {
         if without {
             let _ = fs::remove_dir_all(&model.region);
         }
-        let (region, name, version, known) =
-            (model.region.display(), model.name, model.version, model.known);
+        let (region, name, version, known) = (model.region.display(), model.name, model.version, model.known);
         *model.args.lock().unwrap() = format!("{region}\n{name}\n{seed}\n{version}\n{known}");
         model.trainer.start();
         model.starting = Some(Instant::now());
@@ -527,7 +539,7 @@ impl World {
         let client = self.client.clone();
         let what = format!("the notify of {} {}", model.name, model.version);
         self.wait(&what, most, Some(life), move || {
-            match client.notify(&notify, &Stop::after(most + SLACK / 2)) {
+            match client.notify(&notify, &Stop::after(most + SLACK * 2)) {
                 Ok(_) => Outcome::Announced,
                 Err(refused) => Outcome::Refused(refused),
             }
@@ -543,12 +555,12 @@ impl World {
         let gate = Gate { set, at_least: at, timeout_ms: ms, ..Gate::default() };
         let client = self.client.clone();
         self.wait(&format!("the gate for {at_least}"), most, None, move || {
-            match client.gate(&gate, &Stop::after(most + SLACK / 2)) {
+            match client.gate(&gate, &Stop::after(most + SLACK * 2)) {
                 Ok(service) => {
-                    let status = client.status(&Stop::after(SLACK / 4)).ok().map(Box::new);
+                    let look = Look::at(&client, &Stop::after(SLACK / 4)).ok();
                     service.served.map_or_else(
                         || panic!("a gate opened for nothing"),
-                        |served| Outcome::Opened(at_least, served, status),
+                        |served| Outcome::Opened(at_least, served, look),
                     )
                 }
                 Err(refused) => Outcome::Refused(refused),
@@ -558,8 +570,8 @@ impl World {
 
     fn look(&mut self) {
         let (client, most) = (self.client.clone(), Duration::from_secs(2));
-        self.wait("the status", most, None, move || match client.status(&Stop::after(most)) {
-            Ok(status) => Outcome::Status(Box::new(status)),
+        self.wait("the status", most, None, move || match Look::at(&client, &Stop::after(most)) {
+            Ok(look) => Outcome::Looked(look),
             Err(refused) => Outcome::Refused(refused),
         });
     }
@@ -687,18 +699,20 @@ impl World {
             self.ask(late);
             match outcome {
                 Outcome::Announced => self.judge.count("announcements"),
-                Outcome::Status(status) => self.check_status(&status),
-                Outcome::Opened(at_least, served, status) => {
+                Outcome::Looked(look) => self.check_status(&look),
+                Outcome::Opened(at_least, served, look) => {
                     if served.version < at_least {
                         self.fail(&format!("{what} opened at {served:?}"));
                     }
                     self.judge.count("gates that opened");
-                    if let Some(status) = status {
-                        self.check_status(&status);
+                    if let Some(look) = look {
+                        self.check_status(&look);
                     }
                 }
                 Outcome::Refused(refused) => match refused.status() {
-                    None | Some(503 | 504) => self.judge.count("waits that ended with their time, or a controller"),
+                    None | Some(503 | 504) => {
+                        self.judge.count("waits that ended with their time, or a controller")
+                    }
                     // A life that is over.
                     Some(409) if life.is_some() && !self.models.iter().any(|m| m.life == life) => {
                         self.judge.count("announcements of a life that was over");
@@ -710,7 +724,8 @@ impl World {
     }
 
     /// Who is live has what is served.
-    fn check_status(&mut self, status: &Status) {
+    fn check_status(&mut self, look: &Look) {
+        let status = &look.status;
         let Some(served) = status.sets.iter().find(|s| s.set.as_str() == SET).and_then(|s| s.served.clone())
         else {
             return;
@@ -718,7 +733,7 @@ impl World {
         if self.doubt {
             return;
         }
-        let held = self.judge.served(&served);
+        let held = self.judge.served(&served, look);
         self.ask(held);
         for receiver in &status.receivers {
             if !receiver.places.iter().any(|p| p.set.as_str() == SET && p.live) {
@@ -726,7 +741,8 @@ impl World {
             }
             let name = receiver.receiver.as_str();
             for identity in &served.identities {
-                let Shown::Version(incarnation, version) = self.shown(name, identity.model_id.as_str()) else {
+                let Shown::Version(incarnation, version) = self.shown(name, identity.model_id.as_str())
+                else {
                     continue;
                 };
                 self.judge.count("live receivers held against what is served");
@@ -757,9 +773,7 @@ impl World {
             }
             if shown.elapsed() > Duration::from_secs(8) {
                 shown = Instant::now();
-                if std::env::var_os("SOAK_LOUD").is_some() {
-                    for s in self.services() { eprintln!("== {}\n{}", s.name, s.tail()); }
-                }
+
                 eprintln!("still waiting: {what}: {}", self.why());
             }
             self.tick(false);
@@ -769,8 +783,11 @@ impl World {
 
     /// Why what is served is not newer, and who is not live, in the controller's words.
     fn why(&self) -> String {
-        let Ok(status) = self.client.status(&Stop::after(SLACK)) else { return "no controller answers".into() };
-        let sets = status.sets.iter().map(|s| format!("{:?}: {}", s.served.as_ref().map(|s| s.version), s.blocked));
+        let Ok(status) = self.client.status(&Stop::after(SLACK)) else {
+            return "no controller answers".into();
+        };
+        let sets =
+            status.sets.iter().map(|s| format!("{:?}: {}", s.served.as_ref().map(|s| s.version), s.blocked));
         let places = status.receivers.iter().flat_map(|r| {
             r.places.iter().filter(|p| !p.live).map(move |p| format!("{}: {:?}", r.receiver, p.why))
         });
@@ -802,7 +819,8 @@ impl World {
             w.client.status(&Stop::after(SLACK)).is_ok_and(|status| {
                 let set = status.sets.iter().find(|s| s.set.as_str() == SET);
                 let served = set.and_then(|s| s.served.as_ref()).is_some_and(|s| {
-                    let of = |i: &windlass_core::identity::Identity| (i.model_id.to_string(), i.incarnation.0);
+                    let of =
+                        |i: &windlass_core::identity::Identity| (i.model_id.to_string(), i.incarnation.0);
                     s.version == top && s.identities.iter().map(of).eq(lives.iter().cloned())
                 });
                 served && set.is_some_and(|s| s.live == MEMBERS.len())
@@ -812,9 +830,10 @@ impl World {
         for name in names {
             for index in 0..MODELS.len() {
                 let life = self.models[index].life.clone().unwrap();
-                self.until(&format!("{name} has version {top} of {}", life.0), |w| {
-                    matches!(w.shown(&name, &life.0), Shown::Version(l, v) if (l, v) == (life.1, top))
-                });
+                self.until(
+                    &format!("{name} has version {top} of {}", life.0),
+                    |w| matches!(w.shown(&name, &life.0), Shown::Version(l, v) if (l, v) == (life.1, top)),
+                );
             }
         }
         self.doubt = false;
@@ -831,7 +850,8 @@ impl World {
 
     /// What everybody takes at first.
     pub(crate) fn measure(&mut self) {
-        let taken = self.services().iter().filter_map(|s| Some((s.name.clone(), Taken::of(s.pid()?)))).collect();
+        let taken =
+            self.services().iter().filter_map(|s| Some((s.name.clone(), Taken::of(s.pid()?)))).collect();
         self.first = taken;
     }
 
@@ -867,7 +887,8 @@ impl World {
 
     pub(crate) fn table(&mut self, took: Duration, storms: u64) -> String {
         let (seed, kinds) = (self.seed, self.kinds());
-        let mut text = format!("\nseed {seed}: {} faults in {storms} storms, {:.0?}\n\n", self.faults(), took);
+        let mut text =
+            format!("\nseed {seed}: {} faults in {storms} storms, {:.0?}\n\n", self.faults(), took);
         for (kind, count) in &kinds {
             let _ = writeln!(text, "{count:>8}  {kind}");
         }
@@ -885,7 +906,11 @@ impl World {
             "\n0 wrong, 0 services ended by a peer, 0 waits past a deadline (the latest was {late:.1?} late, {SLACK:?} \
              are allowed), 0 leaks:\n"
         );
-        let _ = writeln!(text, "{:<18} {:>5}  {:>14}  {:>14}  {:>20}", "", "lives", "descriptors", "threads", "own memory, KiB");
+        let _ = writeln!(
+            text,
+            "{:<18} {:>5}  {:>14}  {:>14}  {:>20}",
+            "", "lives", "descriptors", "threads", "own memory, KiB"
+        );
         let first = self.first.clone();
         for service in self.services() {
             let Some(now) = service.pid().map(Taken::of) else { continue };
@@ -893,7 +918,14 @@ impl World {
             let _ = writeln!(
                 text,
                 "{:<18} {:>5}  {:>5} -> {:>5}  {:>5} -> {:>5}  {:>8} -> {:>8}",
-                service.name, service.lives, was.descriptors, now.descriptors, was.threads, now.threads, was.kib, now.kib
+                service.name,
+                service.lives,
+                was.descriptors,
+                now.descriptors,
+                was.threads,
+                now.threads,
+                was.kib,
+                now.kib
             );
         }
         text
@@ -906,7 +938,8 @@ impl World {
             wrong.extend(receiver.end(false, START).err().map(|e| format!("{}: {e}", receiver.name)));
         }
         for model in &mut self.models {
-            wrong.extend(model.trainer.end(true, START).err().map(|e| format!("{}: {e}", model.trainer.name)));
+            wrong
+                .extend(model.trainer.end(true, START).err().map(|e| format!("{}: {e}", model.trainer.name)));
             wrong.extend(model.agent.end(true, START).err().map(|e| format!("{}: {e}", model.agent.name)));
         }
         wrong.extend(self.controller.end(false, START).err().map(|e| format!("controller: {e}")));
