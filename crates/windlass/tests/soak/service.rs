@@ -122,6 +122,16 @@ impl Service {
         (self.stdin, self.lines, self.child, self.down) = (child.stdin.take(), lines, Some(child), None);
     }
 
+    /// What it is, with its article.
+    pub(crate) fn role(&self) -> &'static str {
+        match self.name.split('-').next() {
+            Some("trainer") => "a trainer",
+            Some("agent") => "an agent",
+            Some("controller") => "the controller",
+            _ => "a receiver",
+        }
+    }
+
     pub(crate) fn is_up(&self) -> bool {
         self.child.is_some()
     }

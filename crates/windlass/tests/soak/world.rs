@@ -347,21 +347,14 @@ impl World {
     fn stop_one(&mut self) {
         let (which, most) = (self.dice.roll() as usize, *self.dice.pick(&STOPS));
         let span = Duration::from_millis(20 + self.dice.below(most));
-        let services = self.services();
+        let mut services = self.services();
         let index = which % services.len();
-        let mut services = services;
         let stopped = services.iter().filter(|s| s.stopped.is_some()).count();
-        let service = &mut services[index];
+        let service = &mut *services[index];
         if service.is_up() && service.stopped.is_none() && stopped < 3 {
             service.stop(span);
-            let role = service.name.split('-').next().unwrap().to_owned();
-            let role =
-                if role == "trainer" || role == "agent" || role == "controller" { &role } else { "receiver" };
-            self.hit(
-                &format!("SIGSTOP of a {role}")
-                    .replace("a agent", "an agent")
-                    .replace("a controller", "the controller"),
-            );
+            let kind = format!("SIGSTOP of {}", service.role());
+            self.hit(&kind);
         }
     }
 
@@ -374,7 +367,7 @@ impl World {
         let (which, offset) = (self.dice.roll() as usize, self.offset());
         let mut services = self.services();
         let index = which % services.len();
-        let service = &mut services[index];
+        let service = &mut *services[index];
         if service.is_up() && service.offset != offset {
             service.jump(offset);
             self.hit("clock jump of a running process");
@@ -711,7 +704,7 @@ impl World {
                 }
                 Outcome::Refused(refused) => match refused.status() {
                     None | Some(503 | 504) => {
-                        self.judge.count("waits that ended with their time, or a controller")
+                        self.judge.count("waits that ended with their time, or a controller");
                     }
                     // A life that is over.
                     Some(409) if life.is_some() && !self.models.iter().any(|m| m.life == life) => {
