@@ -13,7 +13,7 @@
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | `world` | all processes, the faults, and what is published |
+//! | `world` | all processes; `storm` is the faults, `lives` what is published, `beat` what is looked at, `rest` the pauses and the end |
 //! | `judge` | what must hold, and the counts of it |
 //! | `network` | the relays |
 //! | `service` | one process in all its lives |
