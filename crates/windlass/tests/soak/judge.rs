@@ -17,7 +17,7 @@ use windlass_data::stop::Stop;
 use crate::trainer;
 
 /// What a wait may take beyond its deadline on a machine that does a lot else, with a process that is stopped meanwhile.
-pub(crate) const SLACK: Duration = Duration::from_secs(10);
+pub(crate) const SLACK: Duration = Duration::from_secs(15);
 
 /// A life of a model's trainer.
 pub(crate) type Life = (String, u64);
