@@ -3,10 +3,10 @@
 //! Two trainers with their agents, a controller and four receivers are real processes. Everything that receivers say to
 //! agents and the controller, and all data, passes relays that flip bits, lose, cut, reset, stall and delay. Meanwhile
 //! processes are killed, stopped, restarted and get other clocks, and trainers keep publishing. What is looked at all the
-//! time: each image that a receiver shows is, byte by byte, what was published as this version of this life; what is
-//! served never goes back; a gate opens only when those who are live have the version; no service ends unless it is
-//! killed; every wait ends within its deadline. Between storms everything must come to rest at the newest version, and at
-//! the end nothing may be left behind.
+//! time: each image that a receiver shows has the digest, over all its bytes, of what was published as this version of
+//! this life; what is served never goes back; a gate opens only when those who are live have the version; no service ends
+//! unless it is killed; every wait ends within its deadline. Between storms everything must come to rest at the newest
+//! version, and at the end nothing may be left behind.
 //!
 //! A fault counts if it hit: a bit of bytes that were being sent, a process that was there. `WINDLASS_SEED` repeats the
 //! draws of a run, `WINDLASS_FAULTS` says how many faults (`make soak`: 10,000).

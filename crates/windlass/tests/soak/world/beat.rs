@@ -88,6 +88,7 @@ impl World {
             match receiver.ended() {
                 // It never got so far that it is a service: whoever started it starts it again.
                 Some(_) if !succeeded => {
+                    eprintln!("{} ended before its first success:\n{}", receiver.name, receiver.tail());
                     early += 1;
                     receiver.down = Some(Instant::now());
                 }
