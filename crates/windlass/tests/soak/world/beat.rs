@@ -38,10 +38,10 @@ impl World {
             if self.dice.below(3) == 0 {
                 self.gate();
             }
-            let receiver = self.dice.below(self.receivers.len() as u64) as usize;
-            let model = *self.dice.pick(&MODELS);
-            let name = self.receivers[receiver].name.clone();
-            self.shown(&name, model);
+            let names: Vec<String> = self.receivers.iter().map(|r| r.name.clone()).collect();
+            for (name, model) in names.iter().flat_map(|name| MODELS.map(|model| (name, model))) {
+                self.shown(name, model);
+            }
         }
     }
 
