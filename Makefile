@@ -10,6 +10,7 @@ CARGO ?= cargo
 TARGET ?=
 SECONDS ?= 60
 SYNCS ?= 1000
+FAULTS ?= 10000
 JOBS ?= 2
 
 # Scripts leave no bytecode behind.
@@ -50,7 +51,8 @@ rust: ## the Rust tests and doc tests
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
 
-soak: ## 1,000 syncs over a bad network between killed processes, and a tensor of 3 GiB (SYNCS=n, WINDLASS_SEED=n)
+soak: ## 10,000 faults of every kind in the whole system, 1,000 syncs over a bad network, a tensor of 3 GiB (FAULTS=n, SYNCS=n, WINDLASS_SEED=n)
+	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test soak -- --nocapture
 	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test faults -- --nocapture
 	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
 

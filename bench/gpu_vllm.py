@@ -3,7 +3,7 @@
     PYTHONPATH=python python bench/gpu_vllm.py [--size 0.6B] [--steps 12] [--json FILE]
     make gpu-vllm                                    # the same, with the extension built for release first
     ... --device cpu --size tiny                     # without a GPU: everything but the figures
-    ... --beside 5                                   # and five versions by each of vLLM's own ways (vllm_own.py)
+    ... --beside 5                                   # and five versions by each of vLLM's own ways (tests/gpu/vllm_own.py)
 
 Needs vLLM (in this Python, or in another one by ``--vllm-python``), transformers, and a CUDA device unless
 ``--device cpu``. What is missing is said, and the exit code is 2.

@@ -61,6 +61,10 @@ class Plan:
         self._called("dense")
         return self.native.dense(held, self.addresses, threads)
 
+    def pin_files(self) -> None:
+        if "pin" in self.fails:
+            raise self.fails["pin"]
+
     def sum_blocks(self, stream: int, timeout: float) -> None:
         self._called("sums")
 
@@ -242,6 +246,13 @@ def test_what_was_staged_is_only_applied(make: Callable[[], Bench]) -> None:
         assert bench.calls() == calls
     digest = bench.live.digest()
     assert digest["parts"] is not None and bench.calls() == ["digest"]
+
+
+def test_files_that_cannot_be_pinned_do_not_spoil_a_load(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.start()
+    bench.plan.fails["pin"] = WindlassExhausted("cannot start a thread")
+    bench.check(bench.live.load(bench.publish()), "sparse")
 
 
 def test_records_that_were_staged_for_another_version_are_dropped(make: Callable[[], Bench]) -> None:

@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{Engine, Kind as EngineKind};
 use process::{Agent, PATIENCE, Process, Trainer};
@@ -17,8 +17,9 @@ use serde_json::Value;
 use tempfile::TempDir;
 use windlass::controller::client::{ControllerClient, ControllerError};
 use windlass::controller::status::Status;
-use windlass::controller::wire::{Gate, Notified, NotifyVersion, Service};
+use windlass::controller::wire::{Gate, Join, Notified, NotifyVersion, Service};
 use windlass_core::address::Token;
+use windlass_core::barrier::{Peer, ReceiverId};
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::image::ImageView;
 use windlass_data::stop::Stop;
@@ -402,6 +403,25 @@ fn an_image_that_was_fetched_whole_is_shown_to_nobody_before_its_load() {
     world.publish(&mut verifier, 1);
     world.gate(1);
     assert!(is_shown(&world, "r", "actor") && is_shown(&world, "r", "verifier"));
+}
+
+#[test]
+fn a_receiver_whose_clock_went_back_by_years_joins_all_the_same() {
+    let world = World::new(&[]);
+    // Its last life, which the controller remembers.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let session = (now + Duration::from_hours(24 * 3650)).as_nanos() as u64;
+    let join = Join {
+        peer: Peer { receiver: ReceiverId::new("r").unwrap(), session },
+        models: vec![ModelId::new("policy").unwrap()],
+        has: Vec::new(),
+        host: "test".into(),
+        release: "0".into(),
+    };
+    world.client.join(&join, &stop()).unwrap();
+    let _member = world.receiver("r", &["policy"], &[]);
+    let (_, joined) = world.event(0, "r", "joined");
+    assert!(joined["session"].as_u64() > Some(session), "{joined}");
 }
 
 #[test]

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass import _windlass
-from windlass.errors import WindlassCorrupt, WindlassExhausted, WindlassStale, WindlassUnsupported
+from windlass.errors import (
+    WindlassCorrupt,
+    WindlassError,
+    WindlassExhausted,
+    WindlassStale,
+    WindlassUnsupported,
+)
 
 if TYPE_CHECKING:
     from windlass.load.order import DeltaFiles, LiveVersion
@@ -169,9 +175,15 @@ class DeviceWeights:
             self.forget()
             raise
         self._staged, self._spent = None, staged
-        # Not while the first delta waits for it.
-        self._plan.pin_files()
+        self._pin()
         return staged.bytes
+
+    def _pin(self) -> None:
+        """Lets the device read the files of deltas by itself from now on: not while the first one waits for that."""
+        try:
+            self._plan.pin_files()
+        except WindlassError as e:
+            log.info("deltas go on being copied on their way to the device: %s", e)
 
     def difference(self, held: Any, threads: int, timeout: float) -> list[str]:
         """The tensors of which the parameters do not hold what ``held`` does."""

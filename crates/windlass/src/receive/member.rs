@@ -242,13 +242,13 @@ impl Member<'_> {
 
     /// Begins a life. `None` if it was told to end before that.
     fn join(&mut self, before: bool) -> Result<Option<Joined>, Error> {
-        let mut refused = 0;
+        let (mut refused, mut step) = (0, Duration::from_hours(1).as_nanos() as u64);
         loop {
             if self.stop.is_set() {
                 return Ok(None);
             }
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
-            let session = now.max(self.last_session + 1);
+            let session = now.max(self.last_session.saturating_add(1));
             self.last_session = session;
             let has = self.models.iter().filter_map(|m| m.begin(session)).collect();
             self.life.store(session, Ordering::Release);
@@ -271,10 +271,10 @@ impl Member<'_> {
                     return Ok(Some(joined));
                 }
                 Err(ControllerError::Refused { kind: Kind::Stale, .. }) => {
-                    // The clock was ahead in an earlier life.
-                    self.last_session =
-                        self.last_session.saturating_add(Duration::from_hours(1).as_nanos() as u64);
-                    self.wait_a_while();
+                    // The clock was ahead in an earlier life, by years maybe: some twenty attempts get past any.
+                    self.last_session = self.last_session.saturating_add(step);
+                    step = step.saturating_mul(2);
+                    self.rest(PAUSE.0);
                 }
                 // Nothing was served by its orders yet: whoever started this is told what is wrong. A flipped bit is not
                 // said several times.
@@ -410,6 +410,10 @@ impl Member<'_> {
     fn wait_a_while(&mut self) {
         let pause = self.away.pause.map_or(PAUSE.0, |p| p * 2).min(self.longest);
         self.away.pause = Some(pause);
+        self.rest(pause);
+    }
+
+    fn rest(&self, pause: Duration) {
         let until = Instant::now() + pause;
         while Instant::now() < until && !self.stop.is_set() {
             std::thread::sleep(Duration::from_millis(20).min(pause));
