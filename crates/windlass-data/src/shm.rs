@@ -34,6 +34,7 @@ use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
@@ -489,6 +490,12 @@ impl fmt::Display for Prepared {
         line("advised to use huge pages", &self.huge_pages, remedy)?;
         line("resident", &self.resident, "pages come in at their first use instead")
     }
+}
+
+/// Whether the files of a directory are kept in memory: on tmpfs or ramfs.
+pub fn in_memory(dir: &Path) -> io::Result<bool> {
+    // As in linux/magic.h.
+    Ok(matches!(rustix::fs::statfs(dir)?.f_type as u64, 0x0102_1994 | 0x8584_58f6))
 }
 
 /// Sleeps while `word` is `seen`, until it is woken or `timeout` has passed. May return early.

@@ -43,7 +43,7 @@ impl Supervisor {
     /// Where the agent listens. Waits until it does, for `timeout` seconds.
     fn endpoint(&self, py: Python<'_>, timeout: f64) -> PyResult<String> {
         self.home.check("supervisor")?;
-        enter(py, Some(timeout), |stop| Ok(self.kept.whereabouts(stop)?.endpoint))
+        enter(py, Some(timeout), |stop| Ok(self.kept.address(stop)?.endpoint))
     }
 
     /// How the agent is, as JSON: `running`, `pid`, `endpoint`, `data_port`, `token_file`, `restarts`, `last_error`,
@@ -51,7 +51,7 @@ impl Supervisor {
     fn status(&self) -> PyResult<String> {
         self.home.check("supervisor")?;
         let status = self.kept.status().map_err(Failure::from)?;
-        let here = status.whereabouts;
+        let here = status.address;
         let told = json!({
             "running": status.running,
             "pid": status.pid,

@@ -24,7 +24,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::net::IpAddr;
 use std::num::NonZeroU16;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::watch;
 use windlass_core::address::{Host, HostPort, Token};
@@ -45,7 +45,6 @@ use windlass_core::wire::control::{
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
-use windlass_data::private::{self, PrivateError};
 use windlass_data::region::{Region, RegionError};
 use windlass_data::seal::draft::Draft;
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
@@ -53,6 +52,7 @@ use windlass_data::stop::Stop;
 use windlass_data::tcp::SenderConfig;
 use windlass_data::tls::{Certificate, Trust};
 
+use crate::agent_address::{self, AgentAddress};
 use crate::control::HttpControl;
 use crate::error::Error;
 use crate::http::{self, Failure, Limits, MAX_POLL};
@@ -102,36 +102,8 @@ pub struct Agent {
     pub again: Option<(u16, u16)>,
 }
 
-/// What `agent.json` says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Whereabouts {
-    /// Where requests go.
-    pub endpoint: String,
-    /// Where data connections go.
-    pub data_port: u16,
-    /// The file with the token, if there is one.
-    pub token_file: Option<PathBuf>,
-    /// The process.
-    pub pid: u32,
-}
-
 /// How long a holder of a life with a greater number waits for a version.
 const OTHER_LIFE: Duration = Duration::from_secs(1);
-
-/// The file that says where the agent is.
-pub const WHEREABOUTS: &str = "agent.json";
-
-/// Where the agent of a region on this host is.
-pub fn whereabouts(region: &Path) -> Result<Whereabouts, Error> {
-    let path = region.join(WHEREABOUTS);
-    // Whoever owns the directory says where the token goes.
-    private::open(region).map_err(|e| match e {
-        PrivateError::Io { source, .. } => Error::io("read", &path)(source),
-        refused => refused.into(),
-    })?;
-    let text = std::fs::read(&path).map_err(Error::io("read", &path))?;
-    serde_json::from_slice(&text).map_err(|e| Error::Usage(format!("{}: {e}", path.display())))
-}
 
 impl Agent {
     /// Serves until it is told to end.
@@ -216,7 +188,7 @@ impl Agent {
             }
         };
         let port = NonZeroU16::new(address.port()).unwrap_or(NonZeroU16::MIN);
-        let here = Whereabouts {
+        let here = AgentAddress {
             endpoint: format!(
                 "{}://{}",
                 tls::scheme(certificate),
@@ -226,7 +198,7 @@ impl Agent {
             token_file,
             pid: std::process::id(),
         };
-        let path = region.dir().join(WHEREABOUTS);
+        let path = region.dir().join(agent_address::FILE);
         let text = serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?;
         Draft::write(&path, &text).map_err(Error::io("write", &path))?;
         let event = json!({

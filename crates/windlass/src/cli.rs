@@ -15,7 +15,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand};
 
 use self::controller::ParsedController;
 use self::gate::ParsedGate;
@@ -23,7 +23,7 @@ use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use self::top::ParsedTop;
 use crate::bench::{self, BenchConfig, PlaneConfig};
 use crate::delta::apply::Apply;
-use crate::delta::make::Make;
+use crate::delta::make::{Make, Mode};
 use crate::delta::show::show;
 use crate::error::Error;
 use crate::gate::WaitAtGate;
@@ -375,17 +375,6 @@ impl Threads {
     }
 }
 
-/// How changes are coded; see [`windlass_core::delta`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Mode {
-    /// Decodes without a pass over the old weights, and composes
-    Plain,
-    /// Smaller, block by block; needs the old weights to decode
-    Context,
-    /// Context where it saves at least a tenth, else plain
-    Auto,
-}
-
 /// A command whose arguments have been checked.
 #[derive(Debug)]
 pub enum Command {
@@ -665,13 +654,6 @@ fn exit_codes() -> String {
     text
 }
 
-/// What the parser says, on one line and without the pointer to help, which is the advice.
-pub(crate) fn one_line(text: &str) -> String {
-    let text = text.strip_prefix("error: ").unwrap_or(text);
-    let kept = text.lines().filter(|l| !l.starts_with("For more information"));
-    kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
-}
-
 /// Whether to speak JSON, asked before arguments are parsed: failures to parse are told in it too.
 fn wants_json(arguments: &[OsString]) -> bool {
     arguments.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json")
@@ -680,7 +662,7 @@ fn wants_json(arguments: &[OsString]) -> bool {
 /// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
 fn explain(e: &clap::Error, note: Option<&str>, json: bool) -> u8 {
     if e.use_stderr() && json {
-        let message = one_line(&e.render().to_string());
+        let message = crate::session::one_line(&e.render().to_string());
         let message = note.map_or(message.clone(), |note| format!("{message} ({note})"));
         return report(&Error::Usage(message), true);
     }

@@ -30,7 +30,7 @@ use windlass_data::serve::Peer;
 use windlass_data::stop::Stop;
 use windlass_data::tls::{Privacy, Trust};
 
-use crate::agent::whereabouts;
+use crate::agent_address::AgentAddress;
 use crate::client::{Client, Request, kind_of};
 use crate::error::{self, Error};
 use crate::token::{self, Held};
@@ -271,7 +271,7 @@ fn absent(dir: &Path) -> String {
 
 /// Where the agent of a region is and what it wants to hear.
 fn look(dir: &Path, token: Option<&Token>) -> Result<Place, Error> {
-    let here = whereabouts(dir)?;
+    let here = AgentAddress::read(dir)?;
     let its = here.token_file.as_deref().map(token::read).transpose()?;
     let token = its.or_else(|| token.cloned()).ok_or_else(|| {
         let name = token::VARIABLE;

@@ -33,6 +33,7 @@
 //! | [`gc`] | `windlass gc` |
 
 pub mod agent;
+pub mod agent_address;
 pub mod bench;
 pub mod cli;
 pub mod client;

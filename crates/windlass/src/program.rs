@@ -8,8 +8,12 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
-use crate::config;
 use crate::error::Error;
+
+/// The variable that names the configuration file.
+pub const CONFIG: &str = "WINDLASS_CONFIG";
+/// Its value where neither a file nor the environment is read.
+pub const NO_CONFIG: &str = "none";
 
 static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
 
@@ -32,6 +36,6 @@ pub fn command() -> Result<Command, Error> {
     let mut words = words()?.into_iter();
     let mut command = Command::new(words.next().unwrap_or_default());
     // It gets all it needs as arguments; a file or a variable that is meant for others must not change it.
-    command.args(words).env(config::VARIABLE, config::NONE);
+    command.args(words).env(CONFIG, NO_CONFIG);
     Ok(command)
 }

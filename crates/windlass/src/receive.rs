@@ -48,12 +48,12 @@ use windlass_data::receiver::{
     Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Share, Start, Synced,
 };
 use windlass_data::region::{LeaseKind, Memfd};
+use windlass_data::shm::in_memory;
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
 use windlass_data::tls::Trust;
 
 use crate::control::HttpControl;
-use crate::doctor::place::in_memory;
 use crate::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::error::{Error, advised};
 use crate::image;

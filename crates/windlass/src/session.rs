@@ -231,6 +231,13 @@ fn shorten(text: &str, width: usize) -> String {
     text.chars().take(head).chain(['…']).chain(text.chars().skip(n - tail)).collect()
 }
 
+/// An error of clap's on one line, without its pointer to help, which is the advice.
+pub fn one_line(text: &str) -> String {
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    let kept = text.lines().filter(|l| !l.starts_with("For more information"));
+    kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
+}
+
 /// Bytes for people: `1.50 GiB`.
 pub fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()

@@ -14,7 +14,7 @@ use process::{Agent, PATIENCE, Process, Trainer, processes_about};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use windlass::agent::Whereabouts;
+use windlass::agent_address::AgentAddress;
 use windlass::supervise::{Spec, Status, SuperviseError, Supervisor};
 use windlass_core::error::Kind;
 use windlass_data::stop::Stop;
@@ -39,8 +39,8 @@ fn shell(region: &Path, script: &str) -> Spec {
     Spec { program: ["sh", "-c", script].map(Into::into).to_vec(), ..spec(region, &[]) }
 }
 
-fn found(supervisor: &Supervisor) -> Whereabouts {
-    supervisor.whereabouts(&Stop::after(PATIENCE)).unwrap()
+fn found(supervisor: &Supervisor) -> AgentAddress {
+    supervisor.address(&Stop::after(PATIENCE)).unwrap()
 }
 
 /// Waits until something is so.
@@ -76,7 +76,7 @@ fn agents_of(region: &Path) -> Vec<u32> {
 }
 
 /// Requests to a supervised agent.
-fn client(here: &Whereabouts) -> Agent {
+fn client(here: &AgentAddress) -> Agent {
     Agent {
         process: Process::spawn(Command::new("cat")),
         endpoint: here.endpoint.clone(),
@@ -125,7 +125,7 @@ fn an_agent_whose_ports_were_taken_meanwhile_finds_others_of_its_range() {
     );
     let supervisor = Supervisor::start(shell(&trainer.region, &script)).unwrap();
     let first = found(&supervisor);
-    let port = |here: &Whereabouts| here.endpoint.rsplit(':').next().unwrap().parse::<u16>().unwrap();
+    let port = |here: &AgentAddress| here.endpoint.rsplit(':').next().unwrap().parse::<u16>().unwrap();
     fs::write(&gate, "").unwrap();
     signal(first.pid, Signal::KILL);
     let taken = until("the ports are free", || {
@@ -188,7 +188,7 @@ fn an_agent_that_cannot_start_says_why_and_is_tried_again() {
     let region = home.path().join("region");
     let error = |spec: Spec, timeout: u64| {
         let supervisor = Supervisor::start(spec).unwrap();
-        let e = supervisor.whereabouts(&Stop::after(Duration::from_millis(timeout))).unwrap_err();
+        let e = supervisor.address(&Stop::after(Duration::from_millis(timeout))).unwrap_err();
         let restarts = supervisor.status().unwrap().restarts;
         supervisor.stop(PATIENCE, &Stop::never()).unwrap();
         (e.kind(), e.to_string(), restarts)
@@ -216,10 +216,10 @@ fn an_agent_that_cannot_start_says_why_and_is_tried_again() {
     let port = taken.local_addr().unwrap().port();
     let supervisor = Supervisor::start(spec(&trainer.region, &["--ports", &port.to_string()])).unwrap();
     status_when(&supervisor, "a failure", |s| s.last_error.is_some());
-    let e = supervisor.whereabouts(&Stop::after(Duration::from_millis(50))).unwrap_err();
+    let e = supervisor.address(&Stop::after(Duration::from_millis(50))).unwrap_err();
     assert_eq!(e.kind(), Kind::Exhausted);
     assert!(e.to_string().contains(&format!("cannot listen on 127.0.0.1, ports {port}")), "{e}");
-    let e = supervisor.whereabouts(&Stop::after(Duration::from_mins(2))).unwrap_err();
+    let e = supervisor.address(&Stop::after(Duration::from_mins(2))).unwrap_err();
     assert!(matches!(&e, SuperviseError::Refuses { kind: Kind::Exhausted, .. }), "{e}");
     drop(taken);
     status_when(&supervisor, "an agent", |s| s.whereabouts.is_some());
@@ -240,7 +240,7 @@ fn an_agent_that_never_listens_is_killed() {
     supervisor.stop(Duration::ZERO, &Stop::never()).unwrap();
     let after = supervisor.status().unwrap();
     assert_eq!((after.running, after.pid, after.whereabouts), (false, None, None));
-    let e = supervisor.whereabouts(&Stop::after(PATIENCE)).unwrap_err();
+    let e = supervisor.address(&Stop::after(PATIENCE)).unwrap_err();
     assert!(matches!(e, SuperviseError::Ended { .. }), "{e}");
 }
 

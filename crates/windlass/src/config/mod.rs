@@ -53,15 +53,15 @@ use clap::builder::Resettable;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
+use crate::program;
+
 pub use self::error::{ConfigError, Nearest, Place};
 pub use self::show::Show;
 
 /// The file that is read if it is in the current directory.
 pub const FILE: &str = "windlass.toml";
 /// The variable that names another file.
-pub const VARIABLE: &str = "WINDLASS_CONFIG";
-/// What [`VARIABLE`] says if neither a file nor the environment is to be looked at.
-pub const NONE: &str = "none";
+pub const VARIABLE: &str = program::CONFIG;
 /// Flags that have one variable for all commands that have them.
 pub const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
 /// What every variable begins with.
@@ -95,7 +95,7 @@ impl Surroundings {
 
     /// Whether neither place is to be looked at.
     fn off(&self) -> bool {
-        self.variable(VARIABLE).is_some_and(|v| v == NONE)
+        self.variable(VARIABLE).is_some_and(|v| v == program::NO_CONFIG)
     }
 
     /// Whether there is nothing to look at, which is the usual case and should cost nothing.
@@ -364,7 +364,7 @@ fn check(given: &Given, arg: &Arg) -> Result<(), ConfigError> {
     let parsed = parser.try_get_matches_from(given.arguments(arg));
     parsed.map(drop).map_err(|e| ConfigError::Value {
         at: given.place.clone(),
-        message: crate::cli::one_line(&e.render().to_string()),
+        message: crate::session::one_line(&e.render().to_string()),
     })
 }
 

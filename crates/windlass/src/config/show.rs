@@ -75,7 +75,7 @@ fn list(
     let completed = complete(lenient, words.clone(), around)?;
     let parse = |words: &[OsString]| {
         let parsed = lenient.clone().try_get_matches_from(words);
-        parsed.map_err(|e| Error::Usage(crate::cli::one_line(&e.render().to_string())))
+        parsed.map_err(|e| Error::Usage(crate::session::one_line(&e.render().to_string())))
     };
     let matches = parse(&completed.arguments)?;
     let said = parse(&words)?;

@@ -218,7 +218,11 @@ fn a_file_that_was_named_must_be_there() {
 #[test]
 fn none_turns_both_places_off_and_hidden_commands_look_at_neither() {
     let file = "[work]\nstreams = 2\n";
-    let variables = [(VARIABLE, NONE), ("WINDLASS_WORK_GROUP", "1"), ("WINDLASS_HIDDEN_STREAMS", "1")];
+    let variables = [
+        (VARIABLE, crate::program::NO_CONFIG),
+        ("WINDLASS_WORK_GROUP", "1"),
+        ("WINDLASS_HIDDEN_STREAMS", "1"),
+    ];
     assert_eq!(completed(file, &variables, "work"), Ok("work".into()));
     assert_eq!(completed("[nonsense]", &variables[2..], "hidden"), Ok("hidden".into()));
 }

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use clap::ValueEnum;
 use serde_json::json;
 use windlass_core::StateDigest;
 use windlass_core::delta::Encoder;
@@ -15,10 +16,20 @@ use windlass_data::seal::pass::{self, Pair, Run, Visit};
 
 use super::journal::refuse_unfinished;
 use super::{bits_per_change, same_layout};
-use crate::cli::Mode;
 use crate::error::Error;
 use crate::outfile::OutFile;
 use crate::session::{Session, bytes, count, percent};
+
+/// How changes are coded; see [`windlass_core::delta`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// Decodes without a pass over the old weights, and composes
+    Plain,
+    /// Smaller, block by block; needs the old weights to decode
+    Context,
+    /// Context where it saves at least a tenth, else plain
+    Auto,
+}
 
 /// The checked arguments of `delta make`.
 #[derive(Debug)]

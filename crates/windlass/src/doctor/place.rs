@@ -40,18 +40,12 @@ pub fn checks(dir: &Path, available: Option<u64>) -> Vec<Check> {
     }
 }
 
-/// Whether what is in a directory is kept in memory.
-pub fn in_memory(dir: &Path) -> io::Result<bool> {
-    // Of tmpfs and of ramfs, as in linux/magic.h.
-    Ok(matches!(rustix::fs::statfs(dir)?.f_type as u64, 0x0102_1994 | 0x8584_58f6))
-}
-
 impl Place {
     fn look(dir: &Path) -> io::Result<Place> {
         if !fs::metadata(dir)?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
         }
-        let in_memory = in_memory(dir)?;
+        let in_memory = windlass_data::shm::in_memory(dir)?;
         let sizes = rustix::fs::statvfs(dir)?;
         let total = sizes.f_blocks.saturating_mul(sizes.f_frsize);
         Ok(Place {

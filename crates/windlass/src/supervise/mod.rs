@@ -15,7 +15,7 @@
 //! # Life of an agent
 //!
 //! ```text
-//! start ── says `listening` ──► found by `whereabouts`
+//! start ── says `listening` ──► found by `address`
 //!   │ dies, or is killed: not listening in time, or stopped (SIGSTOP) for too long
 //!   ▼
 //! pause of 50 ms, twice as long after each failure in a row up to 5 s ──► start
@@ -23,7 +23,7 @@
 //!
 //! A restarted agent tries the ports of its predecessor first, because receivers know them, and then those it was
 //! told. It finds everything else in the region. One that cannot start at all is tried again all the same: ports get
-//! free, predecessors end. [`Supervisor::whereabouts`] tells what it said meanwhile.
+//! free, predecessors end. [`Supervisor::address`] tells what it said meanwhile.
 //!
 //! The agent runs in a process group of its own, so that Ctrl-C in a terminal reaches the trainer alone, which may
 //! want to publish and clean up; in the directory and with the environment that this process had at
@@ -71,8 +71,7 @@ pub use self::error::SuperviseError;
 pub use self::log::MAX_LOG;
 
 use self::log::Log;
-use crate::agent::Whereabouts;
-use crate::config;
+use crate::agent_address::AgentAddress;
 
 /// How often an agent may refuse in a row, for the same reason that lies in what it was asked, before that is said
 /// without waiting for the deadline.
@@ -123,7 +122,7 @@ pub struct Status {
     /// Which.
     pub pid: Option<u32>,
     /// Where it listens, once it does.
-    pub whereabouts: Option<Whereabouts>,
+    pub address: Option<AgentAddress>,
     /// How often it was started again.
     pub restarts: u64,
     /// What the last one that failed said, or how it ended.
@@ -203,12 +202,12 @@ impl Supervisor {
     }
 
     /// Where the agent listens, as soon as one does.
-    pub fn whereabouts(&self, stop: &Stop) -> Result<Whereabouts, SuperviseError> {
+    pub fn address(&self, stop: &Stop) -> Result<AgentAddress, SuperviseError> {
         self.check_home()?;
         let begun = Instant::now();
         let mut state = self.shared.state();
         loop {
-            if let Some(here) = &state.status.whereabouts {
+            if let Some(here) = &state.status.address {
                 return Ok(here.clone());
             }
             if state.ended {
@@ -325,9 +324,9 @@ impl Launch {
         words.extend(["--with-parent", "--json"].map(OsString::from));
         words.extend(spec.options);
         let mut environment: Vec<(OsString, OsString)> = env::vars_os().collect();
-        environment.retain(|(name, _)| name != config::VARIABLE);
+        environment.retain(|(name, _)| name != crate::program::CONFIG);
         // The trainer says all that its agent needs.
-        environment.push((config::VARIABLE.into(), config::NONE.into()));
+        environment.push((crate::program::CONFIG.into(), crate::program::NO_CONFIG.into()));
         for (name, value) in spec.environment {
             environment.retain(|(known, _)| *known != name);
             environment.extend(value.map(|v| (name, v)));

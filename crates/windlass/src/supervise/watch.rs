@@ -17,7 +17,7 @@ use windlass_data::stop::Stop;
 
 use super::log::Log;
 use super::{Launch, Shared};
-use crate::agent::Whereabouts;
+use crate::agent_address::AgentAddress;
 
 /// Between two looks at an agent that is quiet.
 const LOOK: Duration = Duration::from_millis(500);
@@ -106,7 +106,7 @@ impl Watch {
         let how = self.follow(&mut agent);
         self.shared.change(|state| {
             state.status.running = false;
-            (state.status.pid, state.status.whereabouts) = (None, None);
+            (state.status.pid, state.status.address) = (None, None);
         });
         End { how, error: agent.error.take(), listened: agent.listened }
     }
@@ -154,12 +154,12 @@ impl Watch {
             let kind = value.pointer("/error/kind").and_then(|k| serde_json::from_value(k.clone()).ok());
             agent.error = Some((kind.unwrap_or(Kind::Bug), message.to_owned()));
         } else if value["event"] == "listening"
-            && let Some(here) = whereabouts(&value, agent.child.id())
+            && let Some(here) = address(&value, agent.child.id())
         {
             agent.listened = Some(Instant::now());
             self.again = port(&here.endpoint).map(|port| (port, here.data_port));
             tracing::info!(endpoint = %here.endpoint, pid = here.pid, "the agent listens");
-            self.shared.change(|state| state.status.whereabouts = Some(here));
+            self.shared.change(|state| state.status.address = Some(here));
         }
     }
 
@@ -211,7 +211,7 @@ impl Drop for Watch {
         self.shared.change(|state| {
             state.ended = true;
             state.status.running = false;
-            (state.status.pid, state.status.whereabouts) = (None, None);
+            (state.status.pid, state.status.address) = (None, None);
         });
     }
 }
@@ -344,8 +344,8 @@ fn is_stopped(pid: u32) -> bool {
     stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
 }
 
-fn whereabouts(value: &Value, pid: u32) -> Option<Whereabouts> {
-    Some(Whereabouts {
+fn address(value: &Value, pid: u32) -> Option<AgentAddress> {
+    Some(AgentAddress {
         endpoint: value["endpoint"].as_str()?.to_owned(),
         data_port: u16::try_from(value["data_port"].as_u64()?).ok()?,
         token_file: value["token_file"].as_str().map(Into::into),
