@@ -222,7 +222,7 @@ fn an_agent_that_cannot_start_says_why_and_is_tried_again() {
     let e = supervisor.address(&Stop::after(Duration::from_mins(2))).unwrap_err();
     assert!(matches!(&e, SuperviseError::Refuses { kind: Kind::Exhausted, .. }), "{e}");
     drop(taken);
-    status_when(&supervisor, "an agent", |s| s.whereabouts.is_some());
+    status_when(&supervisor, "an agent", |s| s.address.is_some());
     assert_eq!(found(&supervisor).endpoint, format!("http://127.0.0.1:{port}"));
 }
 
@@ -239,7 +239,7 @@ fn an_agent_that_never_listens_is_killed() {
     assert!(!is_alive(first));
     supervisor.stop(Duration::ZERO, &Stop::never()).unwrap();
     let after = supervisor.status().unwrap();
-    assert_eq!((after.running, after.pid, after.whereabouts), (false, None, None));
+    assert_eq!((after.running, after.pid, after.address), (false, None, None));
     let e = supervisor.address(&Stop::after(PATIENCE)).unwrap_err();
     assert!(matches!(e, SuperviseError::Ended { .. }), "{e}");
 }
