@@ -21,11 +21,6 @@ use windlass_data::serve::ServeError;
 use windlass_data::stop::Stopped;
 use windlass_data::tls::TlsError;
 
-use crate::config::ConfigError;
-use crate::controller::client::ControllerError;
-use crate::engines::EngineError;
-use crate::synth::SynthError;
-
 /// A command that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -55,9 +50,6 @@ pub enum Error {
     /// A checkpoint that cannot be opened.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A synthetic model that cannot be made.
-    #[error(transparent)]
-    Synth(#[from] SynthError),
     /// Two checkpoints do not have the same tensors.
     #[error("{} and {} do not have the same tensors: {name:?} {how}", a.display(), b.display())]
     LayoutDiffers {
@@ -205,15 +197,16 @@ pub enum Error {
     /// A certificate.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// A configuration that cannot be used.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// A controller that did not do what it was asked.
-    #[error(transparent)]
-    Controller(#[from] ControllerError),
-    /// An engine that cannot be loaded.
-    #[error(transparent)]
-    Engine(Box<EngineError>),
+    /// The error of a module that has a type of its own: a configuration, a controller, an engine, a synthetic model.
+    #[error("{source}")]
+    Module {
+        /// What sort of failure it is.
+        kind: Kind,
+        /// What to do next, or nothing.
+        advice: String,
+        /// The error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Engines that were not loaded.
     #[error(
         "{} of {total} engines did not load version {version}: {}",
@@ -250,12 +243,6 @@ impl From<Stopped> for Error {
     }
 }
 
-impl From<EngineError> for Error {
-    fn from(e: EngineError) -> Error {
-        Error::Engine(Box::new(e))
-    }
-}
-
 /// A pass that was called off is an interrupted command, whichever pass it was.
 impl From<SealError> for Error {
     fn from(e: SealError) -> Error {
@@ -273,7 +260,20 @@ impl From<SealError> for Error {
     }
 }
 
+/// What to do about a certificate that is refused.
+pub(crate) const CERTIFICATES: &str =
+    "see docs/security.md on how certificates are made and what they must contain";
+
 impl Error {
+    /// The error of a module above this one.
+    pub(crate) fn of_module(
+        kind: Kind,
+        advice: impl Into<String>,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Error {
+        Error::Module { kind, advice: advice.into(), source: Box::new(source) }
+    }
+
     /// For `map_err` on file operations.
     pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
         let path = path.to_owned();
@@ -303,7 +303,6 @@ impl Error {
             Error::Io { source, .. } => io_kind(source),
             Error::Content { kind, .. } => *kind,
             Error::File(e) => e.kind(),
-            Error::Synth(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
             Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
             // Another run's lock forbids it; nothing ran out, and no input is wrong.
@@ -317,11 +316,11 @@ impl Error {
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
-            Error::Child { kind, .. } | Error::Plane { kind, .. } | Error::Engines { kind, .. } => *kind,
+            Error::Child { kind, .. }
+            | Error::Plane { kind, .. }
+            | Error::Engines { kind, .. }
+            | Error::Module { kind, .. } => *kind,
             Error::Tls(e) => e.kind(),
-            Error::Config(e) => e.kind(),
-            Error::Controller(e) => e.kind(),
-            Error::Engine(e) => e.kind(),
             Error::Cancelled => Kind::Cancelled,
             Error::Deadline => Kind::Timeout,
             Error::Bug(_) => Kind::Bug,
@@ -369,19 +368,8 @@ impl Error {
             }
             Error::Busy { .. } => "wait for it to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
-            Error::Config(e) => e.advice(),
-            Error::Tls(_)
-            | Error::Controller(ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. }) => {
-                "see docs/security.md on how certificates are made and what they must contain".into()
-            }
-            Error::Controller(ControllerError::Lost { .. }) => {
-                "check that `windlass controller` runs there, and that this is the address it printed".into()
-            }
-            Error::Controller(e) if e.kind() == Kind::Denied => {
-                "give the token of the controller, which it named when it started".into()
-            }
-            Error::Controller(_) => String::new(),
-            Error::Engine(e) => e.advice().into(),
+            Error::Module { advice, .. } => advice.clone(),
+            Error::Tls(_) => CERTIFICATES.into(),
             Error::Cancelled => {
                 "no half-written output was left; run the same command again when ready".into()
             }
@@ -411,7 +399,6 @@ impl Error {
             Error::Content { .. }
             | Error::File(_)
             | Error::NotShown { .. }
-            | Error::Synth(_)
             | Error::Seal(_)
             | Error::Plane { .. }
             | Error::Region(_)
@@ -479,21 +466,10 @@ mod tests {
     /// the peer" for a wrong port, "please report this" for an engine that was started without a flag.
     #[test]
     fn advice_is_about_the_failure_and_not_about_its_kind() {
-        let engine = || "vllm at http://a:1".to_owned();
         for (error, advice) in [
             (Error::Busy { path: "out".into() }, "wait for it to end, or choose another output"),
             (Error::Deadline, ""),
             (Error::Region(RegionError::Live { dir: "a".into(), owners: vec![7] }), ""),
-            (
-                Error::from(EngineError::Worker {
-                    engine: engine(),
-                    stage: crate::engines::error::Stage::Load,
-                    rank: 0,
-                    text: "AttributeError".into(),
-                    kind: Kind::Bug,
-                }),
-                "see the engine's own log for the cause",
-            ),
             (Error::Bug("odd".into()), "please report this with the full message"),
         ] {
             assert_eq!(error.advice(), advice, "{error}");

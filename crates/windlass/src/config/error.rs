@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use windlass_core::error::Kind;
 
 use super::{FILE, FLAG, MOST, VARIABLE};
+use crate::error::Error;
 
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -198,5 +199,11 @@ impl Nearest {
 impl fmt::Display for Nearest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0.as_deref().unwrap_or_default())
+    }
+}
+
+impl From<ConfigError> for Error {
+    fn from(e: ConfigError) -> Error {
+        Error::of_module(e.kind(), e.advice(), e)
     }
 }

@@ -21,7 +21,7 @@ use super::wire::{
 };
 use crate::client::{Client, Request};
 use crate::control::refusal;
-use crate::error::Error;
+use crate::error::{CERTIFICATES, Error};
 use crate::token::{self, Held};
 
 /// How long a request may take, on top of what it asks to wait.
@@ -247,4 +247,20 @@ fn plain(name: &str) -> String {
     let plain =
         |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | ':') { c } else { '-' };
     name.chars().map(plain).collect()
+}
+
+impl From<ControllerError> for Error {
+    fn from(e: ControllerError) -> Error {
+        let advice = match &e {
+            ControllerError::Lost { kind: Kind::Denied | Kind::Invalid, .. } => CERTIFICATES,
+            ControllerError::Lost { .. } => {
+                "check that `windlass controller` runs there, and that this is the address it printed"
+            }
+            _ if e.kind() == Kind::Denied => {
+                "give the token of the controller, which it named when it started"
+            }
+            _ => "",
+        };
+        Error::of_module(e.kind(), advice, e)
+    }
 }

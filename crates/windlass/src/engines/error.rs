@@ -10,6 +10,8 @@ use windlass_data::file::{FileError, io_kind};
 use windlass_data::image::ImageError;
 use windlass_data::region::RegionError;
 
+use crate::error::Error;
+
 /// What was being done with the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -336,5 +338,32 @@ impl EngineError {
             | EngineError::File(_)
             | EngineError::Io { .. } => self.kind().advice(),
         }
+    }
+}
+
+impl From<EngineError> for Error {
+    fn from(e: EngineError) -> Error {
+        Error::of_module(e.kind(), e.advice(), e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bug_in_a_worker_sends_the_reader_to_the_engines_log() {
+        let error = Error::from(EngineError::Worker {
+            engine: "vllm at http://a:1".into(),
+            stage: Stage::Load,
+            rank: 0,
+            text: "AttributeError".into(),
+            kind: Kind::Bug,
+        });
+        assert_eq!(
+            (error.kind(), error.advice().as_str()),
+            (Kind::Bug, "see the engine's own log for the cause")
+        );
+        assert!(error.chain().contains("AttributeError"), "{}", error.chain());
     }
 }

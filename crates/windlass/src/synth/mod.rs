@@ -489,6 +489,12 @@ fn uniform(bits: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
+impl From<SynthError> for crate::error::Error {
+    fn from(e: SynthError) -> crate::error::Error {
+        crate::error::Error::of_module(e.kind(), e.kind().advice(), e)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
