@@ -177,7 +177,7 @@ pub(crate) fn check_endpoint(text: &str) -> Result<(), Failure> {
 #[pyo3(signature = (path, *, group = false))]
 pub(crate) fn read_token(path: PathBuf, group: bool) -> Result<String, Failure> {
     let readers = if group { Readers::Group } else { Readers::Owner };
-    Ok(windlass::token::read_for(&path, readers)?.expose().to_owned())
+    Ok(windlass::service::token::read_for(&path, readers)?.expose().to_owned())
 }
 
 /// Makes a directory below which things of this user are kept, if it is not there. Raises `WindlassDenied` if another user

@@ -5,7 +5,7 @@
 
 use pyo3::prelude::*;
 use windlass::error::{Error, chain};
-use windlass::supervise::SuperviseError;
+use windlass::service::supervise::SuperviseError;
 use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;

@@ -1,8 +1,8 @@
 //! What this machine is, for whoever chooses a strategy.
 
 use pyo3::prelude::*;
-use windlass::doctor::gpu::Gpus;
-use windlass::doctor::system::System;
+use windlass::tools::doctor::gpu::Gpus;
+use windlass::tools::doctor::system::System;
 
 use crate::enter::enter;
 

@@ -191,14 +191,15 @@ impl Publisher {
 
     /// The secret of the region's agent, made if there is none yet.
     fn token(&self) -> PyResult<String> {
-        let token = windlass::token::read_or_make(&self.region.token_path()).map_err(Failure::from)?;
+        let token =
+            windlass::service::token::read_or_make(&self.region.token_path()).map_err(Failure::from)?;
         Ok(token.expose().to_owned())
     }
 
     /// Gives the region's agent the secret of another one, so that receivers need only that.
     fn set_token(&self, token: String) -> PyResult<()> {
         let token = Token::new(token).map_err(|e| Failure::of(e.kind(), &e))?;
-        Ok(windlass::token::write(&self.region.token_path(), &token).map_err(Failure::from)?)
+        Ok(windlass::service::token::write(&self.region.token_path(), &token).map_err(Failure::from)?)
     }
 
     /// What the system granted for the region's memory, in words.

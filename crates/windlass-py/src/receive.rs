@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
-use windlass::control::HttpControl;
+use windlass::service::control::HttpControl;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
@@ -125,7 +125,7 @@ impl Receiver {
             }
         };
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
-        let trust = windlass::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
+        let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
         let control = Arc::new(control.with_trust(trust).with_patience(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         let publisher = Arc::clone(&control);

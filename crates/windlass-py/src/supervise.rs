@@ -1,4 +1,4 @@
-//! An agent that is kept running for a trainer (see [`windlass::supervise`]).
+//! An agent that is kept running for a trainer (see [`windlass::service::supervise`]).
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use serde_json::json;
-use windlass::supervise::{Spec, Supervisor as Kept};
+use windlass::service::supervise::{Spec, Supervisor as Kept};
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;

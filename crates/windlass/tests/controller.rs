@@ -20,9 +20,9 @@ use http::{conforms, next_event};
 use process::{PATIENCE, Process, answer};
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use windlass::controller::openapi::DESCRIPTION;
-use windlass::controller::status::{Status, SyncState, TrainerState};
-use windlass::controller::wire::{
+use windlass::service::controller::openapi::DESCRIPTION;
+use windlass::service::controller::status::{Status, SyncState, TrainerState};
+use windlass::service::controller::wire::{
     Doing, EngineDoing, EvalDone, Gate, Lane, NotifyVersion, Outcome, Poll, Report, TakeEval, Task,
     TrainerLeft,
 };
@@ -487,7 +487,7 @@ fn without_sets_each_model_becomes_one_when_it_is_first_heard_of() {
     let several = client.gate(&Gate::default(), &stop()).unwrap_err();
     assert!(several.status() == Some(400) && several.to_string().contains("m, other"), "{several}");
     let stale = client.join(
-        &windlass::controller::wire::Join {
+        &windlass::service::controller::wire::Join {
             peer: Light::new("a", 0, &["new"]).peer,
             models: vec![model("new")],
             has: Vec::new(),

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use command::Dice;
 use control::{Controller, Light, failed, id, model, set, stop, until};
-use windlass::controller::client::ControllerError;
-use windlass::controller::status::Status;
-use windlass::controller::wire::{Gate, Outcome, Service, Task};
+use windlass::service::controller::client::ControllerError;
+use windlass::service::controller::status::Status;
+use windlass::service::controller::wire::{Gate, Outcome, Service, Task};
 use windlass_core::barrier::{Order, Phase};
 use windlass_core::identity::{Identity, ModelId, Version};
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use process::{Agent, PATIENCE, Process, Trainer};
 use serde_json::{Value, json};
-use windlass::controller::client::ControllerClient;
+use windlass::service::controller::client::ControllerClient;
 use windlass_core::address::Token;
 use windlass_data::stop::Stop;
 

@@ -15,9 +15,9 @@ use process::{Agent, PATIENCE, Process, Trainer};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
-use windlass::controller::client::{ControllerClient, ControllerError};
-use windlass::controller::status::Status;
-use windlass::controller::wire::{Gate, Join, Notified, NotifyVersion, Service};
+use windlass::service::controller::client::{ControllerClient, ControllerError};
+use windlass::service::controller::status::Status;
+use windlass::service::controller::wire::{Gate, Join, Notified, NotifyVersion, Service};
 use windlass_core::address::Token;
 use windlass_core::barrier::{Peer, ReceiverId};
 use windlass_core::identity::{Incarnation, ModelId};
@@ -677,7 +677,7 @@ fn engines_of_two_models_load_what_is_permitted_and_a_restarted_one_is_told_of()
     loop {
         let status = world.status();
         let doing: Vec<_> = status.receivers[0].models.iter().filter_map(|m| m.doing.as_ref()).collect();
-        let engine = |d: &&windlass::controller::wire::Doing| {
+        let engine = |d: &&windlass::service::controller::wire::Doing| {
             d.engines.len() == 1 && d.engines[0].version == Some(2) && d.engines[0].condition == "serving"
         };
         if doing.len() == 2 && doing.iter().all(engine) {

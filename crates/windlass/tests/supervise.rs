@@ -14,8 +14,8 @@ use process::{Agent, PATIENCE, Process, Trainer, processes_about};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use windlass::agent_address::AgentAddress;
-use windlass::supervise::{Spec, Status, SuperviseError, Supervisor};
+use windlass::service::agent_address::AgentAddress;
+use windlass::service::supervise::{Spec, Status, SuperviseError, Supervisor};
 use windlass_core::error::Kind;
 use windlass_data::stop::Stop;
 

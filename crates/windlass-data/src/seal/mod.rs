@@ -272,6 +272,16 @@ pub fn sums(
     pass::sum(run, manifest, blocks, |t| image.tensor(t))
 }
 
+/// Sums all blocks of an image.
+pub fn sums_of_all(
+    kernels: &dyn Kernels,
+    manifest: &Manifest,
+    data: &[u8],
+    (threads, stop): (usize, &Stop),
+) -> Result<SumTable, SealError> {
+    sums(kernels, manifest, &(0..manifest.cuts().blocks()).into(), data, threads, stop)
+}
+
 /// The raw sum of these blocks, from a table that has theirs and perhaps others.
 pub fn part_state(manifest: &Manifest, sums: &SumTable, blocks: &BlockRanges) -> Result<StateSum, SealError> {
     let mut state = StateSum::default();

@@ -8,8 +8,8 @@ use windlass_core::barrier::{Config, Limits, Mode, Required, SetConfig, SetName}
 use windlass_core::identity::ModelId;
 
 use super::service::{ServerTls, TokenArgs, parse_ports, parse_seconds};
-use crate::controller::{Controller, Settings};
 use crate::error::Error;
+use crate::service::controller::{Controller, Settings};
 
 /// Where the token is made if no place is given.
 pub(super) const TOKEN_FILE: &str = "windlass-controller.token";

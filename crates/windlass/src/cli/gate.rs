@@ -8,9 +8,9 @@ use windlass_core::identity::{Incarnation, ModelId, Version};
 
 use super::service::{ClientTls, TokenArgs, parse_seconds};
 use super::top::controller_client;
-use crate::controller::wire::Gate;
 use crate::error::Error;
-use crate::gate::WaitAtGate;
+use crate::service::controller::wire::Gate;
+use crate::tools::gate::WaitAtGate;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGate {

@@ -14,14 +14,15 @@ use windlass_data::private::Readers;
 use windlass_data::tls::Trust;
 
 use super::{Command, Threads, parse_count};
-use crate::agent::Agent;
-use crate::engines::prove::Prove;
-use crate::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::error::Error;
-use crate::gc::Gc;
-use crate::receive::{Controlled, Publisher, Receive};
-use crate::verify::Verify;
-use crate::{tls, token};
+use crate::service::agent::Agent;
+use crate::service::engines::prove::Prove;
+use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
+use crate::service::receive::{Controlled, Publisher, Receive};
+use crate::service::tls;
+use crate::service::token;
+use crate::tools::gc::Gc;
+use crate::tools::verify::Verify;
 
 /// Where regions and images are kept unless said otherwise.
 const SHM: &str = "/dev/shm";

@@ -8,10 +8,10 @@ use windlass_core::address::Token;
 
 use super::controller::TOKEN_FILE;
 use super::service::{ClientTls, TokenArgs, parse_seconds};
-use crate::controller::client::ControllerClient;
 use crate::error::Error;
-use crate::token;
-use crate::top::Top;
+use crate::service::controller::client::ControllerClient;
+use crate::service::token;
+use crate::tools::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use windlass::image;
-use windlass::session::Session;
-use windlass::synth::{Synth, SynthConfig};
+use windlass::console::Session;
+use windlass::lab::image;
+use windlass::lab::synth::{Synth, SynthConfig};
 use windlass_core::Dtype;
 
 pub fn windlass() -> Command {

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use windlass::controller::client::{ControllerClient, ControllerError};
-use windlass::controller::status::Status;
-use windlass::controller::wire::{
+use windlass::service::controller::client::{ControllerClient, ControllerError};
+use windlass::service::controller::status::Status;
+use windlass::service::controller::wire::{
     Done, Gate, Join, Joined, Lane, Notified, NotifyVersion, Outcome, Poll, Report, Service, Span, Task,
 };
 use windlass_core::address::Token;

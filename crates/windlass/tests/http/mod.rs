@@ -324,7 +324,7 @@ fn the_description_names_every_route_and_field() {
             assert_eq!(told, described, "{path}");
         }
     }
-    let source = include_str!("../../src/controller/routes.rs");
+    let source = include_str!("../../src/service/controller/routes.rs");
     let routes: BTreeSet<_> =
         source.split(".route(\"").skip(1).map(|r| r.split('"').next().unwrap()).collect();
     let described: BTreeSet<_> = paths.keys().map(String::as_str).filter(|p| *p != "/healthz").collect();

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use windlass::controller::client::{ControllerClient, ControllerError};
-use windlass::controller::status::Status;
-use windlass::controller::wire::ServedVersion;
+use windlass::service::controller::client::{ControllerClient, ControllerError};
+use windlass::service::controller::status::Status;
+use windlass::service::controller::wire::ServedVersion;
 use windlass_core::identity::StateDigest;
 use windlass_data::image::{ImageError, ImageView};
 use windlass_data::region::RegionError;

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use windlass::controller::client::ControllerClient;
+use windlass::service::controller::client::ControllerClient;
 use windlass_core::address::Token;
 
 use crate::dice::Dice;

@@ -4,7 +4,7 @@ use std::fs;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use windlass::controller::wire::{Gate, NotifyVersion};
+use windlass::service::controller::wire::{Gate, NotifyVersion};
 use windlass_core::barrier::SetName;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::stop::Stop;

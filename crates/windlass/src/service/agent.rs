@@ -1,0 +1,649 @@
+//! `windlass agent`: serves a region to receivers.
+//!
+//! Owns: the HTTP endpoints in front of [`windlass_data::serve::Server`], the process around it (signals, the pipe of
+//! its parent, files that say where it is), and its metrics. Started by the first rank on a node and restarted by it
+//! if it dies; everything it needs to go on is in the region. Must not: touch a slot.
+//!
+//! # Endpoints
+//!
+//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (what is known about
+//! receivers and the newest delta) and `/healthz`. All but `/healthz` want the token.
+//!
+//! # Where it is
+//!
+//! `agent.json` in the region's directory holds the endpoint that others should use, the data port and the path of
+//! the token, for processes on the same host. It is removed at a regular end.
+//!
+//! # One life after the other
+//!
+//! An agent that its trainer did not start outlives it, and goes on to serve the last version. When the next trainer waits
+//! for the place ([`Region::is_wanted`]), the agent lets go of what the dead one left, waits for the new region and serves
+//! that, at the same ports if it can.
+
+use std::fmt::Write as _;
+use std::io;
+use std::net::IpAddr;
+use std::num::NonZeroU16;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::sync::watch;
+use windlass_core::address::{Host, HostPort, Token};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, Version};
+use windlass_core::wire::control::{
+    BufferInfo, Registration, SharedTicket, TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_data::history::Limits as HistoryLimits;
+use windlass_data::local::LocalServer;
+use windlass_data::region::{Region, RegionError};
+use windlass_data::seal::draft::Draft;
+use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
+use windlass_data::stop::Stop;
+use windlass_data::tcp::SenderConfig;
+use windlass_data::tls::{Certificate, Trust};
+
+use crate::console::Session;
+use crate::error::Error;
+use crate::service::agent_address::{self, AgentAddress};
+use crate::service::control::HttpControl;
+use crate::service::http::{self, Failure, Limits, MAX_POLL};
+use crate::service::tls;
+use crate::service::token;
+
+/// The checked arguments of `agent`.
+#[derive(Clone, Debug)]
+pub struct Agent {
+    /// The region to serve.
+    pub region: PathBuf,
+    /// The address to listen on, for control and data.
+    pub bind: IpAddr,
+    /// The first and the last port to try for requests; zeros mean any.
+    pub ports: (u16, u16),
+    /// The same for data.
+    pub data_ports: (u16, u16),
+    /// The host that others are told; that of `bind` if not given.
+    pub advertise_host: Option<Host>,
+    /// The token; read or made in the region's directory if not given.
+    pub token: Option<Token>,
+    /// Where the token is read from or made.
+    pub token_file: Option<PathBuf>,
+    /// How many deltas are kept.
+    pub history: usize,
+    /// How many bytes of deltas are kept.
+    pub history_bytes: u64,
+    /// How often the bytes of a version that was handed out by delta are summed; 0 for never.
+    pub check_every: u64,
+    /// Threads of the sealer.
+    pub threads: usize,
+    /// Streams of a transfer.
+    pub streams: u16,
+    /// How long a transfer may take.
+    pub timeout: Duration,
+    /// Agents that hold the other parts.
+    pub peers: Vec<String>,
+    /// The files with the certificate and its key, for TLS.
+    pub tls: Option<(PathBuf, PathBuf)>,
+    /// Whom to trust among the peers; those whom the system trusts if not given.
+    pub trust: Option<Trust>,
+    /// How long to wait for the region to be made.
+    pub wait: Duration,
+    /// End when standard input ends: the parent is gone.
+    pub with_parent: bool,
+    /// The ports of an earlier agent for requests and data: tried first, if they are among those above.
+    pub again: Option<(u16, u16)>,
+}
+
+/// How long a holder of a life with a greater number waits for a version.
+const OTHER_LIFE: Duration = Duration::from_secs(1);
+
+impl Agent {
+    /// Serves until it is told to end.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let advertise_host = match &self.advertise_host {
+            Some(host) => host.clone(),
+            None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
+        };
+        http::raise_descriptors();
+        let certificate = tls::certificate(self.tls.as_ref(), &advertise_host)?;
+        if let Some(plain) = self.peers.iter().find(|p| self.tls.is_some() && !p.starts_with("https://")) {
+            return Err(Error::Usage(format!(
+                "--peer {plain} is without TLS, but receivers of this agent take nothing that is: start it with \
+                 --tls-cert, too, and name it with https://"
+            )));
+        }
+        if self.with_parent {
+            // Before anything is waited for: a parent may die while the region is not there yet.
+            let cancel = session.cancel().clone();
+            session.with_parent(move || cancel.set())?;
+        }
+        let (mut wait, mut again) = (Some(self.wait), self.again);
+        loop {
+            let region = self.open(wait.take(), session)?;
+            let Some(ports) = self.life(region, &advertise_host, certificate.as_ref(), again, session)?
+            else {
+                return Ok(());
+            };
+            again = Some(ports);
+        }
+    }
+
+    /// Serves one region until the agent is told to end or the region is wanted; then, the ports that it had.
+    fn life(
+        &self,
+        region: Arc<Region>,
+        advertise_host: &Host,
+        certificate: Option<&Certificate>,
+        again: Option<(u16, u16)>,
+        session: &Session,
+    ) -> Result<Option<(u16, u16)>, Error> {
+        let (token, token_file) = self.token(&region)?;
+        let peer = |url: &String| -> Result<Arc<dyn Peer>, Error> {
+            Ok(Arc::new(HttpControl::new(url, token.clone())?.with_trust(self.trust.clone())))
+        };
+        let config = ServerConfig {
+            advertise_host: advertise_host.clone(),
+            tcp: SenderConfig {
+                bind: self.bind,
+                ports: self.data_ports.0..=self.data_ports.1,
+                first: again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
+                tls: certificate.cloned(),
+                ..SenderConfig::default()
+            },
+            history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
+            check_every: self.check_every,
+            threads: self.threads,
+            streams: self.streams,
+            transfer_timeout: self.timeout,
+            peers: self.peers.iter().map(peer).collect::<Result<_, _>>()?,
+            ..ServerConfig::new(advertise_host.clone())
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .map_err(|e| Error::Bug(format!("no async runtime: {e}")))?;
+        let listener = runtime.block_on(self.bind(again)).map_err(|source| Error::Listen {
+            bind: self.bind,
+            ports: self.ports,
+            source,
+        })?;
+        let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
+        // The region's report of what the system refused belongs to the start, and is said once.
+        tracing::info!(memory = %region.report(), "region");
+        let server = Arc::new(Server::start(Arc::clone(&region), config)?);
+        let local = match LocalServer::start(Arc::clone(&region)) {
+            Ok(local) => Some(local),
+            Err(error) => {
+                tracing::warn!(%error, "receivers on this host will copy instead of mapping the slots");
+                None
+            }
+        };
+        let port = NonZeroU16::new(address.port()).unwrap_or(NonZeroU16::MIN);
+        let here = AgentAddress {
+            endpoint: format!(
+                "{}://{}",
+                tls::scheme(certificate),
+                HostPort::new(advertise_host.clone(), port)
+            ),
+            data_port: server.data_endpoint().port(),
+            token_file,
+            pid: std::process::id(),
+        };
+        let path = region.dir().join(agent_address::FILE);
+        let text = serde_json::to_vec(&here).map_err(|e| Error::Bug(e.to_string()))?;
+        Draft::write(&path, &text).map_err(Error::io("write", &path))?;
+        let event = json!({
+            "event": "listening",
+            "endpoint": here.endpoint,
+            "data_port": here.data_port,
+            "token_file": here.token_file,
+            "region": region.dir(),
+            "model_id": region.model_id(),
+            "incarnation": region.incarnation(),
+        });
+        session.event(&event, || {
+            let token = here.token_file.as_ref().map_or("the one given".into(), |f| f.display().to_string());
+            let (model, dir) = (region.model_id(), region.dir().display());
+            format!(
+                "serving {model} from {dir} at {} (data port {}), token: {token}",
+                here.endpoint, here.data_port
+            )
+        });
+        let end = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
+        let _ = std::fs::remove_file(&path);
+        drop(local);
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        if let Some(server) = Arc::into_inner(server) {
+            server.shutdown(Duration::from_secs(2));
+        }
+        if let End::Told = end {
+            return Ok(None);
+        }
+        session.event(&json!({ "event": "let_go", "region": region.dir() }), || {
+            format!(
+                "let go of {}: its trainer is dead, and another waits for the place",
+                region.dir().display()
+            )
+        });
+        Ok(Some((address.port(), here.data_port)))
+    }
+
+    async fn bind(&self, again: Option<(u16, u16)>) -> io::Result<tokio::net::TcpListener> {
+        let again = again.map(|(port, _)| port).filter(|p| is_among(*p, self.ports));
+        match again {
+            Some(port) => match http::bind(self.bind, (port, port)).await {
+                Err(_) => http::bind(self.bind, self.ports).await,
+                ok => ok,
+            },
+            None => http::bind(self.bind, self.ports).await,
+        }
+    }
+
+    /// The region, which its publisher may be about to make. Without a time, as long as it takes.
+    fn open(&self, wait: Option<Duration>, session: &Session) -> Result<Arc<Region>, Error> {
+        let stop = wait.map_or_else(|| session.cancel().clone(), |w| session.cancel().with_timeout(w));
+        let mut said = false;
+        loop {
+            // Whoever opens what a dead trainer left keeps the next one from making its own.
+            let found = if Region::is_wanted(&self.region) {
+                Err(RegionError::Absent { dir: self.region.clone() })
+            } else {
+                Region::open(&self.region)
+            };
+            match found {
+                Err(RegionError::Absent { dir } | RegionError::HolderGone { dir, .. }) if !stop.is_set() => {
+                    if !std::mem::replace(&mut said, true) {
+                        let event = json!({ "event": "waiting", "region": dir });
+                        session
+                            .event(&event, || format!("waiting for a publisher to make {}", dir.display()));
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                other => {
+                    session.cancel().check()?;
+                    return Ok(other?);
+                }
+            }
+        }
+    }
+
+    fn token(&self, region: &Region) -> Result<(Token, Option<PathBuf>), Error> {
+        if let Some(token) = &self.token {
+            return Ok((token.clone(), None));
+        }
+        let path = self.token_file.clone().unwrap_or_else(|| region.dir().join("token"));
+        Ok((token::read_or_make(&path)?, Some(path)))
+    }
+
+    fn advertised(&self) -> Result<String, Error> {
+        if self.bind.is_unspecified() {
+            return Err(Error::Usage(format!(
+                "--bind {} listens on every address: say with --advertise-host which one receivers should use",
+                self.bind
+            )));
+        }
+        Ok(self.bind.to_string())
+    }
+
+    async fn serve(
+        &self,
+        listener: tokio::net::TcpListener,
+        server: Arc<Server>,
+        token: Token,
+        session: &Session,
+    ) -> End {
+        let (end, ended) = watch::channel(false);
+        let cancel = session.cancel().clone();
+        let dir = server.region().dir().to_owned();
+        let watching = tokio::spawn(async move {
+            let why = loop {
+                if cancel.check().is_err() {
+                    break End::Told;
+                }
+                if Region::is_wanted(&dir) {
+                    break End::Wanted;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            };
+            let _ = end.send(true);
+            why
+        });
+        answer(listener, server, token, ended).await;
+        // It is over, or nothing would have ended.
+        watching.await.unwrap_or(End::Told)
+    }
+}
+
+/// Why an agent serves a region no longer.
+enum End {
+    /// It was told to end.
+    Told,
+    /// The region's trainer is dead, and another waits for the place.
+    Wanted,
+}
+
+/// Answers requests about `server`, inside TLS if its data is, until `ended` is true. Returns when nothing of it is left.
+pub(crate) async fn answer(
+    listener: tokio::net::TcpListener,
+    server: Arc<Server>,
+    token: Token,
+    ended: watch::Receiver<bool>,
+) {
+    let (newest, versions) = watch::channel(server.version());
+    let certificate = server.certificate().cloned();
+    let limits = Limits::default();
+    let port = listener.local_addr().map_or(0, |a| a.port());
+    let stop = Stop::never();
+    let shared = Shared { server: Arc::clone(&server), versions, port, stop: stop.clone() };
+    let router = http::guarded(routes(shared), &[], token, limits);
+    // Long-polls wait on this channel, so that a thousand of them cost no thread.
+    let watch_stop = stop.clone();
+    let watcher = tokio::task::spawn_blocking(move || {
+        let mut seen = None;
+        while !watch_stop.is_set() {
+            let info = server.wait_version(seen, &watch_stop.with_timeout(Duration::from_secs(1)));
+            seen = info.version.map(|v| (info.incarnation, v));
+            newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
+        }
+    });
+    // Whoever waits for something is answered at once when the end comes: the watcher closes the channel.
+    let (mut told, at_end) = (ended.clone(), stop.clone());
+    let ending = tokio::spawn(async move {
+        let _ = told.wait_for(|e| *e).await;
+        at_end.set();
+    });
+    http::serve(listener, certificate.as_ref(), router, limits, ended, Duration::from_secs(2)).await;
+    ending.abort();
+    stop.set();
+    let _ = watcher.await;
+}
+
+/// What the region was promised for deltas; a region that was made without a promise has no bound of its own.
+fn room(region: &Region) -> u64 {
+    match region.extra_bytes() {
+        0 => u64::MAX,
+        bytes => bytes,
+    }
+}
+
+/// Whether a port is one of those that may be used; zeros mean any.
+fn is_among(port: u16, (first, last): (u16, u16)) -> bool {
+    port != 0 && (first == 0 || (first..=last).contains(&port))
+}
+
+#[derive(Clone)]
+struct Shared {
+    server: Arc<Server>,
+    versions: watch::Receiver<VersionInfo>,
+    port: u16,
+    /// Set when the service ends.
+    stop: Stop,
+}
+
+fn routes(shared: Shared) -> Router {
+    Router::new()
+        .route("/get_version", get(get_version))
+        .route("/get_buffer_info", get(get_buffer_info))
+        .route("/get_capabilities", get(get_capabilities))
+        .route("/get_manifest", get(get_manifest))
+        .route("/get_sums", get(get_sums))
+        .route("/get_part", get(get_part))
+        .route("/share_ticket", post(share_ticket))
+        .route("/register_receiver", post(register))
+        .route("/register_sglang_instance", post(register))
+        .route("/request_transfer", post(request_transfer))
+        .route("/transfer_done", post(transfer_done))
+        .route("/metrics", get(metrics))
+        .route("/status", get(status))
+        .with_state(shared)
+}
+
+fn failure(error: ServeError) -> Failure {
+    // Before the first version the service is there and has nothing to give: 503, as documented.
+    let status = matches!(error, ServeError::NothingYet { .. }).then_some(StatusCode::SERVICE_UNAVAILABLE);
+    let mut message = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(c) = cause {
+        let _ = write!(message, ": {c}");
+        cause = c.source();
+    }
+    Failure { kind: error.kind(), message, status }
+}
+
+/// Runs what may take long on a thread of its own.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ServeError> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(failure),
+        Err(e) => Err(Failure::new(Kind::Bug, e.to_string())),
+    }
+}
+
+fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
+    let status = |r: &JsonRejection| r.status();
+    json.map(|Json(value)| value)
+        .map_err(|r| Failure { status: Some(status(&r)), ..Failure::new(Kind::Invalid, r.body_text()) })
+}
+
+fn query<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, Failure> {
+    query.map(|Query(value)| value).map_err(|r| Failure::new(Kind::Invalid, r.body_text()))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct VersionQuery {
+    newer_than: Option<Version>,
+    incarnation: Option<Incarnation>,
+    timeout_ms: Option<u64>,
+}
+
+async fn get_version(
+    State(shared): State<Shared>,
+    asked: Result<Query<VersionQuery>, QueryRejection>,
+) -> Result<Json<VersionInfo>, Failure> {
+    let query = query(asked)?;
+    let mut versions = shared.versions.clone();
+    if query.newer_than.is_none() && query.incarnation.is_none() {
+        // The server itself, not the channel: nobody may be told less than was already sealed.
+        return Ok(Json(shared.server.version()));
+    }
+    let own = versions.borrow().incarnation;
+    let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
+    let mut wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    if seen.0 > own {
+        // Nothing newer by number will come from here. The asker may find out that this life is newer all the same.
+        wait = wait.min(OTHER_LIFE);
+    }
+    let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
+    // Time out with what there is: the asker compares.
+    let _ = tokio::time::timeout(wait, newer).await;
+    Ok(Json(shared.server.version()))
+}
+
+async fn get_buffer_info(State(shared): State<Shared>) -> Result<Json<BufferInfo>, Failure> {
+    if shared.server.version().version.is_none() {
+        let model = shared.server.region().model_id().to_string();
+        return Err(failure(ServeError::NothingYet { model }));
+    }
+    Ok(Json(BufferInfo::of(shared.server.region().manifest())))
+}
+
+async fn get_capabilities(State(shared): State<Shared>) -> Response {
+    Json(shared.server.capabilities()).into_response()
+}
+
+async fn get_manifest(State(shared): State<Shared>) -> Response {
+    let json = shared.server.region().manifest().to_json();
+    ([(header::CONTENT_TYPE, "application/json")], json).into_response()
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SumsQuery {
+    version: Option<Version>,
+}
+
+async fn get_sums(
+    State(shared): State<Shared>,
+    asked: Result<Query<SumsQuery>, QueryRejection>,
+) -> Result<Response, Failure> {
+    let sums = shared.server.sums(query(asked)?.version).map_err(failure)?;
+    Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PartQuery {
+    version: Version,
+    base: Option<Version>,
+    timeout_ms: Option<u64>,
+}
+
+async fn get_part(
+    State(shared): State<Shared>,
+    asked: Result<Query<PartQuery>, QueryRejection>,
+) -> Result<Response, Failure> {
+    let query = query(asked)?;
+    let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
+    let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
+    let part = blocking(move || server.part(query.version, query.base, &stop)).await?;
+    Ok(Json(part).into_response())
+}
+
+async fn share_ticket(
+    State(shared): State<Shared>,
+    json: Result<Json<SharedTicket>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let ticket = body(json)?;
+    let stop = shared.stop.with_timeout(Limits::default().request);
+    blocking(move || shared.server.share(ticket, &stop)).await?;
+    Ok(Json(json!({ "ok": true })).into_response())
+}
+
+async fn register(
+    State(shared): State<Shared>,
+    json: Result<Json<Registration>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let registration = body(json)?;
+    let registered = shared.server.register(&registration, shared.port).map_err(failure)?;
+    let mut answer = serde_json::to_value(registered).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
+    if let Some(fields) = answer.as_object_mut() {
+        // Existing clients look for these. Nobody is let at the trainer's memory itself, so there is nothing in them.
+        fields.insert("trainer_session_ids".into(), json!([]));
+        fields.insert("trainer_buffer_ptr".into(), json!(0));
+    }
+    Ok(Json(answer).into_response())
+}
+
+async fn request_transfer(
+    State(shared): State<Shared>,
+    json: Result<Json<TransferRequest>, JsonRejection>,
+) -> Result<Response, Failure> {
+    let request = body(json)?;
+    let stop = shared.stop.with_timeout(Limits::default().request);
+    let answer = blocking(move || shared.server.request(&request, &stop)).await?;
+    Ok(Json(answer).into_response())
+}
+
+async fn transfer_done(
+    State(shared): State<Shared>,
+    json: Result<Json<TransferDone>, JsonRejection>,
+) -> Result<Response, Failure> {
+    shared.server.completed(&body(json)?).map_err(failure)?;
+    Ok(Json(json!({ "ok": true })).into_response())
+}
+
+async fn status(State(shared): State<Shared>) -> Response {
+    let server = &shared.server;
+    Json(json!({
+        "version": server.version(),
+        "delta": server.delta(),
+        "instances": server.instances(),
+        "open_transfers": server.open_transfers(),
+        "counters": server.counters(),
+        "failure": server.failure(),
+        "contradiction": server.contradiction(),
+        "region": server.region().dir(),
+        "memory": server.region().report().to_string(),
+    }))
+    .into_response()
+}
+
+async fn metrics(State(shared): State<Shared>) -> Response {
+    let text = metrics_text(&shared.server);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+/// The metrics in Prometheus' text form.
+fn metrics_text(server: &Server) -> String {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    let model = server.region().model_id();
+    let mut out = String::new();
+    let mut put = |name: &str, kind: &str, help: &str, value: f64| {
+        let _ = writeln!(out, "# HELP windlass_{name} {help}\n# TYPE windlass_{name} {kind}");
+        let _ = writeln!(out, "windlass_{name}{{model_id=\"{model}\"}} {value}");
+    };
+    let n = |c: &AtomicU64| c.load(Relaxed) as f64;
+    let (info, c) = (server.version(), server.counters());
+    put(
+        "version",
+        "gauge",
+        "Newest sealed version; -1 before the first.",
+        info.version.map_or(-1.0, |v| v as f64),
+    );
+    put("incarnation", "gauge", "Life of the publisher.", info.incarnation.0 as f64);
+    put("receivers", "gauge", "Receivers that are known.", server.instances().len() as f64);
+    put("transfers_open", "gauge", "Transfers under way.", server.open_transfers() as f64);
+    let delta = server.delta();
+    put("delta_bytes", "gauge", "Size of the newest delta.", delta.map_or(0.0, |d| d.bytes as f64));
+    put(
+        "delta_changes",
+        "gauge",
+        "Elements changed by the newest delta.",
+        delta.map_or(0.0, |d| d.changes as f64),
+    );
+    put("delta_seconds", "gauge", "Time to make the newest delta.", delta.map_or(0.0, |d| d.seconds));
+    put("image_bytes", "gauge", "Bytes of one image.", server.region().manifest().data_bytes() as f64);
+    put("sealed_total", "counter", "Versions sealed.", n(&c.sealed));
+    put(
+        "sealed_without_delta_total",
+        "counter",
+        "Versions sealed without a delta.",
+        n(&c.sealed_without_delta),
+    );
+    put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
+    put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
+    put("joined_total", "counter", "Versions served by delta before their slot was whole.", n(&c.joined));
+    put(
+        "parts_refused_total",
+        "counter",
+        "Versions whose deltas by ranks were not used.",
+        n(&c.parts_refused),
+    );
+    put("sealed_early_total", "counter", "Versions sealed by the sums of their ranks.", n(&c.sealed_early));
+    put("checked_total", "counter", "Slots among those whose bytes were summed.", n(&c.checked));
+    put(
+        "contradictions_total",
+        "counter",
+        "Times that something handed out was not what it should be.",
+        n(&c.contradictions),
+    );
+    put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));
+    put("tickets_delta_total", "counter", "Tickets for deltas.", n(&c.tickets_delta));
+    put("refused_total", "counter", "Requests refused.", n(&c.refused));
+    put("completed_total", "counter", "Transfers completed.", n(&c.completed));
+    put("revoked_total", "counter", "Transfers ended because the slot was needed.", n(&c.revoked));
+    put("sent_bytes_total", "counter", "Bytes sent and acknowledged.", n(&c.bytes_acked));
+    out
+}

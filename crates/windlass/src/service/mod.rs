@@ -1,0 +1,30 @@
+//! The long-running processes, and what they share.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`agent`] | `windlass agent`: serves a region to receivers |
+//! | [`agent_address`] | where the agent of a region listens |
+//! | [`supervise`] | keeps an agent running for a trainer |
+//! | [`receive`] | `windlass receive`: keeps images up to date |
+//! | [`engines`] | has inference engines load what was received |
+//! | [`controller`] | `windlass controller`: the version barrier as a service |
+//! | [`control`] | the receiver's end of the control connection |
+//! | [`plane`] | both ends of the control connection, for trainers and engines written in Rust |
+//! | [`http`] | the HTTP server of all services: bounded and authenticated |
+//! | [`client`] | the HTTP client of all services: with deadlines |
+//! | [`token`], [`tls`] | secrets and certificates |
+//! | [`program`] | how this program starts itself again |
+
+pub mod agent;
+pub mod agent_address;
+pub mod client;
+pub mod control;
+pub mod controller;
+pub mod engines;
+pub mod http;
+pub mod plane;
+pub mod program;
+pub mod receive;
+pub mod supervise;
+pub mod tls;
+pub mod token;

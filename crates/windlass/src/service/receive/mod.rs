@@ -1,0 +1,417 @@
+//! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
+//!
+//! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
+//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
+//! grows, and that is said. A publisher that cannot be followed from the beginning (a wrong token, no space for its image)
+//! is given up at once, and said; the others are followed on. Once it was followed, nothing ends that (`retry`).
+//!
+//! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
+//! [`windlass_data::receiver::Synced`].
+//!
+//! With engines, every whole version is loaded by each of them when it is free ([`crate::service::engines`]), while the next one
+//! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
+//!
+//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
+//! once; it names the agents, too.
+//!
+//! | module | what it owns |
+//! |---|---|
+//! | `member` | the life with a controller |
+//! | `model` | one model's image and engines, and the threads that work for them |
+//! | `together` | the models of one load order, which are loaded together |
+//! | `desk` | a controller's orders about one model, and what to do next |
+//! | `retry` | rests after failures that pass |
+//!
+//! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
+//! versions and did not is interrupted.
+
+mod desk;
+mod member;
+mod model;
+mod retry;
+mod together;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use windlass_core::address::Token;
+use windlass_core::error::Kind;
+use windlass_core::identity::{Incarnation, ModelId, Version};
+use windlass_core::wire::control::RequestMode;
+use windlass_data::history::Limits;
+use windlass_data::image::{ImageSpec, Known};
+use windlass_data::local;
+use windlass_data::private;
+use windlass_data::receiver::{
+    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Share, Start, Synced,
+};
+use windlass_data::region::{LeaseKind, Memfd};
+use windlass_data::shm::in_memory;
+use windlass_data::stop::Stop;
+use windlass_data::tcp::PullConfig;
+use windlass_data::tls::Trust;
+
+use crate::console::{Session, bytes};
+use crate::error::{Error, advised};
+use crate::service::control::HttpControl;
+use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
+
+pub use self::member::Controlled;
+use self::retry::{Attempts, Standing, patiently};
+
+/// Who is followed.
+#[derive(Clone, Debug)]
+pub enum Publisher {
+    /// The agent at an endpoint, and its token.
+    Endpoint(String, Token),
+    /// Whatever agent serves a region on this host, and the token if that is in no file.
+    Region(PathBuf, Option<Token>),
+}
+
+impl Publisher {
+    fn control(&self, patience: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
+        let control = match self {
+            Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
+            Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
+        };
+        Ok(control.with_trust(trust.cloned()).with_patience(patience))
+    }
+}
+
+/// The checked arguments of `receive`.
+#[derive(Clone, Debug)]
+pub struct Receive {
+    /// The publishers.
+    pub publishers: Vec<Publisher>,
+    /// Regions on this host whose slots are read in place.
+    pub in_place: Vec<PathBuf>,
+    /// Where images are kept: a directory for each model below it.
+    pub dir: PathBuf,
+    /// What people call this receiver.
+    pub name: String,
+    /// How to be served.
+    pub mode: RequestMode,
+    /// Streams of a transfer.
+    pub streams: Option<u16>,
+    /// Threads for sums and deltas.
+    pub threads: usize,
+    /// How long one transfer may take.
+    pub timeout: Duration,
+    /// End after this many new versions of each model.
+    pub versions: Option<u64>,
+    /// End once this version is there.
+    pub until: Option<u64>,
+    /// The image is readable by the group.
+    pub group: bool,
+    /// End when standard input ends: the parent is gone.
+    pub with_parent: bool,
+    /// The engines that load what is received, and how.
+    pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// Whom to trust among agents and controllers; those whom the system trusts if not given.
+    pub trust: Option<Trust>,
+    /// The controller that says what to do; then there are no publishers.
+    pub controller: Option<Controlled>,
+}
+
+/// How long a region that is read in place may be silent before it is asked whether it is still the one.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// The deltas that are kept beside the image for engines, which may be some versions behind it.
+const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
+
+impl Receive {
+    /// Receives until it is told to end, or has what it should get.
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
+        let stop = session.cancel();
+        if self.with_parent {
+            let stop = stop.clone();
+            session.with_parent(move || stop.set())?;
+        }
+        self.check_dir()?;
+        let endless = self.versions.is_none() && self.until.is_none();
+        let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
+        if let Some(controller) = &self.controller {
+            let result = member::run(self, controller, session, stop);
+            return if regular(&result) { Ok(()) } else { result };
+        }
+        let alone = self.publishers.len() + self.in_place.len() == 1;
+        // With several, the end of one must not wait for that of the others to be told.
+        let told = |result: Result<(), Error>| match result {
+            Err(e) if !alone && e.kind() != Kind::Cancelled => {
+                let (kind, text, advice) = (e.kind(), e.chain(), e.advice());
+                let event = json!({ "event": "failed", "kind": kind, "error": text, "advice": advice });
+                session.event(&event, || format!("given up: {}", advised(&text, &advice)));
+                Err(e)
+            }
+            result => result,
+        };
+        let told = &told;
+        let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
+            let remote = self.publishers.iter();
+            let remote = remote.map(|p| scope.spawn(move || told(self.remote(p, session, stop))));
+            let local = self.in_place.iter();
+            let local = local.map(|dir| scope.spawn(move || told(self.mapped(dir, session, stop))));
+            let all: Vec<_> = remote.chain(local).collect();
+            all.into_iter()
+                .map(|t| t.join().unwrap_or_else(|_| Err(Error::Bug("a receiver's thread panicked".into()))))
+                .collect()
+        });
+        results.into_iter().filter(|r| !regular(r)).collect()
+    }
+
+    fn config(&self, model_id: ModelId) -> ReceiverConfig {
+        let place = Place::of(self.dir.join(model_id.as_str()));
+        ReceiverConfig {
+            image: ImageSpec {
+                dir: self.dir.join(model_id.as_str()),
+                model_id,
+                group: self.group,
+                memfd: Memfd::Auto,
+                threads: self.threads,
+            },
+            name: self.name.clone(),
+            mode: self.mode,
+            streams: self.streams,
+            transfer_timeout: self.timeout,
+            open_timeout: self.timeout,
+            pull: PullConfig::default(),
+            allow: None,
+            keep: self.engines.as_ref().map(|_| KEEP),
+            share: self.engines.as_ref().map(|_| Share { dir: place.incoming() }),
+        }
+    }
+
+    /// A directory of images whose name was misspelt is not to be made, and to fill a disk.
+    fn check_dir(&self) -> Result<(), Error> {
+        let parent = self.dir.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
+        if self.dir.exists() || parent.is_some_and(|p| p != Path::new("/") && p.is_dir()) {
+            return Ok(());
+        }
+        let dir = self.dir.display();
+        Err(Error::Usage(format!(
+            "the directory {dir} for images does not exist: make it (mkdir -p -m 700 {dir}), or name one on tmpfs with \
+             --dir, such as /dev/shm/images"
+        )))
+    }
+
+    /// Makes the directory of images where it is not there.
+    fn make_dir(&self, session: &Session) -> Result<(), Error> {
+        let is_new = !self.dir.exists();
+        private::make_place(&self.dir, if self.group { 0o750 } else { 0o700 })?;
+        if is_new && !in_memory(&self.dir).map_err(Error::io("look at", &self.dir))? {
+            session.note(&format!(
+                "made the directory {} for images, which is not on tmpfs: they are written back to a disk; /dev/shm is the \
+                 usual place",
+                self.dir.display()
+            ));
+        }
+        Ok(())
+    }
+
+    /// Keeps one model's image up to date.
+    fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
+        let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
+        let mut model_id = patiently(Standing::New, session, stop, name)?;
+        // Everything else is checked against the name, and one flipped bit makes another name.
+        loop {
+            let again = patiently(Standing::Proven, session, stop, name)?;
+            if std::mem::replace(&mut model_id, again) == model_id {
+                break;
+            }
+        }
+        let listener: Listener = Arc::new(|event: &Event| {
+            // A whole version is told with its figures, below.
+            if !matches!(event, Event::Whole { .. }) {
+                tracing::info!(event = %serde_json::to_value(event).unwrap_or_default(), "receiver");
+            }
+        });
+        self.make_dir(session)?;
+        let config = self.config(model_id.clone());
+        let asked = Arc::clone(&control);
+        let mut receiver = Receiver::open(config, control, Some(listener), stop)?;
+        if let Some(image) = receiver.current() {
+            session.event(&json!({ "event": "found", "image": image }), || {
+                format!("{}: found version {} in {}", model_id, image.identity.version, self.dir.display())
+            });
+        }
+        let engines = self.engines(&model_id, session)?;
+        if let (Some(engines), Some(image)) = (&engines, receiver.current()) {
+            engines.want(image);
+        }
+        let (mut got, mut attempts) = (0, Attempts::default());
+        let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
+        while !self.enough(got, receiver.current()) {
+            let news = patiently(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
+            stop.check().map_err(|_| Error::Cancelled)?;
+            // Nothing yet is no failure: there is just nothing to do but wait on.
+            let Some(version) = news.version else { continue };
+            attempts.at((news.incarnation, version));
+            let synced = match bring(&mut receiver, engines.as_ref(), (news.incarnation, version), stop) {
+                Ok(synced) => synced,
+                Err(e) => {
+                    attempts.failed(e, standing, &*asked, session, stop)?;
+                    continue;
+                }
+            };
+            attempts.succeeded();
+            standing = Standing::Proven;
+            stop.check().map_err(|_| Error::Cancelled)?;
+            if let Some(image) = &synced.image {
+                got += 1;
+                session.event(&report(&synced), || line(image, &synced));
+                if let Some(engines) = &engines {
+                    engines.want(image);
+                }
+            }
+        }
+        match (&engines, receiver.current()) {
+            (Some(engines), Some(image)) => engines.settle(image, stop),
+            (Some(_) | None, _) => Ok(()),
+        }
+    }
+
+    /// Starts to look after the engines; they load what they are told to want.
+    fn engines(&self, model_id: &ModelId, session: &Session) -> Result<Option<Engines>, Error> {
+        let Some((engines, options)) = &self.engines else { return Ok(None) };
+        let specs: Vec<EngineSpec> = engines.iter().map(|e| e.spec.clone()).collect();
+        let session = session.clone();
+        let teller: Teller = Arc::new(move |event| session.event(&event.json(), || event.line()));
+        let place = Place::of(self.dir.join(model_id.as_str()));
+        Engines::start(&specs, options, place, &teller).map(Some)
+    }
+
+    /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
+    fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
+        let mut region = patiently(Standing::New, session, stop, || local::attach(dir))?;
+        let (mut seen, mut got) = (0, 0);
+        let mut known: Option<Known> = None;
+        let mut heard = Instant::now();
+        while !self.enough(got, known.as_ref()) {
+            stop.check().map_err(|_| Error::Cancelled)?;
+            if heard.elapsed() > SILENCE {
+                // Nobody says so when a publisher dies; its successor makes another region in the same place, once
+                // this one has been let go of.
+                let was = region.incarnation();
+                drop(region);
+                region = patiently(Standing::Proven, session, stop, || local::attach(dir))?;
+                heard = Instant::now();
+                seen = if region.incarnation() == was { seen } else { 0 };
+            }
+            let bell = region.bell();
+            let fresh = region.state().active.filter(|s| s.id != seen && s.sealed.is_some());
+            let Some(slot) = fresh else {
+                region.wait(bell, stop.nap());
+                continue;
+            };
+            let start = Instant::now();
+            let lease = match region.lease(slot.id, LeaseKind::Map, self.timeout) {
+                Ok(lease) => lease,
+                Err(e) if e.kind() == Kind::Stale => continue,
+                Err(e) => {
+                    tracing::warn!(error = %e, "the slot cannot be leased now");
+                    region.wait(bell, stop.nap());
+                    continue;
+                }
+            };
+            let found = windlass_data::seal::sums_of_all(
+                crate::kernels(),
+                region.manifest(),
+                lease.data(),
+                (self.threads, stop),
+            )?
+            .digest(region.manifest());
+            let identity = windlass_core::identity::Identity {
+                model_id: region.model_id().clone(),
+                incarnation: region.incarnation(),
+                version: slot.version,
+            };
+            // If the publisher took the slot back meanwhile, what was summed may be of two versions.
+            if lease.finish().is_err() {
+                continue;
+            }
+            (seen, heard) = (slot.id, Instant::now());
+            if let Some(expected) = slot.sealed.filter(|d| *d != found) {
+                let error = Error::Digest { path: dir.to_owned(), found, expected };
+                if known.is_none() {
+                    return Err(error);
+                }
+                // The publisher's fault, and the next version may be without it.
+                let (kind, text) = (error.kind(), error.chain());
+                let event = json!({ "event": "waiting", "kind": kind, "error": text, "failures": 1 });
+                session.event(&event, || format!("{text}; waiting for the next version"));
+                continue;
+            }
+            got += 1;
+            let image = Known { identity, digest: found };
+            let ms = start.elapsed().as_secs_f64() * 1e3;
+            session.event(
+                &json!({ "event": "synced", "mode": "mapped", "image": image, "wire_bytes": 0, "total_ms": ms }),
+                || format!("{}: mapped in place, {ms:.1} ms to verify, digest {found}", image.identity),
+            );
+            known = Some(image);
+        }
+        Ok(())
+    }
+
+    fn enough(&self, got: u64, image: Option<&Known>) -> bool {
+        self.versions.is_some_and(|n| got >= n)
+            || self.until.is_some_and(|v| image.is_some_and(|k| k.identity.version >= v))
+    }
+}
+
+/// Brings the image to the newest version. Engines that can load it from a delta before the image holds it do so first.
+fn bring(
+    receiver: &mut Receiver,
+    engines: Option<&Engines>,
+    to: (Incarnation, Version),
+    stop: &Stop,
+) -> Result<Synced, ReceiverError> {
+    let Some(engines) = engines.filter(|e| e.may_lead(receiver.current())) else {
+        return receiver.sync(stop);
+    };
+    let fetched = match receiver.fetch(None, to, stop) {
+        Ok(Start::Delta(fetch)) => fetch.run(stop),
+        Ok(Start::Whole { why, .. }) => {
+            tracing::info!(version = to.1, why, "engines load this version from the image");
+            return receiver.sync(stop);
+        }
+        Err(e) => Err(e),
+    };
+    match fetched {
+        Ok(fetched) => {
+            engines.lead(&fetched, stop);
+            if engines.serves(&fetched.known()) {
+                return receiver.show_aside(vec![fetched], stop);
+            }
+            receiver.show(vec![fetched], stop)
+        }
+        Err(error) => {
+            tracing::info!(version = to.1, %error, "the delta could not be fetched by itself");
+            receiver.sync(stop)
+        }
+    }
+}
+
+fn report(synced: &Synced) -> Value {
+    let mut value = serde_json::to_value(synced).unwrap_or_default();
+    if let Some(object) = value.as_object_mut() {
+        object.insert("event".into(), "synced".into());
+    }
+    value
+}
+
+fn line(image: &Known, s: &Synced) -> String {
+    format!(
+        "{}: {} {}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
+        image.identity,
+        s.mode,
+        bytes(s.wire_bytes),
+        s.total_ms,
+        s.wire_ms,
+        s.apply_ms,
+        image.digest
+    )
+}

@@ -1,0 +1,877 @@
+//! One model of a receiver that follows a controller: its image, its engines, and the two threads that work for them.
+//!
+//! Owns: the [`Desk`] of the model and everything that carries out what it says: the stager fetches, the loader applies
+//! and lets the engines load, both at the same time. Called by [`super::member`], which brings orders and takes reports
+//! away. Must not: speak to the controller.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use windlass_core::address::Token;
+use windlass_core::barrier::{Order, Phase, SetName};
+use windlass_core::error::Kind;
+use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
+use windlass_core::manifest::Manifest;
+use windlass_core::wire::control::{
+    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+};
+use windlass_data::image::Known;
+use windlass_data::receiver::{
+    Control, ControlError, Fetched, Receiver, ReceiverConfig, ReceiverError, Stage as Doings, Start,
+    StatusHandle, Synced,
+};
+use windlass_data::stop::Stop;
+use windlass_data::tls::Trust;
+
+use super::desk::{Answer, Desk, Loading, Stage, Staging};
+use super::together::Together;
+use crate::console::Session;
+use crate::error::Error;
+use crate::service::control::HttpControl;
+use crate::service::controller::wire::{Doing, EngineDoing, Lane, Outcome, Span, Task};
+use crate::service::engines::{Engines, Label};
+
+/// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
+/// meanwhile reads what is in its region first.
+const SHOWN_WITHIN: Duration = Duration::from_secs(5);
+
+/// Something that took time.
+#[derive(Clone, Debug)]
+pub(super) struct Took {
+    lane: Lane,
+    what: &'static str,
+    began: Instant,
+    ended: Instant,
+    bytes: Option<u64>,
+}
+
+impl Took {
+    fn of(lane: Lane, what: &'static str, ended: Instant, ms: f64, bytes: Option<u64>) -> Took {
+        let span = Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default();
+        Took { lane, what, began: ended.checked_sub(span).unwrap_or(ended), ended, bytes }
+    }
+
+    /// As it is told now.
+    pub(super) fn span(&self) -> Span {
+        // One clock for both: what took no time must not end before it began.
+        let now = Instant::now();
+        let ago = |at: Instant| now.saturating_duration_since(at).as_secs_f64() * 1e3;
+        let (began_ms_ago, ended_ms_ago) = (ago(self.began), ago(self.ended));
+        Span { lane: self.lane, what: self.what.into(), began_ms_ago, ended_ms_ago, bytes: self.bytes }
+    }
+}
+
+/// An answer on its way to the controller.
+#[derive(Debug)]
+pub(super) struct Sending {
+    /// Which model's.
+    pub(super) model: usize,
+    /// The session of the order.
+    pub(super) session: u64,
+    pub(super) answer: Answer,
+    pub(super) mode: Option<&'static str>,
+    pub(super) took: Vec<Took>,
+    pub(super) pause_ms: Option<f64>,
+}
+
+/// A load of one engine.
+#[derive(Clone, Debug)]
+pub(super) struct EngineLoad {
+    pub(super) label: Label,
+    pub(super) pause_ms: Option<f64>,
+    pub(super) load_ms: f64,
+    pub(super) ended: Instant,
+}
+
+/// What happened in the engines, as their events tell it.
+pub(super) type EngineLoads = Arc<Mutex<Vec<EngineLoad>>>;
+
+/// What threads share about a model.
+struct State {
+    desk: Desk<Fetched>,
+    session: u64,
+    /// How far the pull under way is.
+    progress: Option<StatusHandle>,
+    /// Ends the pull under way.
+    pulling: Option<Stop>,
+    /// Ends the wait for engines, and for the other models of the order.
+    settling: Option<Stop>,
+    /// Where the models of the last load order meet.
+    together: Option<(Order, Arc<Together>)>,
+    /// What the controller takes for served here.
+    claimed: Option<Identity>,
+    /// What was found to be served when that was last looked at.
+    seen: Option<Identity>,
+    /// Loads that were not reported yet.
+    unsent: usize,
+    /// Loads that succeeded.
+    loads: u64,
+    /// The last failure, until something succeeds.
+    error: Option<String>,
+    rate: Rate,
+}
+
+/// Bytes per second, lately.
+#[derive(Debug, Default)]
+struct Rate {
+    last: Option<(Instant, u64)>,
+    value: f64,
+}
+
+impl Rate {
+    fn at(&mut self, bytes: u64, now: Instant) -> f64 {
+        match self.last {
+            Some((then, before)) if bytes >= before => {
+                let seconds = now.duration_since(then).as_secs_f64();
+                if seconds > 0.05 {
+                    self.value = (bytes - before) as f64 / seconds;
+                    self.last = Some((now, bytes));
+                }
+            }
+            Some(_) | None => *self = Rate { last: Some((now, bytes)), value: 0.0 },
+        }
+        self.value
+    }
+}
+
+/// See the module's documentation.
+pub(super) struct Model {
+    pub(super) id: ModelId,
+    index: usize,
+    timeout: Duration,
+    token: Token,
+    trust: Option<Trust>,
+    state: Mutex<State>,
+    changed: Condvar,
+    receiver: Mutex<Receiver>,
+    engines: Option<(Engines, EngineLoads)>,
+    ending: AtomicBool,
+    name: String,
+    session: Session,
+}
+
+/// What a model is made with.
+pub(super) struct Opening<'a> {
+    pub(super) id: ModelId,
+    pub(super) index: usize,
+    pub(super) config: ReceiverConfig,
+    pub(super) token: &'a Token,
+    /// Whom to trust among them.
+    pub(super) trust: Option<&'a Trust>,
+    /// What this receiver is called by the controller.
+    pub(super) name: &'a str,
+    pub(super) session: &'a Session,
+    pub(super) stop: &'a Stop,
+}
+
+impl Model {
+    /// Opens the image that an earlier receiver left.
+    pub(super) fn open(
+        opening: Opening<'_>,
+        engines: Option<(Engines, EngineLoads)>,
+    ) -> Result<Model, Error> {
+        let Opening { id, index, config, token, trust, name, session, stop } = opening;
+        let timeout = config.transfer_timeout;
+        let receiver = Receiver::open(config, Arc::new(Nobody), None, stop)?;
+        let known = receiver.current().map(|k| k.identity.clone());
+        if let Some(image) = receiver.current() {
+            let event = json!({ "event": "found", "receiver": name, "image": image });
+            session.event(&event, || format!("{id}: found version {}", image.identity.version));
+        }
+        let state = State {
+            desk: Desk::new(known, room(&receiver)),
+            session: 0,
+            progress: None,
+            pulling: None,
+            settling: None,
+            together: None,
+            claimed: None,
+            seen: None,
+            unsent: 0,
+            loads: 0,
+            error: None,
+            rate: Rate::default(),
+        };
+        Ok(Model {
+            id,
+            index,
+            timeout,
+            token: token.clone(),
+            trust: trust.cloned(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            receiver: Mutex::new(receiver),
+            engines,
+            ending: AtomicBool::new(false),
+            name: name.to_owned(),
+            session: session.clone(),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn receiver(&self) -> MutexGuard<'_, Receiver> {
+        self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether its engines have said what they have, if it has any.
+    pub(super) fn asked(&self) -> bool {
+        self.engines.as_ref().is_none_or(|(engines, _)| engines.asked())
+    }
+
+    /// Whether it has engines, which may be restarted at any time.
+    pub(super) fn has_engines(&self) -> bool {
+        self.engines.is_some()
+    }
+
+    /// What is really served.
+    fn truth(&self, state: &State) -> Option<Identity> {
+        match &self.engines {
+            Some((engines, _)) => engines.serving().map(|label| Identity {
+                model_id: self.id.clone(),
+                incarnation: label.incarnation,
+                version: label.version,
+            }),
+            None => state.desk.serves().cloned(),
+        }
+    }
+
+    /// A new session begins: no order of the last one counts. Answers what is served.
+    pub(super) fn begin(&self, session: u64) -> Option<Identity> {
+        let mut state = self.state();
+        state.desk.rejoined();
+        if let Some((_, together)) = state.together.take() {
+            together.fail(self.id.as_str());
+        }
+        state.session = session;
+        let truth = self.truth(&state);
+        state.claimed.clone_from(&truth);
+        state.seen.clone_from(&truth);
+        truth
+    }
+
+    /// Whether something else is served than the controller was told, and nobody is about to tell it.
+    pub(super) fn differs(&self) -> Option<String> {
+        let mut state = self.state();
+        if state.desk.is_loading() || state.unsent > 0 {
+            return None;
+        }
+        let truth = self.truth(&state);
+        if truth == state.seen {
+            return None;
+        }
+        state.seen.clone_from(&truth);
+        if truth == state.claimed {
+            return None;
+        }
+        let name = |i: &Option<Identity>| i.as_ref().map_or_else(|| "nothing".into(), ToString::to_string);
+        Some(format!("{} serves {}, not {} any more", self.id, name(&truth), name(&state.claimed)))
+    }
+
+    /// Takes in an order.
+    pub(super) fn take(&self, task: &Task) {
+        let mut state = self.state();
+        match task {
+            Task::Stage { identity, .. } => {
+                // The controller does not count on a dead lineage.
+                let claimed = state.claimed.take();
+                state.claimed = claimed.filter(|c| c.incarnation >= identity.incarnation);
+            }
+            Task::Abandon { order, .. } => {
+                if let Some((_, together)) = state.together.as_ref().filter(|(o, _)| o == order) {
+                    together.fail(self.id.as_str());
+                }
+            }
+            Task::Load { .. } | Task::Live { .. } => {}
+        }
+        if state.desk.take(task)
+            && let Some(stop) = &state.pulling
+        {
+            stop.set();
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Takes in a load order, whose models meet before their engines are told. One that is at it gives up.
+    pub(super) fn take_load(&self, task: &Task, order: Order, together: &Arc<Together>) {
+        let mut state = self.state();
+        if let Some(stop) = &state.settling {
+            stop.set();
+        }
+        if let Some((_, before)) = state.together.replace((order, Arc::clone(together))) {
+            before.fail(self.id.as_str());
+        }
+        drop(state);
+        self.take(task);
+    }
+
+    /// A report was delivered, or is of no use any more.
+    pub(super) fn told(&self, sending: &Sending, delivered: bool) {
+        let mut state = self.state();
+        match &sending.answer.outcome {
+            Outcome::Loaded | Outcome::Failed { phase: Phase::Loading, .. } => {
+                state.unsent = state.unsent.saturating_sub(1);
+            }
+            Outcome::Staged | Outcome::Absent { .. } | Outcome::Failed { .. } => return,
+        }
+        if delivered && sending.session == state.session {
+            let loaded = matches!(sending.answer.outcome, Outcome::Loaded);
+            state.claimed = loaded.then(|| sending.answer.identity.clone());
+            // After a failure nothing is claimed, and only a change is worth another join.
+            state.seen = if loaded { state.claimed.clone() } else { self.truth(&state) };
+        }
+    }
+
+    /// How many loads succeeded, and the version of the last one.
+    pub(super) fn loads(&self) -> (u64, Option<Version>) {
+        let state = self.state();
+        (state.loads, state.desk.loaded().map(|i| i.version))
+    }
+
+    /// What it is doing, for people, and whether that will have changed soon.
+    pub(super) fn doing(&self) -> (Doing, bool) {
+        let mut state = self.state();
+        let (mut stage, about) = state.desk.about();
+        let version = about.map(|i| i.version);
+        let status = state.progress.as_ref().map(StatusHandle::get);
+        let (mut bytes, mut of_bytes, mut rate) = (0, 0, 0.0);
+        if let Some(status) = status.filter(|_| stage == "pulling") {
+            stage = match status.stage {
+                Doings::Idle | Doings::Asking => "waiting",
+                Doings::Pulling => "pulling",
+                Doings::Opening | Doings::Applying | Doings::Finishing => "applying",
+            };
+            (bytes, of_bytes) = (status.bytes_done, status.bytes);
+            rate = state.rate.at(bytes, Instant::now());
+        }
+        if stage == "idle" && state.error.is_some() {
+            stage = "failed";
+        }
+        let busy = !matches!(stage, "idle" | "staged" | "failed");
+        drop(state);
+        let engines = self.engines.as_ref().map_or_else(Vec::new, |(engines, _)| {
+            let told = engines.status().into_iter().map(|s| EngineDoing {
+                condition: serde_json::to_value(s.condition)
+                    .ok()
+                    .and_then(|v| v.as_str().map(str::to_owned))
+                    .unwrap_or_default(),
+                version: s.live.and_then(|l| l.parse::<Label>().ok()).map(|l| l.version),
+                engine: s.engine,
+                error: s.error,
+                unplanned: s.unplanned,
+                slow: s.slow,
+            });
+            told.collect()
+        });
+        let stage = stage.to_owned();
+        (Doing { model_id: self.id.clone(), stage, version, bytes, of_bytes, rate, engines }, busy)
+    }
+
+    /// Ends both threads, soon.
+    pub(super) fn end(&self) {
+        self.ending.store(true, Ordering::Release);
+        let state = self.state();
+        for stop in state.pulling.iter().chain(&state.settling) {
+            stop.set();
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn ended(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
+    fn rest<'a>(&self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    // ---- staging -----------------------------------------------------------------------------------
+
+    /// Carries out stage orders until the end.
+    pub(super) fn stage_all(&self, out: &Sender<Sending>) {
+        let mut control: Option<(String, Arc<HttpControl>)> = None;
+        loop {
+            let mut state = self.state();
+            let step = loop {
+                if self.ended() {
+                    return;
+                }
+                let now = Instant::now();
+                if let Some(step) = state.desk.next_stage(now) {
+                    break step;
+                }
+                let ripe =
+                    state.desk.ripe().map_or(Stop::GLANCE * 20, |at| at.saturating_duration_since(now));
+                state = self.rest(state, ripe.max(Stop::GLANCE));
+            };
+            let stop = Stop::after(self.timeout);
+            let session = state.session;
+            match step {
+                Staging::Held(answer) => {
+                    drop(state);
+                    self.send(out, session, answer, Some("held"), Vec::new(), None);
+                }
+                Staging::Fetch(stage) => {
+                    state.pulling = Some(stop.clone());
+                    drop(state);
+                    let result =
+                        self.control(&stage, &mut control).and_then(|c| self.fetch(&stage, &c, &stop));
+                    self.fetched(&stage, result, out);
+                }
+                Staging::Whole(stage) => {
+                    state.pulling = Some(stop.clone());
+                    drop(state);
+                    let result =
+                        self.control(&stage, &mut control).and_then(|c| self.whole(&stage, &c, &stop));
+                    self.replaced(&stage, result, out);
+                }
+            }
+        }
+    }
+
+    /// The agent of an order.
+    fn control(
+        &self,
+        stage: &Stage,
+        last: &mut Option<(String, Arc<HttpControl>)>,
+    ) -> Result<Arc<HttpControl>, Error> {
+        if let Some((_, control)) = last.as_ref().filter(|(url, _)| *url == stage.endpoint) {
+            return Ok(Arc::clone(control));
+        }
+        let control = HttpControl::new(&stage.endpoint, self.token.clone())?;
+        let control = Arc::new(control.with_trust(self.trust.clone()).with_patience(self.timeout));
+        self.receiver().turn_to(Arc::clone(&control) as Arc<dyn Control>);
+        *last = Some((stage.endpoint.clone(), Arc::clone(&control)));
+        Ok(control)
+    }
+
+    /// Waits a while for the agent to have a version, without holding anything.
+    fn await_version(stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<(), Error> {
+        let Identity { incarnation, version, .. } = &stage.identity;
+        let patience = stop.with_timeout(SHOWN_WITHIN);
+        let mut info = control.version(None, stop).map_err(ReceiverError::from)?;
+        while info.incarnation == *incarnation && info.version.is_none_or(|v| v < *version) {
+            stop.check()?;
+            if patience.is_set() {
+                let (endpoint, newest) = (stage.endpoint.clone(), info.version);
+                return Err(Error::NotShown { identity: stage.identity.clone(), endpoint, newest });
+            }
+            let before = version.checked_sub(1).map(|v| (*incarnation, v));
+            let before = before.unwrap_or((Incarnation(incarnation.0.saturating_sub(1)), Version::MAX));
+            match control.version(Some(before), &patience) {
+                Ok(shown) => info = shown,
+                // The last word counts.
+                Err(e) if patience.is_set() && e.kind() == Kind::Timeout => {}
+                Err(e) => return Err(ReceiverError::from(e).into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn fetch(&self, stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<Option<Fetched>, Error> {
+        Self::await_version(stage, control, stop)?;
+        let to = (stage.identity.incarnation, stage.identity.version);
+        let last = self.state().desk.last().map(Fetched::known);
+        let start = self.receiver().fetch(last.as_ref(), to, stop)?;
+        match start {
+            Start::Delta(fetch) => {
+                self.state().progress = Some(fetch.status());
+                Ok(Some(fetch.run(stop)?))
+            }
+            // Image bytes are the newest. Whoever serves something does not give it up for a version that it was not told
+            // to bring here: it would be out of the pool until all the others are there.
+            Start::Whole { why, newest } if newest > stage.identity.version && self.serves_life(stage) => {
+                Err(Error::Plane {
+                    doing: "stage a version that the publisher is past",
+                    kind: Kind::Stale,
+                    source: format!("{why}, and image bytes are of version {newest}").into(),
+                })
+            }
+            Start::Whole { why, .. } => {
+                tracing::info!(identity = %stage.identity, why, "no delta serves; the image is fetched");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Whether something of the same incarnation is served here.
+    fn serves_life(&self, stage: &Stage) -> bool {
+        let state = self.state();
+        self.truth(&state).is_some_and(|i| i.incarnation == stage.identity.incarnation)
+    }
+
+    fn fetched(&self, stage: &Stage, result: Result<Option<Fetched>, Error>, out: &Sender<Sending>) {
+        let now = Instant::now();
+        let mut state = self.state();
+        (state.progress, state.pulling) = (None, None);
+        let session = state.session;
+        match result {
+            Ok(Some(fetched)) => {
+                let (base, known) = (fetched.base(), fetched.known());
+                let synced = fetched.synced().clone();
+                let delta = (&known.identity, fetched, synced.wire_bytes);
+                let answer = state.desk.fetched(stage.order, &base, delta, now);
+                state.error = None;
+                drop(state);
+                let took = Took::of(Lane::Wire, "pull delta", now, synced.wire_ms, Some(synced.wire_bytes));
+                self.answer(out, session, answer, Some("delta"), vec![took]);
+            }
+            Ok(None) => {
+                state.desk.needs_whole(stage.order);
+                drop(state);
+            }
+            Err(e) => self.stage_failed(state, stage, &e, out),
+        }
+        self.changed.notify_all();
+    }
+
+    fn whole(&self, stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<(Synced, Identity), Error> {
+        Self::await_version(stage, control, stop)?;
+        let mut receiver = self.receiver();
+        self.state().progress = Some(receiver.status());
+        let synced = receiver.stage_to((stage.identity.incarnation, stage.identity.version), stop)?;
+        let known = receiver.held().map(|k| k.identity.clone());
+        let known = known.ok_or_else(|| Error::Bug("a sync ended without a whole image".into()))?;
+        Ok((synced, known))
+    }
+
+    fn replaced(&self, stage: &Stage, result: Result<(Synced, Identity), Error>, out: &Sender<Sending>) {
+        let now = Instant::now();
+        let room = room(&self.receiver());
+        let mut state = self.state();
+        state.desk.set_room(room);
+        (state.progress, state.pulling) = (None, None);
+        let session = state.session;
+        match result {
+            Ok((synced, got)) => {
+                let answer = state.desk.replaced(stage.order, &got, now);
+                state.error = None;
+                drop(state);
+                let (what, mode) = match synced.mode {
+                    "delta" => ("pull delta", "delta"),
+                    "none" => ("compare", "held"),
+                    _ => ("pull image", "full"),
+                };
+                let applied = Took::of(Lane::Wire, "apply", now, synced.apply_ms, None);
+                let pulled =
+                    Took::of(Lane::Wire, what, applied.began, synced.wire_ms, Some(synced.wire_bytes));
+                let took = if synced.apply_ms > 0.0 { vec![pulled, applied] } else { vec![pulled] };
+                self.answer(out, session, answer, Some(mode), took);
+            }
+            Err(e) => self.stage_failed(state, stage, &e, out),
+        }
+        self.changed.notify_all();
+    }
+
+    fn stage_failed(&self, state: MutexGuard<'_, State>, stage: &Stage, e: &Error, out: &Sender<Sending>) {
+        drop(state);
+        let image = self.receiver().held().map(|k| k.identity.clone());
+        let mut state = self.state();
+        let (session, text) = (state.session, e.chain());
+        let (phase, kind, reason) = (Phase::Staging, e.kind(), text.clone());
+        let outcome = match e {
+            Error::NotShown { .. } => Outcome::Absent { reason },
+            _ => Outcome::Failed { phase, kind, reason },
+        };
+        let answer = state.desk.stage_failed(stage.order, image, outcome);
+        if answer.is_some() {
+            state.error = Some(text);
+        }
+        drop(state);
+        self.answer(out, session, answer, None, Vec::new());
+    }
+
+    // ---- loading -----------------------------------------------------------------------------------
+
+    /// Carries out load orders until the end.
+    pub(super) fn load_all(&self, out: &Sender<Sending>) {
+        loop {
+            let mut state = self.state();
+            let step = loop {
+                if self.ended() {
+                    return;
+                }
+                if let Some(step) = state.desk.next_load() {
+                    break step;
+                }
+                state = self.rest(state, Stop::GLANCE * 20);
+            };
+            state.unsent += 1;
+            match step {
+                Loading::Missing(answer) => {
+                    let session = state.session;
+                    if let Some((_, together)) = &state.together {
+                        together.fail(self.id.as_str());
+                    }
+                    drop(state);
+                    self.send(out, session, answer, None, Vec::new(), None);
+                }
+                Loading::Load { order, set, identity, apply } => {
+                    let (session, deltas) = (state.session, state.desk.take_deltas(apply));
+                    let together = state.together.as_ref().filter(|(o, _)| *o == order);
+                    let together = together.map(|(_, t)| Arc::clone(t));
+                    drop(state);
+                    let event = json!({
+                        "event": "loading", "receiver": self.name, "order": order, "set": set, "identity": identity,
+                    });
+                    self.session.event(&event, || format!("{identity}: loading"));
+                    self.load((session, set), deltas, together.as_deref(), out);
+                }
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    fn load(
+        &self,
+        (session, set): (u64, SetName),
+        deltas: Vec<Fetched>,
+        together: Option<&Together>,
+        out: &Sender<Sending>,
+    ) {
+        let began = Instant::now();
+        let (mut took, mut pause_ms) = (Vec::new(), None);
+        let stop = Stop::after(self.timeout);
+        self.state().settling = Some(stop.clone());
+        let meet = || {
+            together.map_or(Ok(()), |t| t.meet(&stop)).map_err(|why| Error::Plane {
+                doing: "load the models of one order together",
+                kind: Kind::Stale,
+                source: why.into(),
+            })
+        };
+        let result = if self.may_lead(&deltas) {
+            // The engines first, and the image while they serve.
+            meet().and_then(|()| {
+                let ahead = self.lead(&deltas, &stop);
+                self.apply(deltas, &mut took).map(|known| (known, ahead))
+            })
+        } else {
+            let applied = self.apply(deltas, &mut took);
+            if let (Err(_), Some(together)) = (&applied, together) {
+                together.fail(self.id.as_str());
+            }
+            applied.and_then(|known| meet().map(|()| (known, Vec::new())))
+        };
+        let result =
+            result.and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut took, &mut pause_ms));
+        let mut state = self.state();
+        state.settling = None;
+        let text = result.as_ref().err().map(Error::chain);
+        state.loads += u64::from(result.is_ok());
+        state.error.clone_from(&text);
+        let answer = state.desk.load_ended(result.map_err(|e| (e.kind(), e.chain())));
+        // The order of a session that is over is not answered; the next join says what is served.
+        let answer = answer.filter(|_| state.session == session);
+        if answer.is_none() {
+            state.unsent = state.unsent.saturating_sub(1);
+        }
+        drop(state);
+        let ms = began.elapsed().as_secs_f64() * 1e3;
+        if let Some(answer) = answer {
+            if let Outcome::Loaded = answer.outcome {
+                let identity = &answer.identity;
+                let event = json!({
+                    "event": "loaded", "receiver": self.name, "order": answer.order, "set": set,
+                    "identity": identity, "ms": ms, "pause_ms": pause_ms,
+                });
+                self.session.event(&event, || format!("{identity}: loaded in {ms:.1} ms"));
+            }
+            self.send(out, session, answer, None, took, pause_ms);
+        }
+    }
+
+    /// Whether engines would load the one delta of a load before the image holds what it leads to.
+    fn may_lead(&self, deltas: &[Fetched]) -> bool {
+        let Some((engines, _)) = &self.engines else { return false };
+        deltas.len() == 1 && engines.may_lead(self.receiver().current())
+    }
+
+    /// Has engines load it so; what they said of it.
+    fn lead(&self, deltas: &[Fetched], stop: &Stop) -> Vec<EngineLoad> {
+        let Some((engines, loads)) = &self.engines else { return Vec::new() };
+        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        deltas.iter().for_each(|delta| engines.lead(delta, stop));
+        std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Lets the engines load what the image holds, and waits for them; `ahead` is what they loaded before it did. Without
+    /// engines there is nothing to do.
+    fn settle(
+        &self,
+        known: &Known,
+        ahead: Vec<EngineLoad>,
+        stop: &Stop,
+        took: &mut Vec<Took>,
+        pause_ms: &mut Option<f64>,
+    ) -> Result<(), Error> {
+        let Some((engines, loads)) = &self.engines else { return Ok(()) };
+        // What was told before belongs to earlier loads.
+        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        engines.want(known);
+        let settled = engines.settle(known, stop);
+        let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
+        for load in ahead.iter().chain(&done).filter(|l| l.label == Label::from(known)) {
+            if let Some(ms) = load.pause_ms {
+                took.push(Took::of(Lane::Engine, "pause", load.ended, ms, None));
+                *pause_ms = Some(pause_ms.map_or(ms, |p| p.max(ms)));
+            }
+            took.push(Took::of(Lane::Engine, "load", load.ended, load.load_ms, None));
+        }
+        settled
+    }
+
+    /// Brings the image to the version of a load.
+    fn apply(&self, deltas: Vec<Fetched>, took: &mut Vec<Took>) -> Result<Known, Error> {
+        let count = deltas.len();
+        let (mut receiver, stop) = (self.receiver(), Stop::after(self.timeout));
+        if count == 0 {
+            receiver.reveal(&stop)?;
+        } else {
+            let serves = |e: &Engines| deltas.last().is_some_and(|last| e.serves(&last.known()));
+            let shown = if self.engines.as_ref().is_some_and(|(engines, _)| serves(engines)) {
+                receiver.show_aside(deltas, &stop)
+            } else {
+                receiver.show(deltas, &stop)
+            };
+            let ended = Instant::now();
+            let image = receiver.held().map(|k| k.identity.clone());
+            self.state().desk.applied(count, image);
+            let synced = shown?;
+            took.push(Took::of(Lane::Wire, "apply", ended, synced.open_ms + synced.apply_ms, None));
+        }
+        let known = receiver.current().cloned();
+        known.ok_or_else(|| Error::Bug("a version was to be loaded from an image that is not whole".into()))
+    }
+
+    // ---- telling -----------------------------------------------------------------------------------
+
+    fn answer(
+        &self,
+        out: &Sender<Sending>,
+        session: u64,
+        answer: Option<Answer>,
+        mode: Option<&'static str>,
+        took: Vec<Took>,
+    ) {
+        if let Some(answer) = answer {
+            self.send(out, session, answer, mode, took, None);
+        }
+    }
+
+    fn send(
+        &self,
+        out: &Sender<Sending>,
+        session: u64,
+        answer: Answer,
+        mode: Option<&'static str>,
+        took: Vec<Took>,
+        pause_ms: Option<f64>,
+    ) {
+        let (order, identity) = (answer.order, &answer.identity);
+        match &answer.outcome {
+            Outcome::Staged => {
+                let event = json!({
+                    "event": "staged", "receiver": self.name, "order": order, "identity": identity, "mode": mode,
+                });
+                self.session.event(&event, || format!("{identity}: staged ({})", mode.unwrap_or("held")));
+            }
+            Outcome::Loaded => {}
+            Outcome::Absent { reason } => {
+                let event = json!({
+                    "event": "order_failed", "receiver": self.name, "order": order, "identity": identity,
+                    "phase": Phase::Staging, "kind": Kind::NotFound, "reason": reason,
+                });
+                self.session.event(&event, || format!("{identity}: {reason}"));
+            }
+            Outcome::Failed { phase, kind, reason } => {
+                let event = json!({
+                    "event": "order_failed", "receiver": self.name, "order": order, "identity": identity,
+                    "phase": phase, "kind": kind, "reason": reason,
+                });
+                self.session.event(&event, || format!("{identity}: {reason}"));
+            }
+        }
+        // Nobody is there to take it when the receiver ends.
+        let _ = out.send(Sending { model: self.index, session, answer, mode, took, pause_ms });
+    }
+}
+
+/// How much memory deltas may take that wait: no more than the image.
+fn room(receiver: &Receiver) -> u64 {
+    receiver.image().map_or(0, |image| image.manifest().data_bytes())
+}
+
+/// Before the first order there is no publisher to speak to.
+#[derive(Debug)]
+struct Nobody;
+
+impl Nobody {
+    fn lost<T>(what: &'static str) -> Result<T, ControlError> {
+        let why = "no order has named an agent yet".into();
+        Err(ControlError::Lost { peer: "nobody".into(), what, why, kind: Kind::NotFound })
+    }
+}
+
+impl Control for Nobody {
+    fn peer(&self) -> String {
+        "nobody".into()
+    }
+
+    fn version(&self, _: Option<(Incarnation, Version)>, _: &Stop) -> Result<VersionInfo, ControlError> {
+        Nobody::lost("get the version")
+    }
+
+    fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
+        Nobody::lost("get the manifest")
+    }
+
+    fn sums(&self, _: &Identity, _: &Stop) -> Result<Vec<windlass_core::digest::BlockSum>, ControlError> {
+        Nobody::lost("get the sums")
+    }
+
+    fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
+        Nobody::lost("register")
+    }
+
+    fn request(&self, _: &TransferRequest, _: &Stop) -> Result<TransferAnswer, ControlError> {
+        Nobody::lost("request a transfer")
+    }
+
+    fn done(&self, _: &TransferDone, _: &Stop) -> Result<(), ControlError> {
+        Nobody::lost("report a transfer")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_took_no_time_does_not_end_before_it_began() {
+        let now = Instant::now();
+        for ms in [0.0, 1e-6, 3.5, -1.0, f64::NAN, f64::INFINITY] {
+            let span = Took::of(Lane::Wire, "apply", now, ms, None).span();
+            assert!(span.began_ms_ago >= span.ended_ms_ago && span.ended_ms_ago >= 0.0, "{ms}: {span:?}");
+        }
+    }
+
+    #[test]
+    fn the_rate_is_of_late_and_begins_anew_with_every_pull() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        assert_eq!(rate.at(1000, at(0)).to_bits(), 0f64.to_bits());
+        assert!((rate.at(2000, at(100)) - 10_000.0).abs() < 1.0);
+        // Too soon to tell.
+        assert!((rate.at(2001, at(101)) - 10_000.0).abs() < 1.0);
+        assert!((rate.at(2000 + 500, at(200)) - 5000.0).abs() < 1.0);
+        assert_eq!(rate.at(7, at(300)).to_bits(), 0f64.to_bits());
+    }
+}
