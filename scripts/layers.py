@@ -1,4 +1,4 @@
-"""The layer check: what each crate may not depend on, and where `unsafe` and `async` may stand.
+"""The layer check: what each crate may not depend on, which rooms may use which, and where `unsafe` and `async` may stand.
 
     scripts/layers.py               check; exit status 1 and one line per breach
     scripts/layers.py --self-test   show that the check itself can fail
@@ -48,6 +48,21 @@ UNSAFE_ALLOWED = [
 # Where `async` may stand.
 ASYNC_ALLOWED = ["crates/windlass/*.rs"]
 
+# The rooms of a crate -> the rooms that each may use. Every file of the crate is in a room; a file at the top is one of its own.
+ROOMS = {
+    "crates/windlass/src": {
+        "main": [],
+        "lib": [],
+        "cli": ["lab", "tools", "service", "console", "log", "error"],
+        "lab": ["tools", "service", "console", "error"],
+        "tools": ["service", "console", "error"],
+        "service": ["console", "error", "log"],
+        "console": ["error"],
+        "error": [],
+        "log": [],
+    },
+}
+
 
 def dependencies(crate: str, *options: str) -> set[str]:
     """Names of the crates that `crate` depends on."""
@@ -80,10 +95,30 @@ def check_word(word: str, allowed: list[str], name: str, text: str) -> list[str]
     ]
 
 
+def check_rooms(name: str, text: str) -> list[str]:
+    """Breaches in one file: names of rooms that its own may not use."""
+    crate = next((c for c in ROOMS if name.startswith(c + "/")), None)
+    if crate is None:
+        return []
+    rooms = ROOMS[crate]
+    room = name[len(crate) + 1 :].partition("/")[0].removesuffix(".rs")
+    if room not in rooms:
+        return [f"{name}: {room} is no room of {crate}: name it in scripts/layers.py, with the rooms that it may use"]
+    breaches = []
+    for number, line in enumerate(strip(text).splitlines(), 1):
+        used = set(re.findall(r"\bcrate::(\w+)", line))
+        for group in re.findall(r"\bcrate::\{([^}]*)", line):
+            used |= set(re.findall(r"\b(\w+)", group))
+        for other in sorted(used & rooms.keys() - {room, *rooms[room]}):
+            breaches.append(f"{name}:{number}: {room} uses {other}, and may use {', '.join(rooms[room]) or 'no other'}")
+    return breaches
+
+
 def check_source() -> list[str]:
     breaches = []
     for path in files(".rs"):
         name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        breaches += check_rooms(name, text)
         breaches += check_word("unsafe", UNSAFE_ALLOWED, name, text)
         breaches += check_word("async", ASYNC_ALLOWED, name, text)
     return breaches
@@ -137,6 +172,14 @@ def self_test() -> None:
     assert check_word("unsafe", UNSAFE_ALLOWED, "x.rs", "fn f<'a>(x: &'a u8) { unsafe {} } // '"), "a lifetime is no literal"
     assert not check_word("unsafe", UNSAFE_ALLOWED, "crates/windlass-data/src/simd/avx2.rs", bad)
 
+    room = "crates/windlass/src/service/agent.rs"
+    assert check_rooms(room, "use crate::lab::synth;\n") == [
+        f"{room}:1: service uses lab, and may use console, error, log"
+    ]
+    assert check_rooms(room, "use crate::{error, tools};") and check_rooms("crates/windlass/src/new.rs", "")
+    assert not check_rooms(room, "// crate::lab\nuse crate::error::Error;\nuse crate::service::token;\n")
+    assert not check_rooms("crates/windlass-data/src/serve.rs", "use crate::lab;")
+
     import shutil
     import tempfile
 
@@ -173,7 +216,7 @@ def main() -> None:
     if breaches:
         sys.exit(1)
     pairs = sum(map(len, FORBIDDEN.values())) + sum(map(len, FORBIDDEN_DIRECTLY.values()))
-    print(f"layers: {pairs} forbidden pairs absent, unsafe and async where they belong, lints in force")
+    print(f"layers: {pairs} forbidden pairs absent, unsafe, async and rooms as they should be, lints in force")
 
 
 if __name__ == "__main__":
