@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use windlass::plane::HttpPlane;
+use windlass::service::plane::HttpPlane;
 use windlass_core::sync_info::WeightSyncInfo;
 use windlass_data::roles::{BoxError, EngineConfig, Feed, Strategies, WeightLoader, Weights};
 use windlass_data::stop::Stop;

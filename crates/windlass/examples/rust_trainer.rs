@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use windlass::plane::HttpPlane;
-use windlass::token;
+use windlass::service::plane::HttpPlane;
+use windlass::service::token;
 use windlass_core::dtype::Dtype;
 use windlass_core::identity::ModelId;
 use windlass_core::manifest::{Manifest, TensorSpec};

@@ -301,7 +301,6 @@ impl Error {
             Error::WrongBase { .. } | Error::Unfinished { .. } => Kind::Stale,
             Error::PartlyUpdated { source, .. } => source.kind(),
             Error::Io { source, .. } => io_kind(source),
-            Error::Content { kind, .. } => *kind,
             Error::File(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
             Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
@@ -317,6 +316,7 @@ impl Error {
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
             Error::Child { kind, .. }
+            | Error::Content { kind, .. }
             | Error::Plane { kind, .. }
             | Error::Engines { kind, .. }
             | Error::Module { kind, .. } => *kind,
