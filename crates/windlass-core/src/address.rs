@@ -17,24 +17,19 @@ use crate::error::{Kind, excerpt};
 /// An address that no peer could use. The message shows the text except where it may hold a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Not a host name or IP address.
     #[error("{0:?} is not a host: expected a DNS name, an IPv4 address or an IPv6 address")]
     Host(String),
-    /// An address to bind to, not one to reach.
     #[error(
         "{0:?} means every interface of this machine and cannot be reached from another; set advertise_host"
     )]
     Wildcard(String),
-    /// Not `host:port`.
     #[error("{0:?} is not host:port: expected both, an IPv6 address in brackets, and nothing else")]
     HostPort(String),
-    /// Not `host:port`, optionally after `http://` or `https://`.
     #[error(
         "{0:?} is not an endpoint: expected host:port, http://host:port or https://host:port, \
          an IPv6 address in brackets, and no path"
     )]
     Endpoint(String),
-    /// Port 0 or above 65535.
     #[error("{0:?} has no usable port: expected 1 to 65535; advertise the port that was bound")]
     Port(String),
     /// Not a store URL that we know how to open.
@@ -50,7 +45,6 @@ pub enum AddressError {
          environment or configuration of the store instead"
     )]
     StoreSecret(String),
-    /// A token that an HTTP header cannot carry.
     #[error("the token is not usable: expected 1 to {max} visible ASCII characters without spaces", max = Token::MAX_LEN)]
     Token,
 }

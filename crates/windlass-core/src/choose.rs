@@ -202,7 +202,6 @@ names! {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Peer {
-    /// It decodes deltas.
     pub delta: bool,
     /// It decodes context mode too, and registered for it.
     pub context: bool,
@@ -249,7 +248,6 @@ pub struct Facts {
     pub change_rate: Option<f64>,
     /// What the engine side can decode.
     pub peer: Peer,
-    /// Our codec version.
     pub codec_version: u16,
     /// The trainers' GPUs have room for a baseline; asked only where the bytes are not known.
     pub gpu_baseline_fits: bool,
@@ -309,13 +307,9 @@ pub struct Overrides {
     pub pack_weights: Option<bool>,
     /// Whether to use CUDA IPC.
     pub use_cuda_ipc: Option<bool>,
-    /// The strategy.
     pub strategy: Option<Strategy>,
-    /// The link.
     pub link: Option<Link>,
-    /// The codec.
     pub codec: Option<Codec>,
-    /// Who encodes.
     pub encoder: Option<Encoder>,
     /// How trainers offload; `auto` is unset.
     pub offload_mode: Option<Offload>,
@@ -377,13 +371,9 @@ impl TryFrom<Map<String, Value>> for Overrides {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
-    /// A strategy.
     Strategy(Strategy),
-    /// A link.
     Link(Link),
-    /// A codec.
     Codec(Codec),
-    /// An encoder.
     Encoder(Encoder),
     /// A way to offload.
     Offload(Offload),
@@ -405,7 +395,6 @@ impl fmt::Display for Subject {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Considered {
-    /// The option.
     pub option: Subject,
     /// Why it was not taken.
     pub why_not: String,
@@ -447,54 +436,31 @@ impl fmt::Display for Choice {
 /// Why there is no choice.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ChooseError {
-    /// An override names something that cannot work here.
     #[error("{option} was demanded by {by}, but cannot work here: {why}")]
     Impossible {
-        /// What cannot work.
         option: Subject,
         /// The overrides that leave nothing else.
         by: String,
         /// What stands in the way, and the remedy.
         why: String,
     },
-    /// Two overrides exclude each other.
     #[error("{by} contradict each other: no strategy satisfies all of them; remove one")]
-    Contradiction {
-        /// The overrides in force.
-        by: String,
-    },
-    /// `strict`, and something faster was not available.
+    Contradiction { by: String },
     #[error("strict: {faster} would be faster than {chosen}, but {blocked_by}")]
     Fallback {
-        /// What would have been chosen.
         faster: Subject,
         /// What it would have fallen back to.
         chosen: Subject,
         /// What is missing, and the remedy.
         blocked_by: String,
     },
-    /// A number among the facts makes no sense.
     #[error("fact {name} is {value}, expected {expected}")]
-    BadFact {
-        /// Which.
-        name: &'static str,
-        /// Its value.
-        value: String,
-        /// What was expected.
-        expected: &'static str,
-    },
-    /// A key of the overrides that nobody knows.
+    BadFact { name: &'static str, value: String, expected: &'static str },
     #[error("unknown override {key:?}; did you mean {suggestion:?}? Known: {}", Overrides::KEYS.join(", "))]
-    UnknownKey {
-        /// The key.
-        key: String,
-        /// The nearest known one.
-        suggestion: &'static str,
-    },
+    UnknownKey { key: String, suggestion: &'static str },
     /// A known key with a value of the wrong kind.
     #[error("override {key:?}: {cause}")]
     BadValue {
-        /// The key.
         key: String,
         /// What is wrong with its value.
         cause: String,

@@ -13,7 +13,6 @@ use crate::error::{Kind, excerpt};
 /// A dtype that no spelling we know stands for.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum DtypeError {
-    /// The spelling is unknown.
     #[error(
         "unknown dtype {0:?}; expected a torch name such as \"bfloat16\" or a safetensors name such as \"BF16\""
     )]

@@ -21,7 +21,6 @@ pub enum Kind {
     Stale,
     /// Bytes are not what their sums say.
     Corrupt,
-    /// A deadline passed.
     Timeout,
     /// The other side went away.
     PeerLost,

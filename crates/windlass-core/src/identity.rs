@@ -16,7 +16,6 @@ pub enum IdentityError {
         "model id {0:?} is not usable: expected 1 to 128 of the characters A-Z a-z 0-9 . _ - and no leading '.'"
     )]
     ModelId(String),
-    /// A 128-bit hash is not 32 hexadecimal digits.
     #[error("{0:?} is not a 128-bit hash: expected 32 hexadecimal digits")]
     Hash(String),
 }
@@ -92,7 +91,6 @@ pub type Version = u64;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
-    /// Which policy.
     pub model_id: ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,

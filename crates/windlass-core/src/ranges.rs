@@ -35,57 +35,32 @@ use crate::varint::{VarintFault, put_varint, take_varint};
 /// A malformed set of blocks.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum RangesError {
-    /// A range without blocks.
     #[error("block range {index} starts at {first} and has no blocks: leave empty ranges out")]
-    Empty {
-        /// Which range of the list.
-        index: usize,
-        /// Its first block.
-        first: u32,
-    },
+    Empty { index: usize, first: u32 },
     /// A range that starts before the one before it ends.
     #[error(
         "block range {index} starts at {first}, before block {previous_end} where the one before it ends: \
          sort the ranges and merge those that overlap"
     )]
     Overlap {
-        /// Which range of the list.
         index: usize,
-        /// Its first block.
         first: u32,
         /// Where the range before it ends.
         previous_end: u32,
     },
-    /// A range that ends beyond the last block id.
     #[error("block range {index} starts at {first} and has {count} blocks: block ids end below {}", u32::MAX)]
-    Overflow {
-        /// Which range of the list.
-        index: usize,
-        /// Its first block.
-        first: u64,
-        /// How many blocks it claims.
-        count: u64,
-    },
-    /// More ranges than are accepted from outside.
+    Overflow { index: usize, first: u64, count: u64 },
     #[error("{count} block ranges are more than {max}: ask for fewer, wider ranges")]
     TooMany {
         /// How many there are, or are claimed to be.
         count: u64,
-        /// The limit.
         max: usize,
     },
-    /// The binary form ends too early.
     #[error("a binary set of blocks ends after {len} bytes, in the middle of a number or a range")]
-    Truncated {
-        /// Length of the input.
-        len: usize,
-    },
+    Truncated { len: usize },
     /// A number in the binary form is longer than it must be, or wider than 32 bits.
     #[error("the number at byte {at} of a binary set of blocks is not a 32-bit varint in its shortest form")]
-    Varint {
-        /// Where the number starts.
-        at: usize,
-    },
+    Varint { at: usize },
 }
 
 impl RangesError {

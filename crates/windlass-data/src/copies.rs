@@ -28,44 +28,22 @@ pub const MAX_DIMS: usize = 16;
 /// What can be wrong with copies.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The region refused.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// Called off or too late.
     #[error("copying into the slot: {0}")]
     Stopped(#[from] Stopped),
-    /// Too many dimensions.
     #[error("copy {index} has {dims} dimensions, more than {MAX_DIMS}")]
-    Dims {
-        /// Which copy.
-        index: usize,
-        /// How many it has.
-        dims: usize,
-    },
-    /// Counts and strides beyond 64 bits.
+    Dims { index: usize, dims: usize },
     #[error("copy {index} spans more than 64 bits can count")]
-    Overflow {
-        /// Which copy.
-        index: usize,
-    },
-    /// Not as many sources as copies.
+    Overflow { index: usize },
     #[error("{expected} sources are needed and {found} were given")]
     Sources {
         /// As many as there are copies.
         expected: usize,
-        /// As many as were given.
         found: usize,
     },
-    /// A source that is too short.
     #[error("source {index} has {have} bytes and {need} are read")]
-    Short {
-        /// Which source.
-        index: usize,
-        /// Its bytes.
-        have: u64,
-        /// What the copy reads.
-        need: u64,
-    },
+    Short { index: usize, have: u64, need: u64 },
 }
 
 impl CopyError {
@@ -85,7 +63,6 @@ impl CopyError {
 /// A dimension along which a run is repeated. Strides are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dim {
-    /// How often.
     pub count: u64,
     /// From one to the next in the slot.
     pub to: u64,
@@ -100,7 +77,6 @@ pub struct Copy {
     pub at: u64,
     /// Bytes of a run.
     pub run: u64,
-    /// Repetitions, outermost first.
     pub dims: Vec<Dim>,
 }
 
@@ -180,7 +156,6 @@ impl CopyTarget for Attempt<'_> {
 /// What a thread does at a time.
 #[derive(Clone, Debug)]
 enum Job {
-    /// Whole copies.
     Copies(Range<usize>),
     /// Some of the outermost indices of a copy with dimensions.
     Rows(usize, Range<u64>),

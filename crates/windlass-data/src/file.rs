@@ -35,92 +35,40 @@ const DELTA_MAGIC: &[u8; 8] = b"WLDELTA1";
 /// A checkpoint that cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// The operating system refused.
     #[error("cannot {action} {}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// On what.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
-    /// The file is not a valid safetensors file.
     #[error("{} is not a valid safetensors file: {source}", path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: ManifestError,
-    },
-    /// The shards do not make one checkpoint.
+    Header { path: PathBuf, source: ManifestError },
     #[error("the shards in {} do not fit together: {source}", path.display())]
-    Union {
-        /// The directory.
-        path: PathBuf,
-        /// Why not.
-        source: ManifestError,
-    },
-    /// A delta where a checkpoint was expected.
+    Union { path: PathBuf, source: ManifestError },
     #[error("{} is a Windlass delta, not a safetensors file", path.display())]
-    IsDelta {
-        /// The delta.
-        path: PathBuf,
-    },
-    /// An index of shards where a checkpoint was expected.
+    IsDelta { path: PathBuf },
     #[error("{} is an index of shards; give the directory it is in", path.display())]
-    IsIndex {
-        /// The index.
-        path: PathBuf,
-    },
+    IsIndex { path: PathBuf },
     /// Two shards say that an alias stands for different tensors.
     #[error("alias {alias:?} stands for {first:?} in one shard and for {second:?} in {}", path.display())]
     AliasConflict {
-        /// The alias.
         alias: String,
         /// What it stands for in an earlier shard.
         first: String,
         /// What it stands for in this one.
         second: String,
-        /// The shard.
         path: PathBuf,
     },
-    /// A directory without weights.
     #[error("{} holds no *.safetensors files", path.display())]
-    NoShards {
-        /// The directory.
-        path: PathBuf,
-    },
-    /// Two shards hold the same tensor.
+    NoShards { path: PathBuf },
     #[error("tensor {name:?} is in both {} and {}; remove one of them or add {INDEX}", first.display(), second.display())]
-    Duplicate {
-        /// The tensor.
-        name: String,
-        /// One shard.
-        first: PathBuf,
-        /// The other.
-        second: PathBuf,
-    },
+    Duplicate { name: String, first: PathBuf, second: PathBuf },
     /// The index is not JSON, or has no `weight_map` of names to file names.
     #[error("{} is not a valid index of shards: {reason}", path.display())]
-    Index {
-        /// The index.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// The index and the shard disagree about a tensor.
+    Index { path: PathBuf, reason: String },
     #[error("{} says that tensor {name:?} is in {shard:?}, {found}", path.display())]
-    IndexMismatch {
-        /// The index.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// Where it should be.
-        shard: String,
-        /// What is the case instead.
-        found: String,
-    },
+    IndexMismatch { path: PathBuf, name: String, shard: String, found: String },
 }
 
 impl FileError {
@@ -165,9 +113,7 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> File
 /// One file of a checkpoint.
 #[derive(Debug)]
 pub struct Shard {
-    /// Where it is.
     pub path: PathBuf,
-    /// Its header.
     pub header: SafetensorsHeader,
     /// How long it is.
     pub bytes: u64,

@@ -66,100 +66,49 @@ use crate::work;
 /// An image that cannot be opened, changed or read.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// The region below it.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// A pass over it was called off.
     #[error("the pass over the image was not finished: {0}")]
     Stopped(#[from] Stopped),
-    /// The sums could not be made.
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// A delta that does not fit.
     #[error("the delta cannot be applied to the image of {model}")]
-    Delta {
-        /// Whose image.
-        model: ModelId,
-        /// Why.
-        source: DeltaError,
-    },
-    /// A block outside the manifest.
+    Delta { model: ModelId, source: DeltaError },
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// Two threads wanted one block.
     #[error(transparent)]
     Loan(#[from] LoanError),
-    /// A refresh that is not complete.
     #[error(
         "{left} blocks of the image of {model}, the first of them {first}, are not at version {version}: \
          fetch them before the version is made visible"
     )]
     Incomplete {
-        /// Whose image.
         model: ModelId,
         /// The version that was to be finished.
         version: Version,
-        /// How many blocks are missing.
         left: u32,
-        /// The first of them.
         first: u32,
     },
-    /// The digest is not that of the version.
     #[error(
         "the image is at digest {found}, but {identity} is {expected}: it stays hidden; fetch the version again"
     )]
-    Digest {
-        /// Which version it should be.
-        identity: Box<Identity>,
-        /// The digest of the bytes.
-        found: StateDigest,
-        /// The digest of the version.
-        expected: StateDigest,
-    },
-    /// No whole version is there.
+    Digest { identity: Box<Identity>, found: StateDigest, expected: StateDigest },
     #[error("the image of {model} at {} holds no whole version yet: wait for the receiver to finish one", dir.display())]
-    NotWhole {
-        /// Whose image.
-        model: ModelId,
-        /// Where.
-        dir: PathBuf,
-    },
-    /// A publisher's region where an image was expected.
+    NotWhole { model: ModelId, dir: PathBuf },
     #[error(
         "{} is the region of a publisher of {model}, not the image of a receiver: give the directory that a receiver \
          keeps, which is <its image directory>/<model id>",
         dir.display()
     )]
-    NotAnImage {
-        /// Whose region.
-        model: ModelId,
-        /// Where.
-        dir: PathBuf,
-    },
-    /// Another receiver has it.
+    NotAnImage { model: ModelId, dir: PathBuf },
     #[error(
         "another receiver (pid {pid}) keeps the image of {model} at {}: one receiver serves all engines of a host; \
          stop it, or keep this image in another directory",
         dir.display()
     )]
-    Taken {
-        /// Whose image.
-        model: ModelId,
-        /// Where.
-        dir: PathBuf,
-        /// The other receiver.
-        pid: u32,
-    },
-    /// The state file.
+    Taken { model: ModelId, dir: PathBuf, pid: u32 },
     #[error("cannot {action} {}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl ImageError {
@@ -224,9 +173,7 @@ const STATE: &str = "state.json";
 /// A version with the proof of what it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Known {
-    /// Which version.
     pub identity: Identity,
-    /// Its state digest.
     pub digest: StateDigest,
 }
 
@@ -235,7 +182,6 @@ pub struct Known {
 pub struct ImageSpec {
     /// The directory of the image.
     pub dir: PathBuf,
-    /// Whose image.
     pub model_id: ModelId,
     /// Readable by the group.
     pub group: bool,

@@ -44,43 +44,14 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The way in is closed.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalError {
-    /// The socket.
     #[error("cannot {action} {}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The path does not fit a socket address.
+    Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("{} is too long for the address of a unix socket ({len} of {max} bytes): choose a shorter region directory", path.display())]
-    TooLong {
-        /// The path.
-        path: PathBuf,
-        /// Its length.
-        len: usize,
-        /// The limit.
-        max: usize,
-    },
-    /// The agent said no.
+    TooLong { path: PathBuf, len: usize, max: usize },
     #[error("the agent at {} refused: {why}", path.display())]
-    Refused {
-        /// Which agent.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
-    /// Not an agent, or of another release.
+    Refused { path: PathBuf, why: String },
     #[error("what answers at {} is not a Windlass agent of this release: {why}", path.display())]
-    Answer {
-        /// Where.
-        path: PathBuf,
-        /// What is wrong.
-        why: String,
-    },
-    /// The region behind it.
+    Answer { path: PathBuf, why: String },
     #[error(transparent)]
     Region(#[from] RegionError),
 }

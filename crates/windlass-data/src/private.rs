@@ -38,68 +38,35 @@ const MOST_LINKS: usize = 40;
 /// A directory or a file that is not ours alone.
 #[derive(Debug, thiserror::Error)]
 pub enum PrivateError {
-    /// The operating system refused.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// On what.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
-    /// Somebody else's.
     #[error(
         "{} belongs to the user with id {owner}, and this process runs as {me}: that user could read and replace what is \
          kept there; run as that user, or choose another place",
         path.display()
     )]
-    Owner {
-        /// The directory, file or link.
-        path: PathBuf,
-        /// Whose it is.
-        owner: u32,
-        /// Who we are.
-        me: u32,
-    },
-    /// A directory in which others can replace things.
+    Owner { path: PathBuf, owner: u32, me: u32 },
     #[error(
         "other users can write to the directory {} (mode {mode:04o}) and replace what is in it: set its mode (chmod 755, or \
          chmod +t to keep it open), or choose another place",
         path.display()
     )]
-    Writable {
-        /// The directory.
-        path: PathBuf,
-        /// Its mode.
-        mode: u32,
-    },
-    /// A secret that others can read or write.
+    Writable { path: PathBuf, mode: u32 },
     #[error(
         "other users can read or write {} (mode {mode:04o}): run chmod 600 on it, and take another secret if they may have \
          read it",
         path.display()
     )]
-    Readable {
-        /// The file.
-        path: PathBuf,
-        /// Its mode.
-        mode: u32,
-    },
-    /// A link where a directory of ours should be.
+    Readable { path: PathBuf, mode: u32 },
     #[error("{} is a symbolic link: give the directory itself", path.display())]
-    Link {
-        /// The link.
-        path: PathBuf,
-    },
-    /// Something else than it should be.
+    Link { path: PathBuf },
     #[error("{} is not a {wanted}", path.display())]
-    Not {
-        /// What it is about.
-        path: PathBuf,
-        /// What it should be.
-        wanted: &'static str,
-    },
+    Not { path: PathBuf, wanted: &'static str },
 }
 
 impl PrivateError {
@@ -124,9 +91,7 @@ impl PrivateError {
 /// Who may read a secret besides its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readers {
-    /// Nobody.
     Owner,
-    /// The file's group.
     Group,
 }
 

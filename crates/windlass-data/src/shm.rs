@@ -51,35 +51,19 @@ use windlass_core::error::Kind;
 pub enum Access {
     /// Loads only; a store would be a fault.
     Read,
-    /// Loads and stores.
     Write,
 }
 
 /// A loan that cannot be given.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum LoanError {
-    /// Part of the range is on loan already.
     #[error("bytes {}..{} are asked for while {}..{} are on loan", range.start, range.end, taken.start, taken.end)]
-    Taken {
-        /// What was asked for.
-        range: Range<u64>,
-        /// What is on loan.
-        taken: Range<u64>,
-    },
+    Taken { range: Range<u64>, taken: Range<u64> },
     /// The range ends beyond the mapping, or before it begins.
     #[error("bytes {}..{} do not lie in a mapping of {len} bytes", range.start, range.end)]
-    Outside {
-        /// What was asked for.
-        range: Range<u64>,
-        /// Length of the mapping.
-        len: u64,
-    },
-    /// The mapping is for reading.
+    Outside { range: Range<u64>, len: u64 },
     #[error("bytes {}..{} are asked for writing, of a mapping for reading", range.start, range.end)]
-    ReadOnly {
-        /// What was asked for.
-        range: Range<u64>,
-    },
+    ReadOnly { range: Range<u64> },
 }
 
 impl LoanError {
@@ -433,7 +417,6 @@ impl Drop for Loan<'_> {
 /// What the kernel said to one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Granted {
-    /// It was granted.
     Yes,
     /// It was refused, and why.
     No(String),
@@ -457,7 +440,6 @@ pub struct Prepared {
     pub shared: bool,
     /// Advice to use huge pages. Taking the advice is not a promise.
     pub huge_pages: Granted,
-    /// Locked in memory.
     pub locked: Granted,
     /// Brought in and entered into the page table.
     pub resident: Granted,

@@ -13,10 +13,8 @@ use windlass_core::error::Kind;
 /// Why something was given up.
 #[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Stopped {
-    /// Somebody set the flag.
     #[error("called off")]
     Cancelled,
-    /// The deadline passed.
     #[error("the deadline passed")]
     Deadline,
 }

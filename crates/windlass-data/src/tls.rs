@@ -42,68 +42,28 @@ const MAX_PEM: u64 = 1 << 20;
 /// What can go wrong with certificates.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file cannot be read.
     #[error("cannot read the {what} in {}: {source}", path.display())]
-    Read {
-        /// What should be in it.
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A file has nothing of the kind.
+    Read { what: &'static str, path: PathBuf, source: io::Error },
     #[error("there is no {what} in {}: {why}; expected PEM, which begins with -----BEGIN", path.display())]
-    Empty {
-        /// What should be in it.
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// How that was seen.
-        why: String,
-    },
-    /// The key is not this user's alone.
+    Empty { what: &'static str, path: PathBuf, why: String },
     #[error("the key of the certificate: {0}")]
     OpenKey(PrivateError),
-    /// A key of another certificate.
     #[error(
         "the key in {} is not that of the first certificate in {}: give the two that were made together, \
          the server's own certificate first and then its chain",
         key.display(), certificate.display()
     )]
-    Mismatch {
-        /// The certificates.
-        certificate: PathBuf,
-        /// The key.
-        key: PathBuf,
-    },
-    /// A certificate or key that cannot be used.
+    Mismatch { certificate: PathBuf, key: PathBuf },
     #[error("{} cannot be used: {why}", path.display())]
-    Unusable {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        why: String,
-    },
-    /// The certificate is for other hosts.
+    Unusable { path: PathBuf, why: String },
     #[error(
         "the certificate in {} is not for {host}, which others are told to connect to: make one with {host} among its \
          subject alternative names, or advertise a host that it is for",
         path.display()
     )]
-    OtherHost {
-        /// The certificate.
-        path: PathBuf,
-        /// The advertised host.
-        host: Host,
-    },
-    /// The system trusts nobody.
+    OtherHost { path: PathBuf, host: Host },
     #[error("this system has no certificates to trust ({why}): name a file with those that you trust")]
-    NoRoots {
-        /// How that was seen.
-        why: String,
-    },
-    /// The peer's certificate is not accepted.
+    NoRoots { why: String },
     #[error("the certificate of {peer} is not accepted: {why}")]
     Untrusted {
         /// The peer, by the name that was to be proved.
@@ -111,22 +71,12 @@ pub enum TlsError {
         /// What is wrong, and what to do.
         why: String,
     },
-    /// The peer does not speak TLS.
     #[error(
         "{peer} does not speak TLS: if it is meant not to, address it with http://; nothing was sent to it"
     )]
-    NotTls {
-        /// The peer.
-        peer: String,
-    },
-    /// The handshake, or a record after it, failed.
+    NotTls { peer: String },
     #[error("TLS with {peer} failed: {source}")]
-    Broken {
-        /// The peer.
-        peer: String,
-        /// What the library said.
-        source: rustls::Error,
-    },
+    Broken { peer: String, source: rustls::Error },
 }
 
 impl TlsError {

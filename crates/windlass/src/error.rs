@@ -24,145 +24,77 @@ use windlass_data::tls::TlsError;
 /// A command that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An argument that parses but makes no sense.
     #[error("{0}")]
     Usage(String),
-    /// The operating system refused.
     #[error("cannot {action} {}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// On what.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
-    /// A file that is not what it should be.
     #[error("{}: {source}", path.display())]
     Content {
-        /// The file.
         path: PathBuf,
         /// What sort of failure that is.
         kind: Kind,
-        /// What is wrong with it.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A checkpoint that cannot be opened.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Two checkpoints do not have the same tensors.
     #[error("{} and {} do not have the same tensors: {name:?} {how}", a.display(), b.display())]
-    LayoutDiffers {
-        /// One checkpoint.
-        a: PathBuf,
-        /// The other.
-        b: PathBuf,
-        /// The first tensor that differs.
-        name: String,
-        /// How it does.
-        how: String,
-    },
+    LayoutDiffers { a: PathBuf, b: PathBuf, name: String, how: String },
     /// A delta was to be applied to something that is not its base.
     #[error("{} is not the base of {}: {why}", base.display(), delta.display())]
     WrongBase {
         /// What it was to be applied to.
         base: PathBuf,
-        /// The delta.
         delta: PathBuf,
-        /// How that was seen.
         why: String,
     },
-    /// The bytes are not those expected.
     #[error("the state digest of {} is {found}, not {expected}", path.display())]
-    Digest {
-        /// The image.
-        path: PathBuf,
-        /// Its digest.
-        found: StateDigest,
-        /// What it should be.
-        expected: StateDigest,
-    },
-    /// The output would change an input.
+    Digest { path: PathBuf, found: StateDigest, expected: StateDigest },
     #[error("writing {} would change the input {}", output.display(), input.display())]
-    Overwrite {
-        /// What was to be written.
-        output: PathBuf,
-        /// What would have been changed.
-        input: PathBuf,
-    },
+    Overwrite { output: PathBuf, input: PathBuf },
     /// Something of another kind is where the output should go.
     #[error("{} already exists and is {found}, not {wanted}", path.display())]
     InTheWay {
-        /// The place.
         path: PathBuf,
-        /// What is there.
         found: &'static str,
         /// What was to be put there.
         wanted: &'static str,
     },
-    /// A token file whose folder is not there.
     #[error("the token file {} cannot be read or made: its folder {} does not exist", path.display(), folder.display())]
-    NoFolder {
-        /// The file.
-        path: PathBuf,
-        /// Its folder.
-        folder: PathBuf,
-    },
+    NoFolder { path: PathBuf, folder: PathBuf },
     /// A directory that is not only ours, to be searched for what can be removed.
     #[error("{} holds much more than regions and images, and is not searched for what can be removed", dir.display())]
-    TooWide {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// Another process writes the same output.
+    TooWide { dir: PathBuf },
     #[error("another windlass is writing {}", path.display())]
-    Busy {
-        /// The output.
-        path: PathBuf,
-    },
+    Busy { path: PathBuf },
     /// A checkpoint whose update in place was begun and not finished.
     #[error("{} has an unfinished update in place (journal {})", base.display(), journal.display())]
-    Unfinished {
-        /// The checkpoint.
-        base: PathBuf,
-        /// What the update left.
-        journal: PathBuf,
-    },
+    Unfinished { base: PathBuf, journal: PathBuf },
     /// An update in place that stopped after it had begun to write.
     #[error("{} is part old, part new: {source}", base.display())]
-    PartlyUpdated {
-        /// The checkpoint.
-        base: PathBuf,
-        /// Why it stopped.
-        source: Box<Error>,
-    },
-    /// A pass over an image that failed.
+    PartlyUpdated { base: PathBuf, source: Box<Error> },
     #[error(transparent)]
     Seal(SealError),
-    /// A part of the data plane that failed.
     #[error("cannot {doing}")]
     Plane {
         /// What was tried, as a verb with its object.
         doing: &'static str,
         /// What sort of failure it is.
         kind: Kind,
-        /// Why not.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A version was announced that is not there.
     #[error("{identity} was announced, but the agent at {endpoint} shows {}", shown(*newest))]
     NotShown {
-        /// What was announced.
         identity: windlass_core::identity::Identity,
-        /// Where it should be.
         endpoint: String,
-        /// What is there.
         newest: Option<windlass_core::identity::Version>,
     },
-    /// No port to listen on.
     #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
     Listen {
-        /// The address.
         bind: IpAddr,
         /// The first and the last port tried.
         ports: (u16, u16),
@@ -172,29 +104,16 @@ pub enum Error {
     /// A directory or a secret that is not this user's alone.
     #[error(transparent)]
     Private(#[from] PrivateError),
-    /// A region.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// What an agent does.
     #[error(transparent)]
     Serve(#[from] ServeError),
-    /// What a receiver does.
     #[error(transparent)]
     Receiver(#[from] ReceiverError),
-    /// The way into a region on this host.
     #[error(transparent)]
     Local(#[from] LocalError),
-    /// A process of the demo.
     #[error("the demo's {who}: {what}")]
-    Child {
-        /// Which process.
-        who: String,
-        /// What is wrong with it.
-        what: String,
-        /// What sort of failure.
-        kind: Kind,
-    },
-    /// A certificate.
+    Child { who: String, what: String, kind: Kind },
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// The error of a module that has a type of its own: a configuration, a controller, an engine, a synthetic model.
@@ -204,32 +123,24 @@ pub enum Error {
         kind: Kind,
         /// What to do next, or nothing.
         advice: String,
-        /// The error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Engines that were not loaded.
     #[error(
         "{} of {total} engines did not load version {version}: {}",
         failed.len(),
         failed.iter().map(|(engine, why)| format!("{engine} ({why})")).collect::<Vec<_>>().join("; ")
     )]
     Engines {
-        /// Which version.
         version: u64,
-        /// Which engines, and why not.
         failed: Vec<(String, String)>,
-        /// Of how many.
         total: usize,
         /// What sort of failure the first of them is.
         kind: Kind,
     },
-    /// Ctrl-C, or a polite request to stop.
     #[error("interrupted")]
     Cancelled,
-    /// A deadline passed.
     #[error("the deadline passed before the work was done")]
     Deadline,
-    /// Something that cannot happen did.
     #[error("internal error: {0}")]
     Bug(String),
 }

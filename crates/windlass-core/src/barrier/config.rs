@@ -166,7 +166,6 @@ impl Limits {
 pub struct Config {
     /// The model sets. They are independent of each other.
     pub sets: Vec<SetConfig>,
-    /// Deadlines and limits.
     #[serde(default)]
     pub limits: Limits,
 }

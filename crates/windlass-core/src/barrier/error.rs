@@ -17,66 +17,30 @@ pub enum BarrierError {
         /// The value as given, cut short.
         value: String,
     },
-    /// No model sets were configured.
     #[error("no model sets are configured: name at least one set with its models")]
     NoSets,
-    /// Two sets share a name.
     #[error("model set {0} is configured twice: give each set its own name")]
     DuplicateSet(SetName),
     /// A set without models, or with more than the barrier keeps track of.
     #[error("model set {set} has {count} models: expected 1 to {max}")]
-    SetSize {
-        /// The set.
-        set: SetName,
-        /// How many models it lists.
-        count: usize,
-        /// The most it may list.
-        max: usize,
-    },
-    /// One model in two sets, or twice in one.
+    SetSize { set: SetName, count: usize, max: usize },
     #[error("model {0} is listed twice: a model belongs to exactly one set")]
     DuplicateModel(ModelId),
-    /// A configured number outside its range.
     #[error("{field} = {value} is out of range: expected {expected}")]
-    OutOfRange {
-        /// The configuration field.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// A model that no configured set has.
+    OutOfRange { field: &'static str, value: u64, expected: &'static str },
     #[error(
         "model {model} belongs to no configured set: add it to a set or correct the name; there are {}",
         listed(known)
     )]
-    UnknownModel {
-        /// The model.
-        model: ModelId,
-        /// Those that there are.
-        known: Vec<ModelId>,
-    },
-    /// A set that is not configured.
+    UnknownModel { model: ModelId, known: Vec<ModelId> },
     #[error(
         "there is no model set {set}: check the name against the configuration; there are {}",
         listed(known)
     )]
-    UnknownSet {
-        /// The set.
-        set: SetName,
-        /// Those that there are.
-        known: Vec<SetName>,
-    },
+    UnknownSet { set: SetName, known: Vec<SetName> },
     /// A model that is not part of the named set.
     #[error("model {model} is not part of set {set}: wait on the set the model belongs to")]
-    NotInSet {
-        /// The model.
-        model: ModelId,
-        /// The set.
-        set: SetName,
-    },
-    /// A receiver that never joined, left, or was evicted.
+    NotInSet { model: ModelId, set: SetName },
     #[error("receiver {0} is not a member (it left, was evicted, or the controller restarted): join again")]
     UnknownReceiver(ReceiverId),
     /// A message of an earlier life of a receiver, or a join that repeats a spent session.
@@ -84,9 +48,7 @@ pub enum BarrierError {
         "receiver {receiver} speaks for session {got}, but session {known} is known: join with a greater session"
     )]
     StaleSession {
-        /// The receiver.
         receiver: ReceiverId,
-        /// The session in the message.
         got: u64,
         /// The latest session seen from it.
         known: u64,
@@ -95,81 +57,32 @@ pub enum BarrierError {
     #[error(
         "{identity} is of a dead lineage: incarnation {current} has superseded it; publish under that one"
     )]
-    StaleIncarnation {
-        /// What was announced or reported.
-        identity: Identity,
-        /// The incarnation that counts now.
-        current: Incarnation,
-    },
-    /// A gate wait on behalf of a superseded publisher.
+    StaleIncarnation { identity: Identity, current: Incarnation },
     #[error("the gate was asked for by incarnation {got} of {model}, which {current} has superseded: stop")]
-    StaleWaiter {
-        /// The model.
-        model: ModelId,
-        /// Who asked.
-        got: Incarnation,
-        /// Who counts now.
-        current: Incarnation,
-    },
+    StaleWaiter { model: ModelId, got: Incarnation, current: Incarnation },
     /// An answer to an order that is no longer open: answered already, abandoned, expired or superseded.
     #[error("order {order} of receiver {receiver} for {identity} is no longer open: drop the answer")]
-    StaleOrder {
-        /// The receiver that answered.
-        receiver: ReceiverId,
-        /// The order it quotes.
-        order: Order,
-        /// The identity it reports.
-        identity: Identity,
-    },
+    StaleOrder { receiver: ReceiverId, order: Order, identity: Identity },
     /// An answer that names something older than what was ordered, or another lineage.
     #[error(
         "receiver {receiver} answered order {order} for {ordered} with {got}: stage what was ordered, or newer"
     )]
-    WrongAnswer {
-        /// The receiver that answered.
-        receiver: ReceiverId,
-        /// The order it quotes.
-        order: Order,
-        /// What was ordered.
-        ordered: Identity,
-        /// What it reports.
-        got: Identity,
-    },
-    /// A join without models, or with one named twice.
+    WrongAnswer { receiver: ReceiverId, order: Order, ordered: Identity, got: Identity },
     #[error("receiver {receiver} joins with {problem}: list each model it serves once")]
     BadJoin {
-        /// The receiver.
         receiver: ReceiverId,
         /// What is wrong with the list.
         problem: String,
     },
-    /// A sender endpoint that is empty or absurdly long.
     #[error("sender endpoint of {length} bytes is not usable: expected 1 to {max}")]
-    Endpoint {
-        /// Its length.
-        length: usize,
-        /// The longest accepted.
-        max: usize,
-    },
+    Endpoint { length: usize, max: usize },
     /// There are as many sets as can be kept track of.
     #[error("{limit} model sets are there already: put models that are served together into one set")]
-    TooManySets {
-        /// The most there may be.
-        limit: usize,
-    },
-    /// The pool is full.
+    TooManySets { limit: usize },
     #[error("{limit} receivers are members already: raise max_receivers or let some leave")]
-    TooManyReceivers {
-        /// The configured limit.
-        limit: usize,
-    },
-    /// Too many gate waits and synchronous notifies at once.
+    TooManyReceivers { limit: usize },
     #[error("{limit} waits are open already: raise max_waits or poll less often")]
-    TooManyWaits {
-        /// The configured limit.
-        limit: usize,
-    },
-    /// A wait id that is in use.
+    TooManyWaits { limit: usize },
     #[error("wait {0} is open already: give each wait its own id")]
     DuplicateWait(WaitId),
     /// A wait id that is not open (or, for an eval result, not evaluating).

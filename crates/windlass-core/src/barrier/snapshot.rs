@@ -31,17 +31,14 @@ impl Snapshot {
 /// Somebody who waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WaitSnapshot {
-    /// Which wait.
     pub id: WaitId,
     /// What sort of wait.
     pub what: Awaited,
-    /// On which set.
     pub set: SetName,
     /// For which version, or a newer one.
     pub at_least: Version,
     /// On behalf of which life of a trainer.
     pub lineage: Option<(ModelId, Incarnation)>,
-    /// Since when.
     pub since: Millis,
     /// Until when at most.
     pub until: Millis,
@@ -62,15 +59,11 @@ pub enum Awaited {
 /// One set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SetSnapshot {
-    /// Its name.
     pub set: SetName,
-    /// Strict or relaxed.
     pub mode: Mode,
-    /// Who is required.
     pub required: Required,
     /// The fewest that must be ready.
     pub floor: usize,
-    /// What it serves.
     pub served: Option<Served>,
     /// What moves together: one group in a strict set, one per model in a relaxed one.
     pub groups: Vec<GroupSnapshot>,
@@ -79,9 +72,7 @@ pub struct SetSnapshot {
 /// Models that move together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct GroupSnapshot {
-    /// Its models.
     pub models: Vec<ModelSnapshot>,
-    /// What is served.
     pub service: Option<Version>,
     /// The version in flight.
     pub round: Option<RoundSnapshot>,
@@ -94,7 +85,6 @@ pub struct GroupSnapshot {
 /// The publisher of one model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ModelSnapshot {
-    /// Which model.
     pub model: ModelId,
     /// The incarnation that counts, once one has been heard of.
     pub incarnation: Option<Incarnation>,
@@ -113,13 +103,11 @@ pub struct ModelSnapshot {
 /// A version in flight.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RoundSnapshot {
-    /// Which.
     pub version: Version,
     /// How far it is.
     pub phase: Phase,
     /// Required receivers that are not done.
     pub waiting: usize,
-    /// Receivers that are.
     pub done: usize,
     /// When it may give way to a newer version.
     pub deadline: Millis,
@@ -128,7 +116,6 @@ pub struct RoundSnapshot {
 /// What a member is doing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MemberSnapshot {
-    /// Who.
     pub receiver: ReceiverId,
     /// Whether it is in the live pool.
     pub live: bool,
@@ -136,14 +123,12 @@ pub struct MemberSnapshot {
     pub loading: Option<Version>,
     /// When it is asked again after a failure.
     pub retry_at: Option<Millis>,
-    /// Per model.
     pub slots: Vec<SlotSnapshot>,
 }
 
 /// One model at one receiver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SlotSnapshot {
-    /// Which model.
     pub model: ModelId,
     /// What its engines hold for certain, of whatever lineage.
     pub loaded: Option<(Incarnation, Version)>,
@@ -156,7 +141,6 @@ pub struct SlotSnapshot {
 /// A receiver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ReceiverSnapshot {
-    /// Who.
     pub receiver: ReceiverId,
     /// Which of its lives.
     pub session: u64,

@@ -77,7 +77,6 @@ name!(SetName, "set name", "Which model set.");
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Peer {
-    /// Which receiver.
     pub receiver: ReceiverId,
     /// Which of its lives.
     pub session: u64,
@@ -132,7 +131,6 @@ pub struct SyncNotify {
 pub enum Event {
     /// A trainer has sealed a version and serves it at `sender_endpoint`. Repeating one is harmless.
     Notify {
-        /// The sealed version.
         identity: Identity,
         /// Where receivers pull it from.
         sender_endpoint: String,
@@ -150,33 +148,24 @@ pub enum Event {
         has: Vec<Identity>,
     },
     /// A receiver is alive. Every other message from it says so too.
-    Heartbeat {
-        /// Who.
-        peer: Peer,
-    },
+    Heartbeat { peer: Peer },
     /// A `Stage` order is done: the receiver can load `identity` without the network. The identity is
     /// what was received, which may be newer than what was ordered.
     Staged {
-        /// Who.
         peer: Peer,
         /// The order this answers.
         order: Order,
-        /// What is staged.
         identity: Identity,
     },
     /// One model of a `Load` order is loaded and its digest is right. The receiver resumes its engines
     /// when every model of the order is.
     Loaded {
-        /// Who.
         peer: Peer,
         /// The order this answers.
         order: Order,
-        /// What is loaded.
         identity: Identity,
     },
-    /// An order failed.
     Failed {
-        /// Who.
         peer: Peer,
         /// The order that failed.
         order: Order,
@@ -184,7 +173,6 @@ pub enum Event {
         identity: Identity,
         /// Whether it was a `Stage` or a `Load`.
         phase: Phase,
-        /// Why, for people.
         reason: String,
     },
     /// The agent of an announced version answers, is of its incarnation, and does not show it: the `Stage` order was not
@@ -198,15 +186,11 @@ pub enum Event {
         identity: Identity,
     },
     /// A receiver takes its leave.
-    Leave {
-        /// Who.
-        peer: Peer,
-    },
+    Leave { peer: Peer },
     /// Someone waits until `set` serves `at_least` (the `get_batch` gate).
     GateWait {
         /// Quoted by the answer.
         id: WaitId,
-        /// Which set.
         set: SetName,
         /// The lowest version that will do.
         at_least: Version,
@@ -217,10 +201,7 @@ pub enum Event {
         timeout: Millis,
     },
     /// Whoever waited has gone away. No answer follows.
-    Cancel {
-        /// The wait.
-        id: WaitId,
-    },
+    Cancel { id: WaitId },
     /// The eval asked for by [`Action::RunEval`] has ended.
     EvalDone {
         /// The synchronous notify it belongs to.
@@ -245,7 +226,6 @@ pub struct Served {
 pub enum FenceReason {
     /// A load failed, so what its engines hold is not known to be whole.
     LoadFailed {
-        /// What failed.
         identity: Identity,
         /// Why, in the receiver's words.
         reason: String,
@@ -264,7 +244,6 @@ pub enum FenceReason {
     Superseded {
         /// The model that was resumed.
         model: ModelId,
-        /// Its new incarnation.
         incarnation: Incarnation,
     },
 }
@@ -290,10 +269,7 @@ pub enum LagReason {
     /// The staging deadline passed.
     Timeout,
     /// It received a newer version than the one ordered and waits for the others there.
-    Ahead {
-        /// What it received.
-        got: Version,
-    },
+    Ahead { got: Version },
 }
 
 /// Why a set does not serve a newer version.
@@ -303,10 +279,7 @@ pub enum Blocked {
     /// Everything announced by all models is served.
     UpToDate,
     /// A model has announced nothing since the controller started.
-    NothingAnnounced {
-        /// The silent model.
-        model: ModelId,
-    },
+    NothingAnnounced { model: ModelId },
     /// The models have announced versions, but none in common that may still be loaded.
     NoCommonVersion {
         /// The newest announced version of each model.
@@ -324,24 +297,15 @@ pub enum Blocked {
     /// No receiver has joined.
     NoReceivers,
     /// Nobody who is ready serves this model.
-    Uncovered {
-        /// The model.
-        model: ModelId,
-    },
+    Uncovered { model: ModelId },
     /// Fewer receivers are ready than the floor or quorum asks for.
     TooFew {
-        /// How many are.
         have: usize,
         /// How many must be.
         need: usize,
     },
     /// A version was announced that its agent does not show.
-    Absent {
-        /// Whose.
-        model: ModelId,
-        /// Which.
-        version: Version,
-    },
+    Absent { model: ModelId, version: Version },
     /// Required receivers are still at it.
     Waiting {
         /// The version in flight.
@@ -411,7 +375,6 @@ impl fmt::Display for Blocked {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GateFailure {
-    /// The deadline passed.
     Timeout {
         /// What the set serves.
         service: Option<Version>,
@@ -419,10 +382,7 @@ pub enum GateFailure {
         blocked: Blocked,
     },
     /// The publisher on whose behalf the gate was asked for is superseded.
-    Superseded {
-        /// Its successor.
-        by: Incarnation,
-    },
+    Superseded { by: Incarnation },
 }
 
 /// How a synchronous notify ended.
@@ -430,10 +390,7 @@ pub enum GateFailure {
 #[serde(rename_all = "snake_case")]
 pub enum NotifyOutcome {
     /// The version, or a newer one, is served.
-    Loaded {
-        /// What is served.
-        served: Served,
-    },
+    Loaded { served: Served },
     /// The eval ran on what is served.
     Evaluated {
         /// What was served when it began.
@@ -447,15 +404,9 @@ pub enum NotifyOutcome {
         blocked: Blocked,
     },
     /// The deadline of the eval passed.
-    EvalTimeout {
-        /// What is served.
-        served: Served,
-    },
+    EvalTimeout { served: Served },
     /// A newer incarnation superseded the version before it was served.
-    Superseded {
-        /// The newer one.
-        by: Incarnation,
-    },
+    Superseded { by: Incarnation },
 }
 
 /// What the barrier wants done. Orders (`Stage`, `Load`, `Abandon`) go to receivers, which must ignore
@@ -466,11 +417,9 @@ pub enum Action {
     /// Bring a version to the receiver while its engines serve on. Staged versions queue: staging a newer
     /// one keeps the older ones loadable until they are abandoned or passed by a load.
     Stage {
-        /// Whom to tell.
         to: Peer,
         /// To be quoted by the answer.
         order: Order,
-        /// What to stage.
         identity: Identity,
         /// Where to pull it from.
         sender_endpoint: String,
@@ -478,7 +427,6 @@ pub enum Action {
     /// Load these versions, all of them: pause the engines, load each model, report each, resume when all
     /// are loaded. After a failure the engines stay paused until a later `Load` succeeds.
     Load {
-        /// Whom to tell.
         to: Peer,
         /// To be quoted by the answers.
         order: Order,
@@ -490,18 +438,14 @@ pub enum Action {
     /// The order no longer matters and its answer will be ignored. What it staged may be dropped, unless a
     /// later order asked for the same; a load whose writing has begun is finished all the same.
     Abandon {
-        /// Whom to tell.
         to: Peer,
-        /// The order.
         order: Order,
         /// What it was about.
         identity: Identity,
     },
     /// The receiver has loaded what is served and may serve these models: add it to the live pool.
     GoLive {
-        /// Who.
         receiver: ReceiverId,
-        /// Which set.
         set: SetName,
         /// The models of the set that it serves.
         models: Vec<ModelId>,
@@ -511,25 +455,16 @@ pub enum Action {
     /// The receiver must not serve these models: take it out of the live pool at once. It stays a member
     /// and comes back by catching up.
     Fence {
-        /// Who.
         receiver: ReceiverId,
-        /// Which set.
         set: SetName,
         /// The models of the set that it served.
         models: Vec<ModelId>,
-        /// Why.
         why: FenceReason,
     },
     /// The receiver is no longer a member of anything; it may join again.
-    Evict {
-        /// Who.
-        receiver: ReceiverId,
-        /// Why.
-        why: EvictReason,
-    },
+    Evict { receiver: ReceiverId, why: EvictReason },
     /// The receiver did not stage this version; the others do not wait for it.
     Lagging {
-        /// Who.
         receiver: ReceiverId,
         /// What was to be staged.
         identity: Identity,
@@ -538,19 +473,10 @@ pub enum Action {
     },
     /// A version was announced that its agent does not show. Others are served meanwhile, also lower ones. Said once, and
     /// again if the version is announced again.
-    Absent {
-        /// What was announced.
-        identity: Identity,
-        /// The agent.
-        endpoint: String,
-        /// Who asked it.
-        receiver: ReceiverId,
-    },
+    Absent { identity: Identity, endpoint: String, receiver: ReceiverId },
     /// The receiver keeps failing and is left alone for longer than before. Said once for each length.
     Resting {
-        /// Who.
         receiver: ReceiverId,
-        /// The set.
         set: SetName,
         /// Failures in a row.
         failures: u32,
@@ -559,64 +485,34 @@ pub enum Action {
     },
     /// A new incarnation took over: everything of the old one may be dropped.
     Superseded {
-        /// Whose.
         model: ModelId,
-        /// The dead one.
         old: Incarnation,
         /// The one that counts.
         new: Incarnation,
     },
     /// What a set serves has changed; `None` after an incarnation change, until its first load.
     ServiceVersion {
-        /// Which set.
         set: SetName,
         /// What it serves now.
         served: Option<Served>,
     },
     /// The set cannot advance until something changes. Reported once per cause.
-    Stalled {
-        /// Which set.
-        set: SetName,
-        /// What is missing.
-        why: Blocked,
-    },
+    Stalled { set: SetName, why: Blocked },
     /// Answer a gate wait: the version is served.
-    OpenGate {
-        /// Which wait.
-        id: WaitId,
-        /// What is served.
-        served: Served,
-    },
+    OpenGate { id: WaitId, served: Served },
     /// Answer a gate wait: it ended without the version.
-    FailGate {
-        /// Which wait.
-        id: WaitId,
-        /// Why.
-        why: GateFailure,
-    },
+    FailGate { id: WaitId, why: GateFailure },
     /// Run the eval of a synchronous notify on what is served; [`Event::EvalDone`] brings the result.
-    RunEval {
-        /// Which notify.
-        id: WaitId,
-        /// What is served.
-        served: Served,
-    },
+    RunEval { id: WaitId, served: Served },
     /// Answer a synchronous notify.
-    NotifyReply {
-        /// Which notify.
-        id: WaitId,
-        /// How it ended.
-        outcome: NotifyOutcome,
-    },
+    NotifyReply { id: WaitId, outcome: NotifyOutcome },
     /// Tell the trainer of a model to wait before it publishes more, or that it may go on.
     BackPressure {
-        /// Which model.
         model: ModelId,
         /// Which life of its publisher.
         incarnation: Incarnation,
         /// How many announced versions are not served yet.
         ahead: usize,
-        /// Whether to wait.
         wait: bool,
     },
     /// Nothing older than `identity` will be asked for again, nor does a receiver that holds less still

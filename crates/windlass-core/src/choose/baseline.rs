@@ -68,7 +68,6 @@ pub struct Ask {
     pub weights: u64,
     /// Bytes of records that a pass may make, if not a sixteenth of that.
     pub records: Option<u64>,
-    /// Where.
     pub keep: Keep,
     /// Whether deltas were demanded. If not, [`Keep::Auto`] takes no more than half of what is free on the device: what training
     /// takes later is not known.

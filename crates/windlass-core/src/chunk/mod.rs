@@ -50,7 +50,6 @@ use crate::error::Kind;
 /// Why a dtype and a shape have no size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExtentError {
-    /// Elements or bits do not fit 64 bits.
     #[error("its size overflows 64 bits")]
     Overflow,
     /// A packed dtype whose elements do not fill whole bytes.
@@ -61,9 +60,7 @@ pub enum ExtentError {
 /// How large a tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Elements.
     pub numel: u64,
-    /// Bytes.
     pub bytes: u64,
 }
 
@@ -84,55 +81,21 @@ impl Extent {
 /// What can go wrong here.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum ChunkError {
-    /// A chunk without parameters.
     #[error("a chunk needs at least one parameter; leave out empty chunks")]
     Empty,
-    /// Two columns of a chunk have different lengths.
     #[error("chunk has {names} names but {got} {column}; give one entry per parameter in each list")]
-    Lengths {
-        /// Number of names.
-        names: usize,
-        /// Which column disagrees.
-        column: &'static str,
-        /// Its length.
-        got: usize,
-    },
-    /// Dtype and shape have no size.
+    Lengths { names: usize, column: &'static str, got: usize },
     #[error("parameter {name:?} ({dtype} {shape:?}) cannot be sized: {source}; check its shape")]
-    Extent {
-        /// The parameter.
-        name: String,
-        /// Its dtype.
-        dtype: Dtype,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Why.
-        source: ExtentError,
-    },
+    Extent { name: String, dtype: Dtype, shape: Vec<u64>, source: ExtentError },
     /// The payload is not as large as dtype and shape say.
     #[error(
         "parameter {name:?} ({dtype} {shape:?}) should be {expected} bytes but {got} were given; \
          pass the dtype and shape that the tensor has after casting and gathering"
     )]
-    Bytes {
-        /// The parameter.
-        name: String,
-        /// Its dtype.
-        dtype: Dtype,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Bytes by dtype and shape.
-        expected: u64,
-        /// Bytes given.
-        got: u64,
-    },
+    Bytes { name: String, dtype: Dtype, shape: Vec<u64>, expected: u64, got: u64 },
     /// The same name twice in a chunk or a stream.
     #[error("parameter {name:?} comes twice; every parameter of a sync has one name of its own")]
-    Duplicate {
-        /// The parameter.
-        name: String,
-    },
-    /// The sum of sizes overflows.
+    Duplicate { name: String },
     #[error(
         "the sizes of the parameters up to {name:?} add up to more than 64 bits can hold; check its shape"
     )]
@@ -140,15 +103,11 @@ pub enum ChunkError {
         /// The parameter at which it happened.
         name: String,
     },
-    /// A threshold that is no size.
     #[error(
         "weight_transfer_threshold_cuda_ipc_GB is {gb}; expected a number above 0 (in units of 1024^3 bytes) \
          and below 2^34, or no threshold at all to turn batching off"
     )]
-    Threshold {
-        /// The value given.
-        gb: f64,
-    },
+    Threshold { gb: f64 },
 }
 
 impl ChunkError {

@@ -31,7 +31,6 @@ const MAX_RECORD: u32 = BLOCK_UNITS as u32 * 8;
 /// From which state to which state a delta leads, and for which image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeltaHeader {
-    /// Which policy.
     pub model_id: ModelId,
     /// Incarnation and version of the base.
     pub base: (Incarnation, u64),
@@ -235,7 +234,6 @@ pub fn put_end(out: &mut Vec<u8>, parts: u32, records: u64, changes: u64) {
 /// A record's place in a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The block.
     pub block: u32,
     /// The form of the payload.
     pub mode: Mode,
@@ -256,11 +254,8 @@ pub enum Piece {
     End {
         /// Parts before the end.
         parts: u32,
-        /// Records in them.
         records: u64,
-        /// Units that changed.
         changes: u64,
-        /// Bytes it takes.
         len: usize,
     },
 }
@@ -352,7 +347,6 @@ fn parse_index(
 pub struct Delta<'a> {
     /// From where to where.
     pub header: DeltaHeader,
-    /// Units that changed.
     pub changes: u64,
     /// How many parts it came in.
     pub parts: u32,

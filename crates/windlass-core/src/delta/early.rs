@@ -54,120 +54,50 @@ pub const MAX_ROSTER: usize = FIXED + 8 + 8 + 10 * BlockRanges::MAX_RANGES;
 /// Why rosters or the deltas of ranks cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum EarlyError {
-    /// The bytes are not a roster.
     #[error("not a roster: it begins with {found:02x?} instead of \"WLROST1\"")]
-    Magic {
-        /// The first bytes.
-        found: Vec<u8>,
-    },
-    /// The bytes are more or fewer than they say.
+    Magic { found: Vec<u8> },
     #[error("a roster says that it has {said} bytes, and {have} are there")]
-    Length {
-        /// What it says.
-        said: u64,
-        /// What is there.
-        have: u64,
-    },
-    /// A check sum is wrong.
+    Length { said: u64, have: u64 },
     #[error("a roster is damaged: its check sum is {found:016x} instead of {expected:016x}")]
-    Damaged {
-        /// The sum of the bytes.
-        found: u64,
-        /// The sum they should have.
-        expected: u64,
-    },
-    /// The set of blocks is malformed.
+    Damaged { found: u64, expected: u64 },
     #[error("the blocks of a roster are malformed: {0}")]
     Ranges(#[from] RangesError),
-    /// A rank that there cannot be.
     #[error("a roster is of rank {rank} of {ranks}")]
-    Rank {
-        /// The rank.
-        rank: u16,
-        /// Of how many.
-        ranks: u16,
-    },
-    /// A roster or a delta of something else.
+    Rank { rank: u16, ranks: u16 },
     #[error("what rank {rank} brings is for {what} {found} instead of {expected}")]
-    Foreign {
-        /// The rank.
-        rank: u16,
-        /// What differs.
-        what: &'static str,
-        /// What it is for.
-        found: String,
-        /// What it should be for.
-        expected: String,
-    },
-    /// Not as many rosters or deltas as ranks.
+    Foreign { rank: u16, what: &'static str, found: String, expected: String },
     #[error("{found} ranks brought something and there are {expected}")]
-    Count {
-        /// How many there should be.
-        expected: u16,
-        /// How many there are.
-        found: usize,
-    },
-    /// A block that two ranks answer for, or none.
+    Count { expected: u16, found: usize },
     #[error("block {block} is answered for by {what}")]
     Cover {
-        /// The block.
         block: u32,
         /// "two ranks", "no rank" or "a rank though it is not held here".
         what: &'static str,
     },
-    /// A record of a block that is another rank's.
     #[error("rank {rank} brings a record of block {block}, which is not its own")]
-    NotOwn {
-        /// The rank.
-        rank: u16,
-        /// The block.
-        block: u32,
-    },
-    /// A record that does not compose.
+    NotOwn { rank: u16, block: u32 },
     #[error("rank {rank} brings a context record of block {block}: encode in plain mode")]
-    Context {
-        /// The rank.
-        rank: u16,
-        /// The block.
-        block: u32,
-    },
+    Context { rank: u16, block: u32 },
     /// A delta from another state than the one that is served.
     #[error(
         "the delta of rank {rank} begins at digest {found} of its blocks, and those of version {base} have {expected}"
     )]
     Base {
-        /// The rank.
         rank: u16,
         /// The version that it should begin at.
         base: u64,
-        /// Where it begins.
         found: StateDigest,
-        /// Where it should.
         expected: StateDigest,
     },
     /// A delta whose records do not lead to where it says.
     #[error(
         "the delta of rank {rank} says that it leads to digest {said} of its blocks, and its records lead to {found}"
     )]
-    Target {
-        /// The rank.
-        rank: u16,
-        /// Where it says it leads.
-        said: StateDigest,
-        /// Where its records lead.
-        found: StateDigest,
-    },
-    /// The cut table does not have a block.
+    Target { rank: u16, said: StateDigest, found: StateDigest },
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// A container of another layout.
     #[error("what rank {rank} brings cannot be used: {source}")]
-    Delta {
-        /// The rank.
-        rank: u16,
-        /// Why.
-        source: DeltaError,
-    },
+    Delta { rank: u16, source: DeltaError },
 }
 
 impl EarlyError {
@@ -209,9 +139,7 @@ impl EarlyError {
 /// Which blocks a rank answers for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roster {
-    /// The rank.
     pub rank: u16,
-    /// Of how many.
     pub ranks: u16,
     /// Which life of the publisher.
     pub incarnation: Incarnation,
@@ -219,7 +147,6 @@ pub struct Roster {
     pub layout_hash: LayoutHash,
     /// The cut table that blocks are numbers in.
     pub cuts_hash: CutsHash,
-    /// The blocks.
     pub blocks: BlockRanges,
 }
 
@@ -320,15 +247,12 @@ impl Fields<'_> {
 pub struct Origin<'a> {
     /// The layout and cuts.
     pub manifest: &'a Manifest,
-    /// Which policy.
     pub model_id: &'a ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// The blocks that are held here.
     pub held: &'a BlockRanges,
-    /// The version.
     pub version: u64,
-    /// Its sums.
     pub sums: &'a SumTable,
 }
 

@@ -144,108 +144,41 @@ use crate::manifest::{Block, Manifest, ManifestError};
 /// What can be wrong with a delta.
 #[derive(Debug, thiserror::Error)]
 pub enum DeltaError {
-    /// The bytes are not a delta.
     #[error("not a Windlass delta: it begins with {found:02x?} instead of \"WLDELTA1\"")]
-    Magic {
-        /// The first bytes.
-        found: Vec<u8>,
-    },
-    /// The bytes end too early.
+    Magic { found: Vec<u8> },
     #[error("the delta ends within its {what}: {need} bytes are needed and {have} are there; fetch it again")]
-    Truncated {
-        /// What was being read.
-        what: &'static str,
-        /// Bytes needed.
-        need: u64,
-        /// Bytes at hand.
-        have: u64,
-    },
-    /// A check sum is wrong.
+    Truncated { what: &'static str, need: u64, have: u64 },
     #[error(
         "the delta's {what} is damaged: its check sum is {found:016x} instead of {expected:016x}; fetch it again"
     )]
-    Damaged {
-        /// What is damaged.
-        what: &'static str,
-        /// The sum of the bytes.
-        found: u64,
-        /// The sum they should have.
-        expected: u64,
-    },
-    /// A declared length or count is beyond its limit.
+    Damaged { what: &'static str, found: u64, expected: u64 },
     #[error("the delta declares {value} for {what}, beyond the limit of {limit}")]
-    Limit {
-        /// What is declared.
-        what: &'static str,
-        /// The value.
-        value: u64,
-        /// The most that is allowed.
-        limit: u64,
-    },
+    Limit { what: &'static str, value: u64, limit: u64 },
     /// A part, index or end is not well-formed although its check sum is right.
     #[error("the delta's {what} is malformed: {why}")]
-    Malformed {
-        /// Which piece.
-        what: &'static str,
-        /// What is wrong with it.
-        why: &'static str,
-    },
-    /// A record's payload is not well-formed.
+    Malformed { what: &'static str, why: &'static str },
     #[error("the {mode} record of block {block} is malformed: {why}")]
-    BadRecord {
-        /// The block.
-        block: u32,
-        /// Its mode.
-        mode: Mode,
-        /// What is wrong with it.
-        why: &'static str,
-    },
-    /// A block has two records.
+    BadRecord { block: u32, mode: Mode, why: &'static str },
     #[error("block {block} has two records")]
-    DuplicateBlock {
-        /// The block.
-        block: u32,
-    },
-    /// The delta is for another layout or cut table.
+    DuplicateBlock { block: u32 },
     #[error(
         "the delta is for {what} {found}, but this image has {expected}; make or fetch one for this image"
     )]
-    WrongLayout {
-        /// "layout" or "cut table".
-        what: &'static str,
-        /// That of the delta.
-        found: String,
-        /// That of the image.
-        expected: String,
-    },
-    /// Two deltas that do not follow one another.
+    WrongLayout { what: &'static str, found: String, expected: String },
     #[error("the first delta ends at {first} and the second begins at {second}: they cannot be composed")]
-    NotConsecutive {
-        /// Where the first ends.
-        first: String,
-        /// Where the second begins.
-        second: String,
-    },
+    NotConsecutive { first: String, second: String },
     /// A context record cannot be composed or relayed without the image.
     #[error(
         "block {block} has a context record, which cannot be composed without the image; encode in plain mode"
     )]
-    ContextNeedsImage {
-        /// The block.
-        block: u32,
-    },
-    /// A dense record does not say what it replaced.
+    ContextNeedsImage { block: u32 },
     #[error(
         "block {block} has a dense record, which cannot be taken back; fetch the older version another way"
     )]
-    OneWay {
-        /// The block.
-        block: u32,
-    },
+    OneWay { block: u32 },
     /// The delta speaks of a block that is not there, or of a malformed identity.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// A model id in a header is malformed.
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
 }
@@ -283,7 +216,6 @@ pub enum Mode {
     Context,
     /// Positions as a bitmap, steps.
     Bitmap,
-    /// All units.
     Dense,
 }
 
@@ -320,9 +252,7 @@ impl std::fmt::Display for Mode {
 /// What the codec has to know of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
-    /// Its number.
     pub number: u32,
-    /// Its geometry.
     pub block: Block,
     /// Bytes of a unit: 1, 2, 4 or 8.
     pub unit: usize,
@@ -368,13 +298,11 @@ impl Tile {
 /// The change of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record<'a> {
-    /// The block's number.
     pub block: u32,
     /// The form of the payload.
     pub mode: Mode,
     /// The block's sum after the change.
     pub sum: BlockSum,
-    /// The changes.
     pub payload: &'a [u8],
 }
 

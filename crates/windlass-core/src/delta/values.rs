@@ -9,7 +9,6 @@ pub const ESCAPE: u64 = 16;
 /// A run of codes that share a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// How many codes.
     pub count: usize,
     /// Their parameter: low bits of fixed width.
     pub k: u32,

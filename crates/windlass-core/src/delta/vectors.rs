@@ -28,7 +28,6 @@ files!("sparse" "bitmap" "dense" "context" "escapes" "strided" "parts" "wide" "n
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Vector {
-    /// What it shows.
     about: String,
     manifest: Value,
     /// The base image in hexadecimal; what is missing at its end is zeros.

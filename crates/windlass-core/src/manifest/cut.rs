@@ -62,7 +62,6 @@ pub struct Block {
     pub run: u64,
     /// Units from the start of one run to the start of the next.
     pub stride: u64,
-    /// How many runs.
     pub count: u64,
 }
 

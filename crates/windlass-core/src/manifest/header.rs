@@ -22,7 +22,6 @@ pub const ALIASES: &str = "windlass.aliases";
 /// A tensor of a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderTensor {
-    /// What it is.
     pub spec: TensorSpec,
     /// Where its bytes begin, counted from the first byte of data.
     pub begin: u64,
@@ -35,11 +34,9 @@ pub struct HeaderTensor {
 pub struct SafetensorsHeader {
     /// The tensors, in the order of their bytes.
     pub tensors: Vec<HeaderTensor>,
-    /// The free-form metadata.
     pub metadata: BTreeMap<String, String>,
     /// Where the data begins in the file.
     pub data_start: u64,
-    /// Bytes of data.
     pub data_bytes: u64,
 }
 

@@ -65,225 +65,80 @@ pub const MAX_IMAGE: u64 = 1 << 50;
 /// What can be wrong with a manifest, a safetensors header or a cut table.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// There are more tensors than [`MAX_TENSORS`].
     #[error("{count} tensors are more than the {MAX_TENSORS} that a manifest may hold")]
-    TooManyTensors {
-        /// How many there are.
-        count: usize,
-    },
+    TooManyTensors { count: usize },
     /// A name is empty, too long or has control characters.
     #[error("tensor name {name:?} is not usable: expected 1 to {MAX_NAME} bytes without control characters")]
     BadName {
         /// The name, cut to a readable length.
         name: String,
     },
-    /// The name that safetensors reserves for metadata.
     #[error("\"__metadata__\" is reserved by the safetensors format and cannot name a tensor")]
     ReservedName,
-    /// A name stands twice.
     #[error("tensor {name:?} is listed twice")]
-    DuplicateName {
-        /// The name.
-        name: String,
-    },
-    /// A tensor has too many dimensions.
+    DuplicateName { name: String },
     #[error("tensor {name:?} has {rank} dimensions, more than {MAX_RANK}")]
-    TooManyDims {
-        /// The tensor.
-        name: String,
-        /// Its rank.
-        rank: usize,
-    },
+    TooManyDims { name: String, rank: usize },
     /// Shape times element size does not fit, or goes beyond [`MAX_IMAGE`].
     #[error(
         "tensor {name:?} of shape {shape:?} and dtype {dtype} is larger than any image ({MAX_IMAGE} bytes)"
     )]
-    TooLarge {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Its dtype.
-        dtype: Dtype,
-    },
+    TooLarge { name: String, shape: Vec<u64>, dtype: Dtype },
     /// A packed dtype whose elements do not fill whole bytes.
     #[error("tensor {name:?} of shape {shape:?} and dtype {dtype} does not fill whole bytes")]
-    PartialByte {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Its dtype.
-        dtype: Dtype,
-    },
-    /// All tensors together are larger than [`MAX_IMAGE`].
+    PartialByte { name: String, shape: Vec<u64>, dtype: Dtype },
     #[error("the tensors add up to more than {MAX_IMAGE} bytes")]
     ImageTooLarge,
     /// An alias stands for a tensor that is not there.
     #[error("alias {alias:?} stands for {target:?}, which is not a tensor of this manifest")]
-    DanglingAlias {
-        /// The alias.
-        alias: String,
-        /// What it should stand for.
-        target: String,
-    },
-    /// The dtype is unknown.
+    DanglingAlias { alias: String, target: String },
     #[error("tensor {name:?}: {source}")]
-    Dtype {
-        /// The tensor.
-        name: String,
-        /// What is wrong with it.
-        source: crate::dtype::DtypeError,
-    },
-    /// The bytes end before the header does.
+    Dtype { name: String, source: crate::dtype::DtypeError },
     #[error("the safetensors header needs {need} bytes and only {have} are there")]
-    Truncated {
-        /// Bytes needed.
-        need: u64,
-        /// Bytes at hand.
-        have: u64,
-    },
-    /// The header declares an absurd length.
+    Truncated { need: u64, have: u64 },
     #[error("the safetensors header declares {len} bytes, more than the format's limit of {max}", max = header::MAX_HEADER)]
-    HeaderTooLarge {
-        /// The declared length.
-        len: u64,
-    },
-    /// The header is not UTF-8.
+    HeaderTooLarge { len: u64 },
     #[error("the safetensors header is not UTF-8 after byte {valid_up_to}")]
-    NotUtf8 {
-        /// Bytes before the fault.
-        valid_up_to: usize,
-    },
-    /// The JSON does not parse or lacks a field.
+    NotUtf8 { valid_up_to: usize },
     #[error("not a valid {what}: {source}")]
-    Json {
-        /// What was being read.
-        what: &'static str,
-        /// What is wrong with it.
-        source: serde_json::Error,
-    },
-    /// `data_offsets` disagree with dtype and shape.
+    Json { what: &'static str, source: serde_json::Error },
     #[error("tensor {name:?} occupies bytes {begin}..{end}, but its dtype and shape need {need} bytes")]
-    SizeMismatch {
-        /// The tensor.
-        name: String,
-        /// First byte.
-        begin: u64,
-        /// Byte after the last.
-        end: u64,
-        /// Bytes needed.
-        need: u64,
-    },
-    /// Two tensors overlap.
+    SizeMismatch { name: String, begin: u64, end: u64, need: u64 },
     #[error("tensors {a:?} and {b:?} overlap at byte {at}")]
-    Overlap {
-        /// The one that begins first.
-        a: String,
-        /// The other.
-        b: String,
-        /// Where.
-        at: u64,
-    },
-    /// Bytes that belong to no tensor.
+    Overlap { a: String, b: String, at: u64 },
     #[error("bytes {begin}..{end} before tensor {next:?} belong to no tensor")]
-    Hole {
-        /// First byte of the hole.
-        begin: u64,
-        /// Byte after the hole.
-        end: u64,
-        /// The tensor behind it.
-        next: String,
-    },
-    /// The file is longer or shorter than its tensors.
+    Hole { begin: u64, end: u64, next: String },
     #[error("the file has {have} bytes of data and its tensors need {need}")]
-    DataLength {
-        /// Bytes the tensors need.
-        need: u64,
-        /// Bytes in the file.
-        have: u64,
-    },
-    /// The manifest JSON was written by a newer Windlass.
+    DataLength { need: u64, have: u64 },
     #[error("manifest format {found} is not supported; this build reads format {supported}", supported = FORMAT)]
-    Format {
-        /// The format found.
-        found: u32,
-    },
+    Format { found: u32 },
     /// Offsets, sizes or hashes in a manifest JSON are not those of the canonical layout.
     #[error("{what} of {name:?} is {found}, but the canonical layout gives {expected}")]
-    NotCanonical {
-        /// Which field.
-        what: &'static str,
-        /// The tensor, or "manifest".
-        name: String,
-        /// What the JSON says.
-        found: String,
-        /// What it must be.
-        expected: String,
-    },
-    /// Cuts for a tensor that is not there.
+    NotCanonical { what: &'static str, name: String, found: String, expected: String },
     #[error("cuts are given for {name:?}, which is not a tensor of this manifest")]
-    CutsUnknownTensor {
-        /// The tensor.
-        name: String,
-    },
+    CutsUnknownTensor { name: String },
     /// A cut along a dimension that the tensor does not have, or twice along one.
     #[error(
         "cuts of {name:?} along dimension {dim}: the tensor has rank {rank}, and each dimension may be named once, in order"
     )]
-    CutsBadDim {
-        /// The tensor.
-        name: String,
-        /// The dimension.
-        dim: usize,
-        /// The tensor's rank.
-        rank: usize,
-    },
-    /// Cut boundaries are not strictly growing inside the dimension.
+    CutsBadDim { name: String, dim: usize, rank: usize },
     #[error(
         "cuts of {name:?} along dimension {dim}: boundary {bound} must grow and lie strictly between 0 and {size}"
     )]
-    CutsBadBound {
-        /// The tensor.
-        name: String,
-        /// The dimension.
-        dim: usize,
-        /// The boundary.
-        bound: u64,
-        /// Size of the dimension.
-        size: u64,
-    },
+    CutsBadBound { name: String, dim: usize, bound: u64, size: u64 },
     /// A cut through the middle of a byte of packed elements.
     #[error(
         "cuts of {name:?} along dimension {dim}: boundary {bound} splits a byte of packed {dtype} elements"
     )]
-    CutsPartialByte {
-        /// The tensor.
-        name: String,
-        /// The dimension.
-        dim: usize,
-        /// The boundary.
-        bound: u64,
-        /// Its dtype.
-        dtype: Dtype,
-    },
-    /// The cuts make more blocks than can be numbered.
+    CutsPartialByte { name: String, dim: usize, bound: u64, dtype: Dtype },
     #[error("the cuts make more than {max} blocks or cells; cut less finely", max = cut::MAX_BLOCKS)]
     TooManyBlocks,
-    /// A block number beyond the cut table.
     #[error("block {block} is beyond the {count} blocks of this manifest")]
-    NoSuchBlock {
-        /// The block.
-        block: u32,
-        /// How many there are.
-        count: u32,
-    },
-    /// Parts that do not hold every block exactly once.
+    NoSuchBlock { block: u32, count: u32 },
     #[error("{what} block {block}: every block must belong to exactly one part")]
     BadParts {
         /// "no part holds" or "two parts hold".
         what: &'static str,
-        /// The block.
         block: u32,
     },
 }
@@ -332,9 +187,7 @@ impl ManifestError {
 /// A tensor as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its checkpoint name.
     pub name: String,
-    /// Its dtype.
     pub dtype: Dtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<u64>,
@@ -384,9 +237,7 @@ fn check_name(name: &str) -> Result<(), ManifestError> {
 /// A tensor with its place in the image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
-    /// Its checkpoint name.
     pub name: String,
-    /// Its dtype.
     pub dtype: Dtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<u64>,

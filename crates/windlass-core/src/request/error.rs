@@ -11,273 +11,129 @@ use super::{FieldError, HandleKind, LORA_DISK_LOAD, MAX_HANDLE_BYTES, MAX_JSON_B
 /// What can go wrong here.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
-    /// More text than a request can be.
     #[error(
         "request of {bytes} bytes is too large: the limit is {MAX_JSON_BYTES}; send several smaller ones"
     )]
-    TooLarge {
-        /// Its length.
-        bytes: usize,
-    },
-    /// Not JSON.
+    TooLarge { bytes: usize },
     #[error("request is not valid JSON: {0}")]
     Json(#[source] serde_json::Error),
     /// A field is missing, unknown or of the wrong type.
     #[error(transparent)]
     Field(#[from] FieldError),
-    /// A `type` that we do not know.
     #[error(
         "unknown request type {0:?}: expected broadcast, cuda_ipc, packed_cuda_ipc, lora_disk, pull or store"
     )]
     UnknownType(String),
-    /// A request for no parameter at all.
     #[error("the request names no parameters; do not send empty requests")]
     NoParameters,
-    /// Absurdly many parameters.
     #[error("the request names {count} parameters: the limit is {MAX_PARAMETERS}; send several requests")]
-    TooManyParameters {
-        /// How many.
-        count: usize,
-    },
+    TooManyParameters { count: usize },
     /// Two lists that should have one entry per parameter differ in length.
     #[error("{field} has {got} entries for {expected} parameters; give {expected}")]
     Lengths {
-        /// Which list.
         field: &'static str,
         /// How many entries it should have.
         expected: usize,
-        /// How many it has.
         got: usize,
     },
-    /// A parameter without a name.
     #[error("names[{index}] is empty; every parameter has a name")]
-    EmptyName {
-        /// Its position.
-        index: usize,
-    },
-    /// One name twice.
+    EmptyName { index: usize },
     #[error("parameter {name:?} is named twice, the second time as names[{index}]; name each once")]
-    DuplicateName {
-        /// The name.
-        name: String,
-        /// Position of the second.
-        index: usize,
-    },
+    DuplicateName { name: String, index: usize },
     /// A parameter with the name that means LoRA loading in legacy dictionaries.
     #[error(
         "a parameter cannot be named {LORA_DISK_LOAD:?}, which stands for loading an adapter from disk; \
          rename it, or send a lora_disk request"
     )]
     ReservedName,
-    /// An unknown dtype.
     #[error("dtypes[{index}]: {source}")]
-    Dtype {
-        /// Its position.
-        index: usize,
-        /// What is wrong with it.
-        source: DtypeError,
-    },
-    /// Dtype and shape have no size.
+    Dtype { index: usize, source: DtypeError },
     #[error("parameter {name:?} ({dtype} {shape:?}) cannot be sized: {source}; check its shape")]
-    Extent {
-        /// The parameter.
-        name: String,
-        /// Its dtype.
-        dtype: Dtype,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Why.
-        source: ExtentError,
-    },
-    /// Not the UUID of a GPU.
+    Extent { name: String, dtype: Dtype, shape: Vec<u64>, source: ExtentError },
     #[error(
         "{0:?} is not a GPU UUID: IPC handles are keyed by the physical GPU's UUID, such as \
          GPU-8a56a4bc-4184-b6f7-8a7f-0123456789ab, because device numbers and names mean different GPUs in \
          different processes"
     )]
     GpuUuid(String),
-    /// One GPU twice, in two spellings.
     #[error("{at}: GPU {uuid} is there twice; give one handle per GPU")]
-    DuplicateGpu {
-        /// Where.
-        at: String,
-        /// The GPU.
-        uuid: String,
-    },
-    /// No handle at all.
+    DuplicateGpu { at: String, uuid: String },
     #[error("{at}: no IPC handles; give one per GPU on which an engine will read the parameter")]
-    NoHandles {
-        /// Where.
-        at: String,
-    },
-    /// A handle that is not plain data.
+    NoHandles { at: String },
     #[error(
         "{at}: expected a handle object {{kind, handle, size, offset}}, found {found}; a (function, arguments) \
          pair is a pickled reduction, and opening it would run whatever code it names, so handles travel only \
          as plain data"
     )]
-    PickledHandle {
-        /// Where.
-        at: String,
-        /// What is there.
-        found: &'static str,
-    },
-    /// A handle of an unknown kind.
+    PickledHandle { at: String, found: &'static str },
     #[error("{at}: unknown handle kind {found:?}: expected legacy, vmm_fd or vmm_fabric")]
-    HandleKind {
-        /// Where.
-        at: String,
-        /// The kind given.
-        found: String,
-    },
-    /// A handle that is not base64.
+    HandleKind { at: String, found: String },
     #[error("{at}: the handle is not base64 (standard alphabet, padded): {source}")]
-    HandleEncoding {
-        /// Where.
-        at: String,
-        /// What is wrong with it.
-        source: base64::DecodeError,
-    },
-    /// A handle of the wrong length for its kind.
+    HandleEncoding { at: String, source: base64::DecodeError },
     #[error(
         "{at}: a handle of kind {} has {got} bytes: expected {}",
         kind.as_str(),
         kind.fixed_len().map_or(format!("1 to {MAX_HANDLE_BYTES}"), |n| n.to_string())
     )]
-    HandleLength {
-        /// Where.
-        at: String,
-        /// Its kind.
-        kind: HandleKind,
-        /// Its length.
-        got: usize,
-    },
-    /// A range that 64 bits cannot express.
+    HandleLength { at: String, kind: HandleKind, got: usize },
     #[error("{at}: the handle covers {size} bytes from offset {offset}, which overflows 64 bits; check both")]
-    HandleRange {
-        /// Where.
-        at: String,
-        /// Its offset.
-        offset: u64,
-        /// Its size.
-        size: u64,
-    },
+    HandleRange { at: String, offset: u64, size: u64 },
     /// A handle that covers less than is to be read through it.
     #[error("the handle for {what} on GPU {gpu} covers {size} bytes but {needed} are to be read")]
     HandleTooSmall {
         /// A parameter, or the packed buffer.
         what: String,
-        /// The GPU.
         gpu: String,
-        /// Bytes covered.
         size: u64,
-        /// Bytes needed.
         needed: u64,
     },
-    /// A layout record that contradicts dtype and shape.
     #[error("layout of {name:?}: {field} is {got} but dtype and shape give {expected}")]
-    LayoutMismatch {
-        /// The parameter.
-        name: String,
-        /// `numel` or `bytes`.
-        field: &'static str,
-        /// By dtype and shape.
-        expected: u64,
-        /// By the layout.
-        got: u64,
-    },
-    /// Legacy `sizes` that contradict the shapes.
+    LayoutMismatch { name: String, field: &'static str, expected: u64, got: u64 },
     #[error(
         "sizes of {name:?} is {got} but its shape has {expected} elements; sizes count elements, not bytes"
     )]
-    LegacySizes {
-        /// The parameter.
-        name: String,
-        /// Elements by its shape.
-        expected: u64,
-        /// The size given.
-        got: u64,
-    },
-    /// A tensor that begins inside an element.
+    LegacySizes { name: String, expected: u64, got: u64 },
     #[error("layout of {name:?}: offset {offset} is not a multiple of its {align}-byte elements; align it")]
-    LayoutAlignment {
-        /// The parameter.
-        name: String,
-        /// Its offset.
-        offset: u64,
-        /// Bytes of an element.
-        align: u64,
-    },
-    /// A range that 64 bits cannot express.
+    LayoutAlignment { name: String, offset: u64, align: u64 },
     #[error("layout of {name:?}: it ends beyond what 64 bits can address; check its offset")]
-    LayoutRange {
-        /// The parameter.
-        name: String,
-    },
-    /// Two tensors share bytes.
+    LayoutRange { name: String },
     #[error("layout of {first:?} and {second:?} overlap; give each its own bytes")]
     LayoutOverlap {
-        /// The one that begins first.
         first: String,
         /// The one that begins inside it.
         second: String,
     },
-    /// An adapter path that another process could not open.
     #[error(
         "lora_disk_path {0:?} is not usable: expected an absolute path of at most 4096 bytes, the same on every host"
     )]
     LoraPath(String),
-    /// An unknown pull mode.
     #[error("unknown pull mode {0:?}: expected full, delta or auto")]
     Mode(String),
-    /// A bad endpoint or store URL.
     #[error(transparent)]
     Address(#[from] AddressError),
-    /// A bad model id.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// There is no legacy dictionary for this type.
     #[error("a {request} request has no legacy dictionary: send its plain form (to_value); {remedy}")]
-    NoLegacyForm {
-        /// The type.
-        request: &'static str,
-        /// What else would do.
-        remedy: &'static str,
-    },
-    /// A broadcast of several parameters is several legacy dictionaries.
+    NoLegacyForm { request: &'static str, remedy: &'static str },
     #[error(
         "a broadcast of {count} parameters is {count} legacy dictionaries, one each: use to_legacy_dicts"
     )]
-    LegacyOnePerParameter {
-        /// How many parameters.
-        count: usize,
-    },
-    /// Legacy packing knows a single dtype.
+    LegacyOnePerParameter { count: usize },
     #[error(
         "parameter {name:?} is {got} in a packed buffer of {expected}: legacy sizes count elements of one \
          dtype; send the plain form, or one request per dtype"
     )]
     LegacyMixedDtypes {
-        /// The parameter.
         name: String,
         /// The dtype of the first parameter.
         expected: Dtype,
-        /// Its own.
         got: Dtype,
     },
-    /// Legacy packing knows no gaps.
     #[error(
         "parameter {name:?} is at offset {got} but legacy sizes put it at {expected}; pack without gaps and \
          in order, or send the plain form"
     )]
-    LegacyGaps {
-        /// The parameter.
-        name: String,
-        /// Where the sizes put it.
-        expected: u64,
-        /// Where it is.
-        got: u64,
-    },
+    LegacyGaps { name: String, expected: u64, got: u64 },
 }
 
 impl RequestError {

@@ -12,34 +12,18 @@ use crate::error::{Kind, excerpt};
 /// A field that is missing, unknown or of the wrong type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FieldError {
-    /// A required field is not there.
     #[error("{at}: field {field:?} is missing")]
-    Missing {
-        /// The object.
-        at: String,
-        /// The field.
-        field: &'static str,
-    },
+    Missing { at: String, field: &'static str },
     /// A field that nothing reads. Refused, so that a misspelt or unsupported one is not ignored in silence.
     #[error("{at}: field {field:?} does not belong here; expected only {}", expected.join(", "))]
     Unknown {
-        /// The object.
         at: String,
-        /// The field.
         field: String,
         /// The fields that may be there.
         expected: &'static [&'static str],
     },
-    /// A value of another type or out of range.
     #[error("{at}: expected {expected}, found {found}")]
-    Type {
-        /// The path of the value.
-        at: String,
-        /// What should be there.
-        expected: &'static str,
-        /// What is there.
-        found: &'static str,
-    },
+    Type { at: String, expected: &'static str, found: &'static str },
 }
 
 impl FieldError {
@@ -161,7 +145,6 @@ impl<'a> Fields<'a> {
 
 /// A list, open for reading.
 pub(crate) struct List<'a> {
-    /// Its elements.
     pub(crate) values: &'a [Value],
     at: String,
 }

@@ -225,7 +225,6 @@ pub struct PackedTensor {
     pub offset: u64,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Its elements.
     pub numel: u64,
 }
 

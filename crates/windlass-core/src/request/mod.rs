@@ -93,7 +93,6 @@ pub const LORA_DISK_LOAD: &str = "lora_disk_load";
 /// The parameters follow by broadcast on the update group, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BroadcastWeightUpdateRequest {
-    /// What comes.
     pub params: Parameters,
 }
 
@@ -192,11 +191,9 @@ impl LoraDiskWeightUpdateRequest {
 /// How much a receiver asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PullMode {
-    /// The whole image.
     Full,
     /// What changed since the version that it has; falls back to full where that cannot be served.
     Delta,
-    /// Whichever is cheaper.
     Auto,
 }
 
@@ -223,7 +220,6 @@ impl PullMode {
 /// A version is ready at an agent: pull it. Names, dtypes and shapes are in the agent's manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PullWeightUpdateRequest {
-    /// Which version.
     pub identity: Identity,
     /// The agent that has it.
     pub sender_endpoint: Endpoint,
@@ -234,16 +230,13 @@ pub struct PullWeightUpdateRequest {
 /// A version is ready in a store: read it. Names, dtypes and shapes are in its manifest there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreWeightUpdateRequest {
-    /// The store.
     pub url: StoreUrl,
-    /// Which version.
     pub identity: Identity,
 }
 
 /// One announced transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WeightUpdateRequest {
-    /// By broadcast.
     Broadcast(BroadcastWeightUpdateRequest),
     /// By one IPC handle per parameter.
     CudaIpc(CudaIpcWeightUpdateRequest),

@@ -55,63 +55,41 @@ pub type EmptyWeightSyncInitInfo = EmptyWeightSyncInfo;
 /// What can go wrong here.
 #[derive(Debug, thiserror::Error)]
 pub enum SyncInfoError {
-    /// More text than a sync info can be.
     #[error("sync info of {bytes} bytes is too large: the limit is {MAX_JSON_BYTES}")]
-    TooLarge {
-        /// Its length.
-        bytes: usize,
-    },
-    /// Not JSON.
+    TooLarge { bytes: usize },
     #[error("sync info is not valid JSON: {0}")]
     Json(#[source] serde_json::Error),
     /// A field is missing, unknown or of the wrong type.
     #[error(transparent)]
     Field(#[from] FieldError),
-    /// A `type` that we do not know.
     #[error("unknown sync info type {0:?}: expected torch_distributed, empty, agent or store")]
     UnknownType(String),
-    /// An address that no peer could use.
     #[error(transparent)]
     Address(#[from] AddressError),
-    /// A bad model id.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// Port 0 or above 65535.
     #[error("master_port is {0}: expected 1 to 65535; give the port that rank 0 has bound")]
     MasterPort(u64),
     /// A group without a receiver, or too large to count.
     #[error("world_size is {0}: expected 2 (rank 0 and one engine rank) to {max}", max = u32::MAX)]
     WorldSize(u64),
-    /// An unusable group name.
     #[error("group name {0:?} is not usable: expected 1 to 256 bytes without control characters")]
     GroupName(String),
-    /// A backend other than the two.
     #[error("unknown process group backend {0:?}: expected nccl or gloo")]
     Backend(String),
-    /// No endpoint, too many, or one twice.
     #[error("agent info lists {count} endpoints{}: expected 1 to {MAX_ENDPOINTS}, each once",
         twice.as_ref().map(|e| format!(", {e:?} twice")).unwrap_or_default())]
     Endpoints {
-        /// How many there are.
         count: usize,
         /// The one that is there twice.
         twice: Option<String>,
     },
-    /// An engine with a parallelism of 0.
     #[error("an engine has tp={}, pp={}, dp={}: each must be at least 1", .0.tp, .0.pp, .0.dp)]
     EngineShape(EngineShape),
-    /// More ranks than 32 bits count.
     #[error("with the engine of tp={}, pp={}, dp={} the ranks do not fit 32 bits; check its shape", .0.tp, .0.pp, .0.dp)]
     RankOverflow(EngineShape),
-    /// A local rank that its engine does not have.
     #[error("local rank {local_rank} is outside its engine of {size} ranks; check tp, pp and dp")]
-    LocalRank {
-        /// The rank.
-        local_rank: u32,
-        /// Ranks of the engine.
-        size: u32,
-    },
-    /// Offset 0 belongs to the trainer.
+    LocalRank { local_rank: u32, size: u32 },
     #[error("rank offset 0 is the trainer's; the first engine has offset 1")]
     RankOffset,
 }
@@ -152,9 +130,7 @@ impl SyncInfoError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Backend {
-    /// NCCL, between GPUs.
     Nccl,
-    /// Gloo, between hosts.
     Gloo,
 }
 
@@ -282,7 +258,6 @@ impl AgentWeightSyncInfo {
 /// Where versions are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreWeightSyncInfo {
-    /// The store.
     pub url: StoreUrl,
 }
 
@@ -291,9 +266,7 @@ pub struct StoreWeightSyncInfo {
 pub enum WeightSyncInfo {
     /// Join a process group.
     TorchDistributed(TorchDistributedWeightSyncInfo),
-    /// Nothing to join.
     Empty(EmptyWeightSyncInfo),
-    /// Pull from agents.
     Agent(AgentWeightSyncInfo),
     /// Read from a store.
     Store(StoreWeightSyncInfo),
@@ -396,9 +369,7 @@ fn read_agent(value: &Value) -> Result<WeightSyncInfo, SyncInfoError> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EngineShape {
-    /// Tensor parallelism.
     pub tp: u32,
-    /// Pipeline parallelism.
     pub pp: u32,
     /// Data parallelism: replicas inside this one engine, counted here and nowhere else.
     pub dp: u32,

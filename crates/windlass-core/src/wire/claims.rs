@@ -28,41 +28,25 @@ pub struct ClaimPolicy {
 /// Why a transfer failed as a whole.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Failure {
-    /// The ticket's deadline passed.
     #[error(
         "the transfer's deadline passed with {left} of {total} stripes outstanding: ask for a new ticket; \
          if it repeats, raise the deadline or the number of streams"
     )]
-    Deadline {
-        /// Stripes not acknowledged.
-        left: u32,
-        /// All stripes.
-        total: u32,
-    },
-    /// The sums of one stripe were wrong too often.
+    Deadline { left: u32, total: u32 },
     #[error(
         "stripe {stripe} ({extent:?}) came with wrong sums {times} times, the last one {verdict:?}: check the memory of both hosts and the path between them"
     )]
     Bad {
-        /// Which stripe.
         stripe: u32,
-        /// What it consists of.
         extent: Extent,
-        /// How often.
         times: u16,
         /// What was wrong in the end.
         verdict: Verdict,
     },
-    /// Nobody is left who holds a stripe.
     #[error(
         "every source that holds stripe {stripe} ({extent:?}) is gone: restart the agent, then ask for a new ticket"
     )]
-    NoSource {
-        /// Which stripe.
-        stripe: u32,
-        /// What it consists of.
-        extent: Extent,
-    },
+    NoSource { stripe: u32, extent: Extent },
     /// A peer said that the ticket is of no more use, or the caller called it off.
     #[error("the transfer ended at stage {} ({}): {}", .0.stage, .0.kind, .0.message)]
     Ended(Fault),
@@ -83,9 +67,7 @@ impl Failure {
 /// The answer to a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grant {
-    /// Fetch this.
     Stripe {
-        /// Which stripe.
         stripe: Stripe,
         /// How often it was claimed before.
         attempt: u16,
@@ -99,7 +81,6 @@ pub enum Grant {
 /// Where a transfer stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Stripes are outstanding.
     Running,
     /// Every stripe is acknowledged.
     Finished,
@@ -110,21 +91,15 @@ pub enum Outcome {
 /// How far a transfer is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// All stripes.
     pub stripes: u32,
-    /// Acknowledged stripes.
     pub stripes_done: u32,
     /// Stripes claimed and not acknowledged.
     pub stripes_open: u32,
-    /// All bytes.
     pub bytes: u64,
-    /// Acknowledged bytes.
     pub bytes_done: u64,
     /// Stripes whose sums were wrong.
     pub bad: u32,
-    /// Streams lost.
     pub lost: u32,
-    /// Live streams.
     pub live: u32,
 }
 

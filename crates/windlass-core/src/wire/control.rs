@@ -36,15 +36,12 @@ use crate::ranges::BlockRanges;
 pub struct VersionInfo {
     /// The newest sealed version; none before the first.
     pub version: Option<Version>,
-    /// Which policy.
     pub model_id: ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// The state digest of that version.
     pub digest: Option<StateDigest>,
-    /// Its layout.
     pub layout_hash: LayoutHash,
-    /// Its cut table.
     pub cuts_hash: CutsHash,
 }
 
@@ -79,7 +76,6 @@ pub struct BufferInfo {
     pub tensors_meta: Vec<(String, (Vec<u64>, String))>,
     /// Where each name's bytes start, in the same order.
     pub offsets: Vec<u64>,
-    /// Names the layout.
     pub layout_hash: LayoutHash,
 }
 
@@ -116,7 +112,6 @@ pub struct Capabilities {
     pub delta_sparsity: Option<f64>,
     /// How many elements it changes.
     pub delta_num_nonzero: Option<u64>,
-    /// Its size.
     pub delta_size_bytes: Option<u64>,
     /// The oldest version that a delta can start from.
     pub delta_oldest_base: Option<Version>,
@@ -133,9 +128,7 @@ pub struct Capabilities {
 /// How long ago a life began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Age {
-    /// Which.
     pub incarnation: Incarnation,
-    /// How long ago.
     pub ms: u64,
 }
 
@@ -158,7 +151,6 @@ pub struct Registration {
 pub struct Registered {
     /// What to call itself in later requests.
     pub instance_id: String,
-    /// Which policy.
     pub model_id: ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
@@ -168,7 +160,6 @@ pub struct Registered {
     pub trainer_world_size: u32,
     /// Bytes of one image.
     pub trainer_buffer_length: u64,
-    /// The advertised host.
     pub trainer_hostname: String,
     /// The advertised control port.
     pub trainer_rpc_port: u16,
@@ -180,7 +171,6 @@ pub struct Registered {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RequestMode {
-    /// Image bytes.
     Full,
     /// A delta from what it has, or a refusal with the reason.
     Delta,
@@ -194,7 +184,6 @@ pub enum RequestMode {
 pub struct Have {
     /// Which life of the publisher.
     pub incarnation: Incarnation,
-    /// Which version.
     pub version: Version,
     /// The state digest of that version.
     pub digest: StateDigest,
@@ -206,9 +195,7 @@ pub struct Have {
 pub struct TransferRequest {
     /// Who asks, from [`Registered`].
     pub instance_id: String,
-    /// How.
     pub mode: RequestMode,
-    /// What it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub have: Option<Have>,
     /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest. A delta
@@ -234,25 +221,20 @@ pub struct TransferRequest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum TransferAnswer {
-    /// Go ahead.
     Granted(Box<Granted>),
-    /// Not like this.
     Refused(Refused),
 }
 
 /// Permission, with what existing clients look at beside the ticket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Granted {
-    /// True.
     pub ok: bool,
     /// Which version is transferred.
     pub version: Version,
-    /// `full` or `delta`.
     pub mode: RequestMode,
     /// Where the delta starts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_base_version: Option<Version>,
-    /// Its size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_size: Option<u64>,
     /// The share of elements that it does not change.
@@ -278,14 +260,11 @@ impl Granted {
 /// No ticket, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
-    /// False.
     pub ok: bool,
     /// The mode that would serve, if one would.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<RequestMode>,
-    /// Why, for people.
     pub reason: String,
-    /// Why, for programs.
     pub kind: Kind,
 }
 
@@ -300,7 +279,6 @@ hex_bytes!(
 /// What the holder of a part says to the agent that leads: its share of a sealed version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartInfo {
-    /// Which version.
     pub identity: Identity,
     /// The layout that the block numbers are of.
     pub layout_hash: LayoutHash,
@@ -334,9 +312,7 @@ pub struct SharedTicket {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TransferDone {
-    /// Who says so.
     pub instance_id: String,
-    /// What was received.
     pub completion: Completion,
 }
 

@@ -13,200 +13,78 @@ use crate::identity::IdentityError;
 /// on is up to [`super::Claims`].
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum WireError {
-    /// The bytes are not of this protocol at all.
     #[error(
         "the stream begins with {:?} instead of \"WDLS\": the peer does not speak the Windlass wire \
          protocol; check that the endpoint is an agent's data port",
         String::from_utf8_lossy(found)
     )]
-    Magic {
-        /// The first bytes.
-        found: [u8; 4],
-    },
+    Magic { found: [u8; 4] },
     /// The header's check is wrong: bytes were lost, added or changed before it.
     #[error("a frame header does not match its check: the stream is out of step; reconnect it")]
     HeaderCheck,
-    /// The peer speaks another major version.
     #[error(
         "the peer speaks wire protocol {theirs}, this side {ours}: run the same Windlass release on both"
     )]
-    Version {
-        /// What this side speaks.
-        ours: ProtocolVersion,
-        /// What the peer speaks.
-        theirs: ProtocolVersion,
-    },
-    /// A frame of a kind that does not exist.
+    Version { ours: ProtocolVersion, theirs: ProtocolVersion },
     #[error("frame kind {code} does not exist in wire protocol {}", ProtocolVersion::CURRENT)]
-    UnknownKind {
-        /// Its code.
-        code: u8,
-    },
-    /// A field that must be zero is not.
+    UnknownKind { code: u8 },
     #[error("{frame} frame: field `{field}` must be zero")]
-    NotZero {
-        /// Which frame.
-        frame: FrameKind,
-        /// Which field.
-        field: &'static str,
-    },
-    /// A stream index beyond the limit.
+    NotZero { frame: FrameKind, field: &'static str },
     #[error("stream index {index} is above the limit of {max}")]
-    StreamIndex {
-        /// The index.
-        index: u16,
-        /// The greatest one allowed.
-        max: u16,
-    },
-    /// A body length that the kind does not allow.
+    StreamIndex { index: u16, max: u16 },
     #[error("{frame} frame: a body of {len} bytes is outside the allowed {min} to {max}")]
-    BodyLength {
-        /// Which frame.
-        frame: FrameKind,
-        /// The length in the header.
-        len: u32,
-        /// The least allowed.
-        min: u32,
-        /// The most allowed.
-        max: u32,
-    },
+    BodyLength { frame: FrameKind, len: u32, min: u32, max: u32 },
     /// The caller gave a slice that is not the body.
     #[error("{frame} frame: the header says {len} body bytes, but {given} were given to the decoder")]
-    BodySlice {
-        /// Which frame.
-        frame: FrameKind,
-        /// The length in the header.
-        len: u32,
-        /// The length of the slice.
-        given: usize,
-    },
-    /// The body ends before its last field.
+    BodySlice { frame: FrameKind, len: u32, given: usize },
     #[error("{frame} frame: the body ends before its last field")]
-    BodyTruncated {
-        /// Which frame.
-        frame: FrameKind,
-    },
-    /// The body goes on after its last field.
+    BodyTruncated { frame: FrameKind },
     #[error("{frame} frame: {excess} bytes follow the last field")]
-    BodyExcess {
-        /// Which frame.
-        frame: FrameKind,
-        /// How many.
-        excess: usize,
-    },
-    /// Text that is not UTF-8.
+    BodyExcess { frame: FrameKind, excess: usize },
     #[error("{frame} frame: its text is not UTF-8")]
-    Utf8 {
-        /// Which frame.
-        frame: FrameKind,
-    },
-    /// A code that stands for nothing.
+    Utf8 { frame: FrameKind },
     #[error("{frame} frame: {code} is not a known {field}")]
-    UnknownCode {
-        /// Which frame.
-        frame: FrameKind,
-        /// What it should have been.
-        field: &'static str,
-        /// The code.
-        code: u8,
-    },
-    /// A number that does not fit where it belongs.
+    UnknownCode { frame: FrameKind, field: &'static str, code: u8 },
     #[error("{frame} frame: {field} {value} does not fit in 32 bits")]
-    TooWide {
-        /// Which frame.
-        frame: FrameKind,
-        /// Which field.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-    },
-    /// A list of sums whose count and length disagree.
+    TooWide { frame: FrameKind, field: &'static str, value: u64 },
     #[error("StripeEnd frame: {count} block sums announced, {bytes} bytes given (16 each)")]
-    SumCount {
-        /// The count.
-        count: u32,
-        /// The bytes after it.
-        bytes: usize,
-    },
-    /// A malformed model id in a frame.
+    SumCount { count: u32, bytes: usize },
     #[error(transparent)]
     Identity(#[from] IdentityError),
 
-    /// A frame that may not come in this state.
     #[error("{frame} frame while expecting {state}: the peer breaks the order of the protocol")]
-    Unexpected {
-        /// Which frame.
-        frame: FrameKind,
-        /// What the state waits for.
-        state: &'static str,
-    },
+    Unexpected { frame: FrameKind, state: &'static str },
     /// A frame of another stream, or of an earlier connection of this one.
     #[error("a frame of stream {theirs} arrived on stream {ours}: reconnect the stream")]
-    WrongStream {
-        /// The stream of this connection.
-        ours: StreamId,
-        /// The stream in the frame.
-        theirs: StreamId,
-    },
-    /// The peer turned the connection away.
+    WrongStream { ours: StreamId, theirs: StreamId },
     #[error(
         "refused by the peer (it speaks {}, was spoken to in {}): {}", .0.ours, .0.theirs, .0.message
     )]
     Refused(Refusal),
-    /// The peer reported a failure.
     #[error("the peer failed at stage {} ({}): {}", .0.stage, .0.kind, .0.message)]
     Peer(Fault),
-    /// The peer does not have the ticket's key.
     #[error(
         "ticket {ticket}, stream {stream}: the {role} could not prove that it has the ticket's key; \
          check that both sides use the same token and that no proxy answers for the peer"
     )]
-    Proof {
-        /// Whose proof is wrong.
-        role: &'static str,
-        /// Which ticket.
-        ticket: TicketId,
-        /// Which stream.
-        stream: StreamId,
-    },
+    Proof { role: &'static str, ticket: TicketId, stream: StreamId },
     /// No such ticket here: never issued, over, or issued before a restart.
     #[error("ticket {ticket} is unknown here: ask for a new one")]
-    UnknownTicket {
-        /// Which ticket.
-        ticket: TicketId,
-    },
-    /// The ticket's time is over.
+    UnknownTicket { ticket: TicketId },
     #[error("ticket {ticket} expired: ask for a new one; if it repeats, raise the deadline of transfers")]
-    Expired {
-        /// Which ticket.
-        ticket: TicketId,
-    },
-    /// A window that allows nothing, or too much.
+    Expired { ticket: TicketId },
     #[error("a window of {window} open claims is outside the allowed 1 to {max}")]
-    Window {
-        /// The window.
-        window: u16,
-        /// The most allowed.
-        max: u16,
-    },
+    Window { window: u16, max: u16 },
 
-    /// More claims than the window allows.
     #[error("stream {stream}: a claim beyond the window of {window}: acknowledge stripes first")]
-    WindowFull {
-        /// Which stream.
-        stream: StreamId,
-        /// The window.
-        window: u16,
-    },
+    WindowFull { stream: StreamId, window: u16 },
     /// A claim for a stripe that the plan does not have, or that it describes otherwise.
     #[error(
         "stream {stream}: stripe {stripe} is claimed as {theirs:?}, but the plan here has {ours:?}: \
          both sides must plan from the same ticket and the same cut table"
     )]
     PlanDiffers {
-        /// Which stream.
         stream: StreamId,
-        /// Which stripe.
         stripe: u32,
         /// This side's extent; `None` if the plan has no such stripe.
         ours: Option<Extent>,
@@ -215,20 +93,12 @@ pub enum WireError {
     },
     /// A claim for a stripe that this source does not hold.
     #[error("stream {stream}: stripe {stripe} is not held by this source: claim it from one that holds it")]
-    NotHeld {
-        /// Which stream.
-        stream: StreamId,
-        /// Which stripe.
-        stripe: u32,
-    },
+    NotHeld { stream: StreamId, stripe: u32 },
     /// A frame about another stripe than the one whose turn it is.
     #[error("stream {stream}: {frame} frame for stripe {stripe}, but stripe {expected:?} is next")]
     WrongStripe {
-        /// Which stream.
         stream: StreamId,
-        /// Which frame.
         frame: FrameKind,
-        /// The stripe in the frame.
         stripe: u32,
         /// The stripe whose turn it is, if any.
         expected: Option<u32>,
@@ -238,105 +108,46 @@ pub enum WireError {
         "stream {stream}: {len} bytes at offset {offset} of stripe {stripe}, which has {at} of {bytes} bytes"
     )]
     DataRange {
-        /// Which stream.
         stream: StreamId,
-        /// Which stripe.
         stripe: u32,
         /// Where the bytes want to go.
         offset: u64,
-        /// How many.
         len: u32,
-        /// Where the next byte belongs.
         at: u32,
-        /// Length of the stripe.
         bytes: u32,
     },
-    /// A stripe that ends before all its bytes came.
     #[error("stream {stream}: stripe {stripe} ended after {at} of {bytes} bytes")]
-    StripeShort {
-        /// Which stream.
-        stream: StreamId,
-        /// Which stripe.
-        stripe: u32,
-        /// Bytes so far.
-        at: u32,
-        /// Length of the stripe.
-        bytes: u32,
-    },
-    /// Sums that do not fit the stripe.
+    StripeShort { stream: StreamId, stripe: u32, at: u32, bytes: u32 },
     #[error("stream {stream}: the sums of stripe {stripe} are {theirs}, the ticket asks for {ours}")]
-    CheckDiffers {
-        /// Which stream.
-        stream: StreamId,
-        /// Which stripe.
-        stripe: u32,
-        /// What the ticket asks for.
-        ours: String,
-        /// What came.
-        theirs: String,
-    },
-    /// Completion of something else than this transfer.
+    CheckDiffers { stream: StreamId, stripe: u32, ours: String, theirs: String },
     #[error(
         "completion of ticket {} ({}, digest {}) on a stream of ticket {} ({}, digest {})",
         theirs.ticket, theirs.identity, theirs.digest, ours.ticket, ours.identity, ours.digest
     )]
     Completion {
-        /// What this stream transfers.
         ours: Box<Completion>,
         /// What was said to be complete.
         theirs: Box<Completion>,
     },
     /// The caller went on before it had taken all bytes that belong to the last header.
     #[error("stream {stream}: {left} bytes of the last frame are not taken yet: read all of them first")]
-    BytesLeft {
-        /// Which stream.
-        stream: StreamId,
-        /// How many.
-        left: u32,
-    },
+    BytesLeft { stream: StreamId, left: u32 },
     /// The caller took or gave bytes that belong to no frame.
     #[error("stream {stream}: {given} bytes given where the frame has {left} left")]
-    BytesExcess {
-        /// Which stream.
-        stream: StreamId,
-        /// How many were given.
-        given: usize,
-        /// How many were due.
-        left: u32,
-    },
+    BytesExcess { stream: StreamId, given: usize, left: u32 },
 
-    /// A stream that never joined, or was given up.
     #[error("stream {stream} is not live in this transfer: reconnect it under a higher epoch")]
-    NotLive {
-        /// Which stream.
-        stream: StreamId,
-    },
-    /// A stream that joins under an epoch already used.
+    NotLive { stream: StreamId },
     #[error("stream {stream} joins under an old epoch, it is at {current} already: raise the epoch")]
-    OldEpoch {
-        /// Which stream.
-        stream: StreamId,
-        /// The epoch in use.
-        current: u16,
-    },
+    OldEpoch { stream: StreamId, current: u16 },
     /// A stream of a source that the plan does not know or that was given up.
     #[error("source {source_id} is not, or no longer, part of this transfer")]
-    UnknownSource {
-        /// Which source.
-        source_id: u32,
-    },
+    UnknownSource { source_id: u32 },
     /// A report about a stripe that this stream does not hold.
     #[error("stream {stream} reports on stripe {stripe}, which it has not claimed")]
-    NotClaimed {
-        /// Which stream.
-        stream: StreamId,
-        /// Which stripe.
-        stripe: u32,
-    },
-    /// The transfer as a whole has failed.
+    NotClaimed { stream: StreamId, stripe: u32 },
     #[error(transparent)]
     Transfer(#[from] Failure),
-    /// A malformed ticket or plan.
     #[error(transparent)]
     Ticket(#[from] TicketError),
 }

@@ -174,9 +174,7 @@ fn answer(
 /// Receiver: about to say hello.
 #[derive(Debug)]
 pub struct Dial {
-    /// The ticket's id.
     pub ticket: TicketId,
-    /// The ticket's key.
     pub key: TicketKey,
     /// The source that is dialled.
     pub source: SourceId,

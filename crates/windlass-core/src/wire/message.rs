@@ -13,40 +13,29 @@ use crate::identity::{Identity, Incarnation, ModelId, StateDigest};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Message {
-    /// See [`Hello`].
     Hello(Hello),
-    /// The sender's nonce.
     Challenge(Nonce),
-    /// The receiver's proof.
     Proof(Mac),
     /// The sender's proof and how many claims may be open on this stream at a time.
     Accept {
-        /// The sender's proof.
         proof: Mac,
         /// Claims not yet acknowledged that the sender takes on this stream.
         window: u16,
     },
-    /// See [`Refusal`].
     Refuse(Refusal),
-    /// See [`Claim`].
     Claim(Claim),
     /// What the bytes of a stripe must sum to.
     StripeEnd {
-        /// Which stripe.
         stripe: u32,
-        /// Its sums.
         check: Check,
     },
     /// What came of a stripe.
     Ack {
-        /// Which stripe.
         stripe: u32,
         /// What came of it.
         verdict: Verdict,
     },
-    /// See [`Completion`].
     Done(Completion),
-    /// See [`Fault`].
     Error(Fault),
     /// Are you there? The answer repeats the number.
     Ping(u64),
@@ -57,11 +46,9 @@ pub enum Message {
 /// The first frame of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Hello {
-    /// Which transfer.
     pub ticket: TicketId,
     /// Which of the ticket's sources the receiver believes it talks to.
     pub source: SourceId,
-    /// The receiver's nonce.
     pub nonce: Nonce,
 }
 
@@ -115,7 +102,6 @@ pub enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Completion {
-    /// Which transfer.
     pub ticket: TicketId,
     /// Which version was received.
     pub identity: Identity,
@@ -162,7 +148,6 @@ impl std::fmt::Display for Stage {
 pub struct Fault {
     /// What sort of failure.
     pub kind: Kind,
-    /// Where it happened.
     pub stage: Stage,
     /// The stripe it is about, if it is about one.
     pub stripe: Option<u32>,

@@ -22,11 +22,9 @@ use super::{WireError, message};
 pub enum Next {
     /// Take `len` raw bytes into place at `offset` of the stripe, and report them by [`PullStream::taken`].
     Payload {
-        /// Which stripe.
         stripe: Stripe,
         /// Where in the stripe.
         offset: u32,
-        /// How many bytes.
         len: u32,
     },
     /// Collect so many bytes and give them to `body`.
@@ -38,7 +36,6 @@ pub enum Next {
 pub enum PullEvent {
     /// All bytes of a stripe are here; compare, then answer by [`PullStream::ack`].
     StripeEnd {
-        /// Which stripe.
         stripe: Stripe,
         /// What its bytes must sum to. Fits the stripe.
         check: Check,
@@ -58,14 +55,12 @@ pub enum PullEvent {
 pub enum ServeEvent {
     /// Send this stripe once those before it are sent. It is in the plan, and this source holds it.
     Claim {
-        /// Which stripe.
         stripe: Stripe,
         /// How often it was claimed before.
         attempt: u16,
     },
     /// A stripe is done with: its lease may end.
     Ack {
-        /// Which stripe.
         stripe: u32,
         /// What came of it.
         verdict: Verdict,

@@ -18,7 +18,6 @@ use crate::ranges::BlockRanges;
 pub enum Extent {
     /// Whole blocks of the image.
     Blocks {
-        /// The first one.
         first: u32,
         /// How many wanted blocks, counted from the first in ascending order.
         count: u32,
@@ -29,7 +28,6 @@ pub enum Extent {
         payload: u32,
         /// Where in the payload it starts.
         offset: u64,
-        /// How many bytes.
         len: u32,
     },
 }

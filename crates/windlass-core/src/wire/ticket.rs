@@ -32,194 +32,76 @@ pub const MAX_TIMEOUT_MS: u64 = 24 * 60 * 60 * 1000;
 /// A malformed ticket, or one that cannot be planned.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TicketError {
-    /// The JSON is too long.
     #[error("a ticket of {len} bytes of JSON is longer than {max}: ask for fewer, wider block ranges")]
-    TooLong {
-        /// Its length.
-        len: usize,
-        /// The limit.
-        max: usize,
-    },
+    TooLong { len: usize, max: usize },
     /// The JSON is malformed. The cause names the field where it can; it never quotes the key.
     #[error("the ticket is not valid JSON of a ticket: {0}")]
     Json(String),
     /// Something that is not hexadecimal digits of the right number.
     #[error("a {what} is {digits} hexadecimal digits")]
-    Hex {
-        /// What it should be.
-        what: &'static str,
-        /// How many digits.
-        digits: usize,
-    },
-    /// The ticket is of another protocol.
+    Hex { what: &'static str, digits: usize },
     #[error(
         "the ticket is for wire protocol {theirs}, this side speaks {ours}: run the same Windlass release on both"
     )]
-    Protocol {
-        /// What this side speaks.
-        ours: u8,
-        /// What the ticket is for.
-        theirs: u8,
-    },
-    /// No sources, or too many.
+    Protocol { ours: u8, theirs: u8 },
     #[error("a ticket has 1 to {max} sources, this one {count}")]
-    SourceCount {
-        /// How many.
-        count: usize,
-        /// The limit.
-        max: usize,
-    },
-    /// Two sources of one id.
+    SourceCount { count: usize, max: usize },
     #[error("source {id} is listed twice")]
-    SourceTwice {
-        /// The id.
-        id: SourceId,
-    },
-    /// All block ranges together are too many.
+    SourceTwice { id: SourceId },
     #[error("the ticket has {count} block ranges in all, more than {max}: ask for fewer, wider ranges")]
-    RangeCount {
-        /// How many.
-        count: usize,
-        /// The limit.
-        max: usize,
-    },
-    /// Nothing is wanted.
+    RangeCount { count: usize, max: usize },
     #[error("the ticket wants no blocks: there is nothing to transfer")]
     NothingWanted,
-    /// A wanted block that nobody holds.
     #[error(
         "no source holds block {block}, which is wanted: register the agent that owns it, or ask for less"
     )]
-    Uncovered {
-        /// The first such block.
-        block: u32,
-    },
-    /// A malformed run of block versions.
+    Uncovered { block: u32 },
     #[error("run {index} of block versions ({count} blocks from {first}) is empty, out of order or too long")]
-    VersionRun {
-        /// Which run.
-        index: usize,
-        /// Its first block.
-        first: u32,
-        /// Its number of blocks.
-        count: u32,
-    },
-    /// Too many runs of block versions.
+    VersionRun { index: usize, first: u32, count: u32 },
     #[error("more than {max} runs of block versions")]
-    TooManyVersionRuns {
-        /// The limit.
-        max: usize,
-    },
-    /// A wanted block without a version.
+    TooManyVersionRuns { max: usize },
     #[error("block {block} is wanted, but the ticket does not say which version it has")]
-    Unversioned {
-        /// The first such block.
-        block: u32,
-    },
-    /// A block of a version that cannot be.
+    Unversioned { block: u32 },
     #[error(
         "block {block} is said to have version {version}, but the transfer is of version {target} ({mode})"
     )]
     BlockVersion {
         /// The first block of the run.
         block: u32,
-        /// Its version.
         version: Version,
-        /// The version of the ticket.
         target: Version,
-        /// `full` or `delta`.
         mode: &'static str,
     },
     /// A delta base that the target cannot be reached from.
     #[error(
         "{base} cannot be the base of a delta to {target}: expected another version of the same incarnation"
     )]
-    Base {
-        /// The base.
-        base: Box<Identity>,
-        /// The target.
-        target: Box<Identity>,
-    },
-    /// No delta payloads, or too many.
+    Base { base: Box<Identity>, target: Box<Identity> },
     #[error("a delta ticket has 1 to {max} payloads, this one {count}")]
-    PayloadCount {
-        /// How many.
-        count: usize,
-        /// The limit.
-        max: usize,
-    },
-    /// A delta payload without bytes.
+    PayloadCount { count: usize, max: usize },
     #[error("delta payload {payload} has no bytes")]
-    PayloadEmpty {
-        /// Which payload.
-        payload: usize,
-    },
+    PayloadEmpty { payload: usize },
     /// A delta payload whose sources are missing, unknown or repeated.
     #[error("delta payload {payload} needs sources that are in the ticket, each listed once")]
-    PayloadSources {
-        /// Which payload.
-        payload: usize,
-    },
-    /// No streams, or too many.
+    PayloadSources { payload: usize },
     #[error("a ticket has 1 to {max} streams, this one {count}")]
-    Streams {
-        /// How many.
-        count: u16,
-        /// The limit.
-        max: u16,
-    },
-    /// A stripe size out of bounds.
+    Streams { count: u16, max: u16 },
     #[error("stripes of {bytes} bytes are outside the allowed {min} to {max}")]
-    StripeBytes {
-        /// The size.
-        bytes: u32,
-        /// The least allowed.
-        min: u32,
-        /// The most allowed.
-        max: u32,
-    },
-    /// A deadline that is no deadline.
+    StripeBytes { bytes: u32, min: u32, max: u32 },
     #[error(
         "a transfer is given 1 to {max} ms that end after the Unix epoch; this one {timeout_ms} ms, ending at {expires_unix_ms}"
     )]
-    Deadline {
-        /// The duration.
-        timeout_ms: u64,
-        /// The end.
-        expires_unix_ms: u64,
-        /// The longest duration.
-        max: u64,
-    },
-    /// A check that does not fit the mode.
+    Deadline { timeout_ms: u64, expires_unix_ms: u64, max: u64 },
     #[error("a delta payload is checked by xxh3: block sums belong to image bytes")]
     Checks,
-    /// The reason is too long.
     #[error("the reason of a ticket has {len} bytes, more than {max}")]
-    Why {
-        /// Its length.
-        len: usize,
-        /// The limit.
-        max: usize,
-    },
-    /// A wanted block that the manifest does not have.
+    Why { len: usize, max: usize },
     #[error(
         "block {block} is wanted, but the manifest has no such block: the ticket is of another cut table"
     )]
-    UnknownBlock {
-        /// The block.
-        block: u32,
-    },
-    /// A block that no stripe can carry.
+    UnknownBlock { block: u32 },
     #[error("block {block} has {bytes} bytes, more than the {max} of the largest stripe")]
-    BlockTooLarge {
-        /// The block.
-        block: u32,
-        /// Its size.
-        bytes: u64,
-        /// The limit.
-        max: u32,
-    },
-    /// The plan would have too many stripes.
+    BlockTooLarge { block: u32, bytes: u64, max: u32 },
     #[error("the transfer would take more than {} stripes: raise the stripe size", MAX_STRIPES)]
     TooManyStripes,
 }
@@ -272,7 +154,6 @@ impl fmt::Display for SourceId {
 pub struct Source {
     /// Its name within the ticket.
     pub id: SourceId,
-    /// Where to connect.
     pub endpoint: Endpoint,
     /// The image blocks it can serve.
     pub blocks: BlockRanges,
@@ -284,7 +165,6 @@ pub struct Source {
 /// One part of a delta: a delta container of a known length that any of its sources can serve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payload {
-    /// Its length.
     pub bytes: u64,
     /// Who can serve it.
     pub sources: Vec<SourceId>,
@@ -293,9 +173,7 @@ pub struct Payload {
 /// What a delta starts from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Its identity.
     pub identity: Identity,
-    /// Its state digest.
     pub digest: StateDigest,
 }
 
@@ -307,7 +185,6 @@ pub enum Mode {
     Full,
     /// What changed since a base.
     Delta {
-        /// The base.
         base: Base,
         /// The parts of the delta; their union is the whole.
         payloads: Vec<Payload>,
@@ -358,11 +235,9 @@ impl Deadline {
 pub struct TicketFields {
     /// Major version of the wire protocol.
     pub protocol: u8,
-    /// Names the transfer.
     pub id: TicketId,
     /// Which version is transferred.
     pub identity: Identity,
-    /// Its layout.
     pub layout_hash: LayoutHash,
     /// Its cut table: gives the block ids their meaning.
     pub cuts_hash: CutsHash,
@@ -377,7 +252,6 @@ pub struct TicketFields {
     pub wanted: BlockRanges,
     /// Which version the blocks have once the transfer is over.
     pub block_versions: BlockVersions,
-    /// Who holds what.
     pub sources: Vec<Source>,
     /// How many streams to open in parallel, over all sources.
     pub streams: u16,

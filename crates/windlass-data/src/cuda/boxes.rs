@@ -17,7 +17,6 @@ pub(super) struct Box2 {
     pub(super) from_pitch: u64,
     /// Bytes of a run, on the side of `to`.
     pub(super) run: u64,
-    /// Runs.
     pub(super) count: u64,
 }
 
@@ -81,7 +80,6 @@ pub(super) struct Limits {
     pub(super) bytes: u64,
     /// Bytes from the first to after the last on the side of `from`.
     pub(super) span: u64,
-    /// As in [`boxes`].
     pub(super) scale: u64,
 }
 

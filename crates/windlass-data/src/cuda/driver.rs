@@ -99,17 +99,13 @@ const FUNCTIONS: &[&str] = &[
 pub struct Facts {
     /// Its number among those that are visible.
     pub ordinal: u32,
-    /// Its name.
     pub name: String,
     /// `GPU-` and its UUID, as `nvidia-smi -L` writes it.
     pub uuid: String,
-    /// Compute capability.
     pub capability: (u32, u32),
     /// What the driver supports.
     pub cuda: CudaVersion,
-    /// Bytes of memory.
     pub memory: u64,
-    /// Multiprocessors.
     pub processors: u32,
     /// Whether memory that is mapped for reading can be registered.
     pub registers_read_only: bool,

@@ -16,92 +16,43 @@ pub type CudaVersion = (u32, u32);
 /// What can go wrong with a device.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// There is no driver.
     #[error(
         "no CUDA driver was found ({}): install the NVIDIA driver, or give the container access to the GPU (docker run \
          --gpus all)",
         if said.is_empty() { "libcuda.so.1" } else { said }
     )]
-    NoDriver {
-        /// What the loader said.
-        said: String,
-    },
-    /// The driver lacks a function.
+    NoDriver { said: String },
     #[error(
         "the CUDA driver (libcuda.so.1) has no {name}: it is older than CUDA {}.{}, or a stub for linking; install a \
          newer NVIDIA driver, and see that LD_LIBRARY_PATH names no folder of stubs",
         needs.0, needs.1
     )]
-    NoFunction {
-        /// The function.
-        name: &'static str,
-        /// What is needed.
-        needs: CudaVersion,
-    },
-    /// The driver is too old.
+    NoFunction { name: &'static str, needs: CudaVersion },
     #[error(
         "the driver supports CUDA {}.{} and at least {}.{} is needed: install a newer NVIDIA driver",
         has.0, has.1, needs.0, needs.1
     )]
-    OldDriver {
-        /// What it supports.
-        has: CudaVersion,
-        /// What is needed.
-        needs: CudaVersion,
-    },
-    /// There is a driver and no device.
+    OldDriver { has: CudaVersion, needs: CudaVersion },
     #[error("the CUDA driver sees no device: {why}; look at nvidia-smi and at CUDA_VISIBLE_DEVICES")]
-    NoDevice {
-        /// What it said.
-        why: String,
-    },
-    /// Too high a number.
+    NoDevice { why: String },
     #[error("there is no CUDA device {ordinal}: {count} are visible; look at CUDA_VISIBLE_DEVICES")]
-    NoSuchDevice {
-        /// The number.
-        ordinal: u32,
-        /// How many there are.
-        count: u32,
-    },
-    /// A device that is not here, or not visible.
+    NoSuchDevice { ordinal: u32, count: u32 },
     #[error(
         "no visible CUDA device has the UUID {uuid}: it is on another host, or hidden by CUDA_VISIBLE_DEVICES"
     )]
-    NoSuchUuid {
-        /// The UUID.
-        uuid: String,
-    },
-    /// The device is too old.
+    NoSuchUuid { uuid: String },
     #[error(
         "{name} has compute capability {}.{}, and the kernels need 8.0 (Ampere) or newer: publish and load through the host",
         capability.0, capability.1
     )]
-    OldDevice {
-        /// The device.
-        name: String,
-        /// What it has.
-        capability: (u32, u32),
-    },
-    /// The process was forked after CUDA had been used.
+    OldDevice { name: String, capability: (u32, u32) },
     #[error("CUDA cannot be used in a process that was forked from one that had used it: start it by spawn")]
     Forked,
-    /// Not enough memory on the device.
     #[error(
         "{what} needs {} of GPU memory, and {} of {} are free: {remedy}",
         size(*asked), size(*free), size(*total)
     )]
-    OutOfMemory {
-        /// What it is for.
-        what: &'static str,
-        /// Bytes asked for.
-        asked: u64,
-        /// Bytes free.
-        free: u64,
-        /// Bytes that the device has.
-        total: u64,
-        /// What to do.
-        remedy: &'static str,
-    },
+    OutOfMemory { what: &'static str, asked: u64, free: u64, total: u64, remedy: &'static str },
     /// Not enough memory on the host that could be pinned.
     #[error(
         "{what} needs {} of pinned host memory, which the driver refused: {text}; RLIMIT_MEMLOCK is {}, allow more \
@@ -109,113 +60,48 @@ pub enum CudaError {
         size(*asked), limit.map_or("unlimited".into(), size)
     )]
     Pinned {
-        /// What it is for.
         what: &'static str,
-        /// Bytes asked for.
         asked: u64,
         /// How much this process may lock, in bytes; none is no limit.
         limit: Option<u64>,
-        /// What the driver said.
         text: String,
     },
-    /// Neither device nor host have room for a baseline.
     #[error(transparent)]
     NoRoom(#[from] Refused),
-    /// A kernel could not be made ready or started.
     #[error(
         "kernel {kernel}: {stage} failed: {text} (CUDA error {code}); {}",
         if *code == OUT_OF_MEMORY { ROOM } else { FAULT }
     )]
-    Kernel {
-        /// Which kernel.
-        kernel: &'static str,
-        /// At what.
-        stage: &'static str,
-        /// The driver's code.
-        code: i32,
-        /// What it means.
-        text: String,
-    },
+    Kernel { kernel: &'static str, stage: &'static str, code: i32, text: String },
     /// A call failed. Errors of kernels and copies may show in any later call.
     #[error(
         "{stage}: {call} failed: {text} (CUDA error {code}); {}",
         if *code == OUT_OF_MEMORY { ROOM } else { FAULT }
     )]
-    Call {
-        /// The function.
-        call: &'static str,
-        /// What it was called for.
-        stage: &'static str,
-        /// The driver's code.
-        code: i32,
-        /// What it means.
-        text: String,
-    },
-    /// An address that is not of the device.
+    Call { call: &'static str, stage: &'static str, code: i32, text: String },
     #[error(
         "{what} {index} at {address:#x} is {is}, not memory of GPU {ordinal}: pass tensors of this device"
     )]
-    NotOfDevice {
-        /// What it is.
-        what: &'static str,
-        /// Which one.
-        index: usize,
-        /// Its address.
-        address: u64,
-        /// What is there.
-        is: String,
-        /// The device.
-        ordinal: u32,
-    },
+    NotOfDevice { what: &'static str, index: usize, address: u64, is: String, ordinal: u32 },
     /// An address that is not a multiple of what it must be.
     #[error(
         "{what} {index} at {address:#x} is not aligned to {align} bytes: pass it as torch allocated it, or a copy \
          (tensor.clone())"
     )]
-    Unaligned {
-        /// What it is.
-        what: &'static str,
-        /// Which one.
-        index: usize,
-        /// Its address.
-        address: u64,
-        /// To how many bytes.
-        align: u64,
-    },
-    /// Not as many addresses as are needed.
+    Unaligned { what: &'static str, index: usize, address: u64, align: u64 },
     #[error(
         "{expected} {what} are needed and {found} were given: pass what this object was made for, in its order"
     )]
-    Count {
-        /// What.
-        what: &'static str,
-        /// As many as are needed.
-        expected: usize,
-        /// As many as were given.
-        found: usize,
-    },
-    /// One device cannot reach the memory of another.
+    Count { what: &'static str, expected: usize, found: usize },
     #[error(
         "GPU {from} cannot access the memory of GPU {to}: they share no PCIe switch or NVLink, or the system forbids it; use the TCP strategy between them"
     )]
-    NoPeerAccess {
-        /// Who would read.
-        from: String,
-        /// Whose memory.
-        to: String,
-    },
-    /// Memory that another process cannot be given.
+    NoPeerAccess { from: String, to: String },
     #[error(
         "memory at {address:#x} cannot be opened by other processes: {why}; use the packed strategy, whose arena is not \
          torch's, or TCP"
     )]
-    NotExported {
-        /// Where it is.
-        address: u64,
-        /// Why not.
-        why: String,
-    },
-    /// A handle that cannot be opened.
+    NotExported { address: u64, why: String },
     #[error(
         "{what} of another process cannot be opened: {text} (CUDA error {code}); its owner has freed it or is gone, is \
          this very process, or is in a container that shares no IPC and PID namespace with this one (docker: --ipc, --pid)"
@@ -223,109 +109,50 @@ pub enum CudaError {
     Opening {
         /// What it is a handle of.
         what: &'static str,
-        /// The driver's code.
         code: i32,
-        /// What it means.
         text: String,
     },
-    /// The other process ended.
     #[error("{stage}: the other process is gone; sync again when it is back")]
-    PeerLost {
-        /// What was being done.
-        stage: &'static str,
-    },
-    /// Copies beyond the memory that they are for.
+    PeerLost { stage: &'static str },
     #[error(
         "{needed} bytes of a range are {what}, and it has {bytes}: trainer and engine must have the same layout; sync \
          again from the beginning"
     )]
-    Range {
-        /// Read or written.
-        what: &'static str,
-        /// How many there must be.
-        needed: u64,
-        /// How many there are.
-        bytes: u64,
-    },
+    Range { what: &'static str, needed: u64, bytes: u64 },
     /// A block that this rank holds only in part, or strided as no block is.
     #[error(
         "block {block} of {tensor:?} is not one piece of this rank's memory: {why}; publish by copy, or with a cut \
          table that follows the shards"
     )]
-    Cuts {
-        /// The block.
-        block: u32,
-        /// Its tensor.
-        tensor: String,
-        /// What is wrong.
-        why: &'static str,
-    },
-    /// The baseline is of another state.
+    Cuts { block: u32, tensor: String, why: &'static str },
     #[error("the baseline on the GPU is {is}, and the delta was to begin at {base}: publish a copy")]
-    Baseline {
-        /// What it is.
-        is: String,
-        /// What it should be.
-        base: String,
-    },
-    /// Records that an engine's weights refused.
+    Baseline { is: String, base: String },
     #[error(
         "{refused} of {records} records did not fit the weights on the GPU, the first for block {block}: {why}; load the whole image"
     )]
-    Refused {
-        /// How many.
-        refused: u64,
-        /// Of how many.
-        records: u64,
-        /// The first.
-        block: u32,
-        /// Why.
-        why: &'static str,
-    },
+    Refused { refused: u64, records: u64, block: u32, why: &'static str },
     /// Context records are for slow links, where a host decodes them.
     #[error(
         "block {block} of {tensor:?} has a context record, which only the host decodes: load from the image, or ask for plain deltas"
     )]
-    Context {
-        /// The block.
-        block: u32,
-        /// Its tensor.
-        tensor: String,
-    },
-    /// A cast that the device does not do.
+    Context { block: u32, tensor: String },
     #[error(
         "copy {index} of {bytes} bytes a run cannot be cast from fp32 to bf16: it is not of whole elements; publish \
          this tensor as it is (generator_dtype, dtypes)"
     )]
-    Cast {
-        /// Which copy.
-        index: usize,
-        /// Bytes of a run.
-        bytes: u64,
-    },
-    /// Wrong copies.
+    Cast { index: usize, bytes: u64 },
     #[error(transparent)]
     Copy(#[from] CopyError),
-    /// The region refused.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// A plan or its memory is wrong.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A delta is wrong.
     #[error(transparent)]
     Delta(#[from] DeltaError),
-    /// A block is wrong.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// Called off or too late.
     #[error("{stage}: {stopped}")]
-    Stopped {
-        /// What was being done.
-        stage: &'static str,
-        /// Why it was given up.
-        stopped: Stopped,
-    },
+    Stopped { stage: &'static str, stopped: Stopped },
 }
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.

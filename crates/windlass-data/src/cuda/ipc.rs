@@ -483,7 +483,6 @@ pub fn has_hung_up(descriptor: RawFd) -> bool {
 /// A strided copy between two ranges of device memory: offsets in bytes, from the beginning of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// Where it reads.
     pub from: u64,
     /// Where it writes, how long the runs are, and how they repeat.
     pub copy: Copy,

@@ -153,7 +153,6 @@ impl Program {
 pub(super) enum Kernel {
     /// Sums of spans; takes [`SumArgs`].
     Sum,
-    /// Copies; takes [`CopyArgs`].
     Copy,
     /// Copies of fp32 as bf16; takes [`CopyArgs`].
     Cast,

@@ -30,7 +30,6 @@ pub struct Survey {
 /// One device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// What it is.
     pub facts: Facts,
     /// What its memory can do, or why it cannot be opened.
     pub memory: Result<Memory, String>,

@@ -22,7 +22,6 @@ use crate::work;
 pub(super) enum Lag<'a> {
     /// The version before the base: its sums, and what leads from there to the base.
     Known(&'a SumTable, &'a Records),
-    /// Nobody knows.
     Unknown,
 }
 

@@ -15,22 +15,11 @@ use crate::seal::draft::{self, Draft, is_draft, remove_if_there};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The delta of a rank to a version.
-    Delta {
-        /// The version.
-        version: Version,
-        /// The rank.
-        rank: u16,
-    },
+    Delta { version: Version, rank: u16 },
     /// The blocks of a rank.
-    Roster {
-        /// The rank.
-        rank: u16,
-    },
+    Roster { rank: u16 },
     /// The agent found that what was handed out up to this version contradicts itself.
-    Doubt {
-        /// The version.
-        version: Version,
-    },
+    Doubt { version: Version },
 }
 
 impl Part {

@@ -51,15 +51,9 @@ pub struct RankSpec {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Way {
     /// By the records from this version on.
-    Delta {
-        /// The version.
-        base: Version,
-    },
+    Delta { base: Version },
     /// Only by a copy.
-    Copy {
-        /// Why.
-        why: String,
-    },
+    Copy { why: String },
 }
 
 /// What an encoder compares with.
@@ -67,13 +61,9 @@ pub enum Way {
 pub struct Base<'a> {
     /// The layout and cuts.
     pub manifest: &'a Manifest,
-    /// The rank.
     pub rank: u16,
-    /// Its blocks.
     pub blocks: &'a BlockRanges,
-    /// The version.
     pub version: Version,
-    /// Its image.
     pub data: &'a [u8],
     /// The sums of the rank's blocks.
     pub sums: &'a SumTable,

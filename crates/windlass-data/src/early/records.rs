@@ -9,40 +9,16 @@ use windlass_core::error::Kind;
 /// What is wrong with records.
 #[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum RecordsFault {
-    /// Blocks out of order, or one of them twice.
     #[error("the record of block {block} stands at or before the one of a lower block")]
-    Order {
-        /// The block.
-        block: u32,
-    },
-    /// A payload beyond the memory.
+    Order { block: u32 },
     #[error("the payload of block {block} ends at {end}, and there are {have} bytes")]
-    Beyond {
-        /// The block.
-        block: u32,
-        /// Where it ends.
-        end: u64,
-        /// Bytes there are.
-        have: u64,
-    },
-    /// An empty payload.
+    Beyond { block: u32, end: u64, have: u64 },
     #[error("the payload of block {block} is empty")]
-    Empty {
-        /// The block.
-        block: u32,
-    },
-    /// A record that does not compose.
+    Empty { block: u32 },
     #[error("the record of block {block} is of context mode, which does not compose: encode in plain mode")]
-    Context {
-        /// The block.
-        block: u32,
-    },
-    /// A block of another rank.
+    Context { block: u32 },
     #[error("there is a record of block {block}, which is not this rank's")]
-    NotOwn {
-        /// The block.
-        block: u32,
-    },
+    NotOwn { block: u32 },
 }
 
 impl RecordsFault {

@@ -133,7 +133,6 @@ struct World {
     region: Arc<Region>,
     mine: Rank,
     child: Option<Child>,
-    /// The child's rank.
     rank: u16,
     version: Version,
     follower: Receiver,

@@ -218,7 +218,6 @@ impl Control {
 /// What a rank has said of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Said {
-    /// Nothing.
     Absent,
     /// Its earlier writes have ended; it is ready to write.
     Joined,
@@ -295,7 +294,6 @@ pub enum Refused {
 pub enum Blocker {
     /// A lease on the target slot.
     Lease {
-        /// Its holder.
         owner: u64,
         /// What it is for.
         kind: LeaseKind,
@@ -304,7 +302,6 @@ pub enum Blocker {
     },
     /// The agent has not sealed the active version.
     Agent {
-        /// The agent.
         owner: u64,
         /// The id that is not sealed.
         id: u64,
@@ -316,7 +313,6 @@ pub enum Blocker {
 pub struct SlotWords {
     /// The attempt that filled it.
     pub id: u64,
-    /// The version.
     pub version: u64,
     /// Its digest, once sealed.
     pub digest: Option<[u64; 2]>,
@@ -325,7 +321,6 @@ pub struct SlotWords {
 /// Slots, read under one value of the control word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// That value.
     pub control: Control,
     /// The words of each slot that is whole.
     pub slots: [Option<SlotWords>; 2],

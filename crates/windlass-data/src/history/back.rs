@@ -36,11 +36,8 @@ const WRITE: usize = 256 << 10;
 /// A version of the chain as it is in a slot.
 #[derive(Clone, Copy)]
 pub struct Whole<'a> {
-    /// Which version.
     pub version: Version,
-    /// Its bytes.
     pub data: &'a [u8],
-    /// Their sums.
     pub sums: &'a SumTable,
     /// Whether the slot is wanted for something else. Then the work is given up.
     pub wanted: &'a dyn Fn() -> bool,

@@ -103,16 +103,13 @@ pub struct Segment {
     pub header: DeltaHeader,
     /// How long it is.
     pub bytes: u64,
-    /// Units that change.
     pub changes: u64,
 }
 
 /// A delta as [`History::list`] tells of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {
-    /// Where it begins.
     pub base: Version,
-    /// Where it leads.
     pub target: Version,
     /// How long it is.
     pub bytes: u64,

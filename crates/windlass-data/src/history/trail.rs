@@ -31,34 +31,13 @@ const MAX_LINKS: usize = 1 << 16;
 /// Why nothing leads from a version to an image.
 #[derive(Debug, thiserror::Error)]
 pub enum TrailError {
-    /// There is no way.
     #[error("no deltas lead from version {base} to {target}: {why}; load the whole image")]
-    None {
-        /// Where it should begin.
-        base: Version,
-        /// Where it should lead.
-        target: Box<Identity>,
-        /// What is in the way.
-        why: String,
-    },
-    /// A file cannot be read.
+    None { base: Version, target: Box<Identity>, why: String },
     #[error("cannot {action} {}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, source: io::Error },
     /// A file is not the delta that it should be.
     #[error("the delta {} cannot be used; load the whole image", path.display())]
-    Broken {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: DeltaError,
-    },
+    Broken { path: PathBuf, source: DeltaError },
 }
 
 impl TrailError {

@@ -116,11 +116,12 @@ fn dims(given: usize, copy: &PlanCopy) -> Result<Vec<Dim>, LoadError> {
 /// How the bytes of a group may be divided among threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cut {
-    /// Anywhere: one run.
     Bytes,
     /// Between rows, of which there are `count`, `stride` bytes apart.
-    Rows { stride: u64, count: u64 },
-    /// Nowhere.
+    Rows {
+        stride: u64,
+        count: u64,
+    },
     Not,
 }
 
@@ -128,7 +129,6 @@ pub(super) enum Cut {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Group {
     pub(super) target: usize,
-    /// Its pieces.
     pub(super) pieces: Range<usize>,
     /// Its bytes of the target.
     pub(super) span: Range<u64>,

@@ -86,7 +86,6 @@ pub struct Target {
     pub name: String,
     /// How many elements it has.
     pub numel: u64,
-    /// Their type.
     pub dtype: Dtype,
 }
 
@@ -97,7 +96,6 @@ pub struct PlanCopy {
     pub source: String,
     /// Its first element that is read.
     pub source_offset: u64,
-    /// Which target.
     pub target: usize,
     /// Its first element that is written.
     pub target_offset: u64,

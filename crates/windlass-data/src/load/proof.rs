@@ -37,7 +37,6 @@ pub struct Proof {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorProof {
-    /// Its name.
     pub name: String,
     /// Its boxes. One that the worker holds twice is there twice.
     pub boxes: Vec<BoxSum>,
@@ -47,7 +46,6 @@ pub struct TensorProof {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BoxSum {
-    /// The first element.
     pub offset: u64,
     /// How many along each dimension, outermost first; the last is contiguous.
     pub sizes: Vec<u64>,

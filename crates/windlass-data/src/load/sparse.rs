@@ -19,9 +19,7 @@ const SPARSE_BYTES: u64 = if cfg!(test) { 4 } else { 128 };
 enum How {
     /// Nothing of it changed, or it was not chosen.
     Not,
-    /// By positions.
     Changes(u64),
-    /// All of it.
     Whole,
 }
 

@@ -14,40 +14,18 @@ use crate::tls::Privacy;
 /// A control connection that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// Nobody answered.
     #[error("cannot {what} at {peer}: {why}")]
     Lost {
-        /// Who was asked.
         peer: String,
-        /// What for.
         what: &'static str,
-        /// What happened.
         why: String,
         /// Whether nobody answered in time, was there at all, and so on.
         kind: Kind,
     },
-    /// The publisher refused.
     #[error("{peer} refused to {what}: {message}")]
-    Refused {
-        /// Who refused.
-        peer: String,
-        /// What.
-        what: &'static str,
-        /// What sort of refusal.
-        kind: Kind,
-        /// Why.
-        message: String,
-    },
-    /// The answer makes no sense.
+    Refused { peer: String, what: &'static str, kind: Kind, message: String },
     #[error("the answer of {peer} to {what} is malformed: {why}")]
-    Answer {
-        /// Who answered.
-        peer: String,
-        /// What.
-        what: &'static str,
-        /// What is wrong with it.
-        why: String,
-    },
+    Answer { peer: String, what: &'static str, why: String },
 }
 
 impl ControlError {

@@ -30,7 +30,6 @@ pub enum Start {
     Delta(Box<Fetch>),
     /// Only image bytes serve.
     Whole {
-        /// Why.
         why: String,
         /// The version that they are of now.
         newest: Version,

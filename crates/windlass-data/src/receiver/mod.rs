@@ -84,7 +84,6 @@ use crate::work;
 /// How a receiver is run.
 #[derive(Clone)]
 pub struct ReceiverConfig {
-    /// The image.
     pub image: ImageSpec,
     /// What people call this receiver.
     pub name: String,
@@ -96,7 +95,6 @@ pub struct ReceiverConfig {
     pub transfer_timeout: Duration,
     /// How long to wait for engines to leave the image.
     pub open_timeout: Duration,
-    /// The data connections.
     pub pull: PullConfig<'static>,
     /// The hosts whose data connections are accepted; those in the ticket of an authenticated publisher if none are
     /// given.
@@ -118,7 +116,6 @@ pub struct Synced {
     pub mode: &'static str,
     /// Bytes of all transfers.
     pub wire_bytes: u64,
-    /// Transfers.
     pub transfers: u32,
     /// Pulls that the publisher lapped.
     pub laps: u32,
@@ -126,13 +123,9 @@ pub struct Synced {
     pub refetched: u32,
     /// Asking for versions and tickets.
     pub ask_ms: f64,
-    /// Bytes flowing.
     pub wire_ms: f64,
-    /// Waiting for engines.
     pub open_ms: f64,
-    /// Applying deltas.
     pub apply_ms: f64,
-    /// Everything.
     pub total_ms: f64,
 }
 

@@ -13,12 +13,10 @@ use crate::tcp::Watch;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// Nothing.
     #[default]
     Idle,
     /// Talking to the publisher.
     Asking,
-    /// Bytes flow.
     Pulling,
     /// Waiting for engines to leave the image.
     Opening,
@@ -50,7 +48,6 @@ pub struct TransferStatus {
     pub target: Option<Identity>,
     /// The whole version in the image.
     pub image: Option<Known>,
-    /// `full` or `delta`.
     pub mode: Option<&'static str>,
     /// Bytes of the transfer.
     pub bytes: u64,
@@ -58,7 +55,6 @@ pub struct TransferStatus {
     pub bytes_done: u64,
     /// Syncs that ended with a new version.
     pub synced: u64,
-    /// The last failure.
     pub error: Option<String>,
 }
 
@@ -72,15 +68,9 @@ pub enum Event {
         image: Option<Known>,
     },
     /// The publisher began a new life.
-    Incarnation {
-        /// Which one.
-        incarnation: Incarnation,
-    },
-    /// A transfer begins.
+    Incarnation { incarnation: Incarnation },
     Transfer {
-        /// `full` or `delta`.
         mode: &'static str,
-        /// Why this mode.
         why: String,
         /// The version it leads to.
         identity: Identity,
@@ -95,10 +85,7 @@ pub enum Event {
         missing: u32,
     },
     /// A whole version is visible.
-    Whole {
-        /// Which one.
-        image: Known,
-    },
+    Whole { image: Known },
 }
 
 /// Who is told about events. Called on the receiver's thread: be quick.

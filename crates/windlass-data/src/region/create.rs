@@ -41,7 +41,6 @@ pub enum Memfd {
     Auto,
     /// Never: too small a filesystem is an error.
     Never,
-    /// In any case.
     Always,
 }
 
@@ -50,11 +49,8 @@ pub enum Memfd {
 pub struct RegionSpec {
     /// The region's own directory; made with its parents.
     pub dir: PathBuf,
-    /// Which policy.
     pub model_id: ModelId,
-    /// The tensors.
     pub manifest: Arc<Manifest>,
-    /// How many slots.
     pub slots: Slots,
     /// How many ranks write.
     pub ranks: u16,

@@ -25,7 +25,6 @@ pub enum Stage {
     Guard,
     /// Waiting for all ranks to join.
     Join,
-    /// Writing.
     Write,
     /// Waiting for all ranks to be done and for the commit.
     Commit,
@@ -50,7 +49,6 @@ pub struct Missing {
     pub rank: Option<u16>,
     /// Its process; 0 if it never registered.
     pub pid: u32,
-    /// Whether that lives.
     pub alive: bool,
     /// What it has not done.
     pub what: String,
@@ -122,180 +120,72 @@ fn pids(pids: &[u32]) -> String {
 /// A region that cannot be made, opened or used as asked.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
-    /// The operating system refused.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// On what.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
     /// The directory is not this user's alone, or cannot be made or opened.
     #[error(transparent)]
     Private(#[from] PrivateError),
-    /// There is not enough room, and nothing was written.
     #[error("region {}: {shortage}", dir.display())]
-    Space {
-        /// The region.
-        dir: PathBuf,
-        /// What lacks.
-        shortage: Shortage,
-    },
-    /// The filesystem cannot reserve space.
+    Space { dir: PathBuf, shortage: Shortage },
     #[error(
         "the filesystem of {} cannot reserve space (fallocate): set region_dir to a tmpfs, ext4 or xfs directory",
         dir.display()
     )]
-    NoReserve {
-        /// The region.
-        dir: PathBuf,
-    },
-    /// A region that others use cannot be replaced.
+    NoReserve { dir: PathBuf },
     #[error(
         "region {} is in use by {}: stop it (if it is an agent, the new publisher starts its own), or choose another directory or model id",
         dir.display(), pids(owners)
     )]
-    Live {
-        /// The region.
-        dir: PathBuf,
-        /// Who uses it.
-        owners: Vec<u32>,
-    },
-    /// More directories than anybody looks into.
+    Live { dir: PathBuf, owners: Vec<u32> },
     #[error(
         "there are more than {most} directories below {}: name one that is nearer to the regions",
         dir.display()
     )]
     TooWide {
-        /// Where regions were looked for.
         dir: PathBuf,
         /// The most that are looked into.
         most: usize,
     },
-    /// There is no region there.
     #[error("there is no region at {}: start its publisher or receiver first", dir.display())]
-    Absent {
-        /// Where it should be.
-        dir: PathBuf,
-    },
-    /// The directory holds something else, which is left alone.
+    Absent { dir: PathBuf },
     #[error("{} exists and is not a region: choose another directory or remove it", dir.display())]
-    Foreign {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// The files contradict themselves or each other.
+    Foreign { dir: PathBuf },
     #[error("region {} is damaged: {reason}: remove it and publish again", dir.display())]
-    Damaged {
-        /// The region.
-        dir: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The header was written by another Windlass.
+    Damaged { dir: PathBuf, reason: String },
     #[error("region {} has format {found} and this build reads format {supported}: use the same release", dir.display())]
-    Format {
-        /// The region.
-        dir: PathBuf,
-        /// Its format.
-        found: u64,
-        /// Ours.
-        supported: u64,
-    },
-    /// The manifest in the region is malformed.
+    Format { dir: PathBuf, found: u64, supported: u64 },
     #[error("region {}: {source}", dir.display())]
-    Manifest {
-        /// The region.
-        dir: PathBuf,
-        /// What is wrong with it.
-        source: ManifestError,
-    },
+    Manifest { dir: PathBuf, source: ManifestError },
     /// The memory is held by a process that is gone.
     #[error(
         "the memory of region {} was held by pid {pid}, which is gone: publish again (with room in region_dir, regions outlive their creator)",
         dir.display()
     )]
-    HolderGone {
-        /// The region.
-        dir: PathBuf,
-        /// The creator.
-        pid: u32,
-    },
-    /// Process ids mean something else here.
+    HolderGone { dir: PathBuf, pid: u32 },
     #[error(
         "region {} belongs to another pid namespace, where this process cannot tell who is alive: run both in one (docker --pid=host or container:..., Kubernetes shareProcessNamespace)",
         dir.display()
     )]
-    OtherNamespace {
-        /// The region.
-        dir: PathBuf,
-    },
-    /// The specification contradicts itself.
+    OtherNamespace { dir: PathBuf },
     #[error("region {}: {reason}", dir.display())]
-    Spec {
-        /// The region.
-        dir: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The wrong descriptors were passed.
+    Spec { dir: PathBuf, reason: String },
     #[error("a region is passed as {expected} descriptors and {found} came")]
-    Descriptors {
-        /// How many there must be.
-        expected: usize,
-        /// How many there are.
-        found: usize,
-    },
-    /// There is no such rank.
+    Descriptors { expected: usize, found: usize },
     #[error("rank {rank} is beyond the {ranks} ranks of region {}", dir.display())]
-    NoSuchRank {
-        /// The region.
-        dir: PathBuf,
-        /// The rank asked for.
-        rank: u16,
-        /// How many there are.
-        ranks: u16,
-    },
-    /// A living process is this rank already.
+    NoSuchRank { dir: PathBuf, rank: u16, ranks: u16 },
     #[error("rank {rank} of region {} is taken by pid {pid}, which is alive: end it first", dir.display())]
-    RankTaken {
-        /// The region.
-        dir: PathBuf,
-        /// The rank.
-        rank: u16,
-        /// Its process.
-        pid: u32,
-    },
-    /// A living agent is attached already.
+    RankTaken { dir: PathBuf, rank: u16, pid: u32 },
     #[error("region {} has an agent, pid {pid}, which is alive: end it first", dir.display())]
-    AgentTaken {
-        /// The region.
-        dir: PathBuf,
-        /// The agent.
-        pid: u32,
-    },
-    /// The version is not newer than the one before.
+    AgentTaken { dir: PathBuf, pid: u32 },
     #[error("version {version} is not newer than {current}, which is published: versions only grow")]
-    VersionOrder {
-        /// The version to write.
-        version: Version,
-        /// The active one.
-        current: Version,
-    },
-    /// Ranks disagree about what they write.
+    VersionOrder { version: Version, current: Version },
     #[error("rank {rank} writes version {version}, but rank 0 opened attempt {attempt} for version {opened}")]
-    VersionMismatch {
-        /// This rank.
-        rank: u16,
-        /// What it wants to write.
-        version: Version,
-        /// The attempt.
-        attempt: u64,
-        /// What the lead wants.
-        opened: Version,
-    },
+    VersionMismatch { rank: u16, version: Version, attempt: u64, opened: Version },
     /// An attempt was given up because a deadline passed or somebody called it off.
     #[error(
         "attempt {attempt} to write version {version} was given up by rank {rank} while {stage}: {stopped}; waiting for: {}. The version before it is still served",
@@ -304,92 +194,46 @@ pub enum RegionError {
     Stopped {
         /// The attempt; 0 if none was open.
         attempt: u64,
-        /// What it was to write.
         version: Version,
-        /// Who gave it up.
         rank: u16,
-        /// When.
         stage: Stage,
-        /// Who was missing.
         missing: Vec<Missing>,
-        /// Why.
         #[source]
         stopped: Stopped,
     },
-    /// A rank died in the middle of an attempt.
     #[error(
         "attempt {attempt} to write version {version} failed while {stage}: {lost}. Restart that rank and write the version again; the one before it is still served"
     )]
-    PeerLost {
-        /// The attempt.
-        attempt: u64,
-        /// What it was to write.
-        version: Version,
-        /// When.
-        stage: Stage,
-        /// Who died.
-        lost: Missing,
-    },
-    /// Somebody else gave the attempt up.
+    PeerLost { attempt: u64, version: Version, stage: Stage, lost: Missing },
     #[error(
         "attempt {attempt} to write version {version} was given up by another rank while rank {rank} was {stage}{}; nothing of it is served. Begin again",
         waited(missing)
     )]
     Aborted {
-        /// The attempt.
         attempt: u64,
-        /// What it was to write.
         version: Version,
-        /// This rank.
         rank: u16,
-        /// When.
         stage: Stage,
         /// Who had not joined, if that was what it waited for.
         missing: Vec<Missing>,
     },
-    /// Bytes beyond the image.
     #[error("bytes {offset}..{end} are beyond the {len} bytes of the image")]
-    Beyond {
-        /// First byte.
-        offset: u64,
-        /// Byte after the last.
-        end: u64,
-        /// Length of the data area.
-        len: u64,
-    },
-    /// Bytes that this region does not hold.
+    Beyond { offset: u64, end: u64, len: u64 },
     #[error("bytes {offset}..{end} do not belong to the part of the image that this region holds")]
-    OutsidePart {
-        /// First byte.
-        offset: u64,
-        /// Byte after the last.
-        end: u64,
-    },
-    /// The leased contents are gone or about to go.
+    OutsidePart { offset: u64, end: u64 },
     #[error("no slot holds id {id} any more, or it is being taken back: ask for the current version")]
-    LeaseGone {
-        /// The id asked for.
-        id: u64,
-    },
-    /// All leases are held by living processes.
+    LeaseGone { id: u64 },
     #[error("all {max} leases of region {} are held by living processes: end some readers", dir.display())]
-    LeasesFull {
-        /// The region.
-        dir: PathBuf,
-        /// How many there are.
-        max: usize,
-    },
+    LeasesFull { dir: PathBuf, max: usize },
     /// A lease was taken away because it outlived its deadline, so what was read under it may be mixed.
     #[error(
         "the lease on id {id} ended at its deadline, {after:?} after it was given: throw away what was read, and read the current version or ask for a later deadline"
     )]
     LeaseBroken {
-        /// The id.
         id: u64,
         /// How long it was given for.
         after: Duration,
     },
-    /// Writers did not wait for the agent.
     #[error(
         "id {id} is not sealed: the agent was silent for too long (stopped, or on a machine that slept), and writers went on without it. It seals what comes next"
     )]

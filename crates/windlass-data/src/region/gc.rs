@@ -41,13 +41,11 @@ impl Left {
 /// Something that nobody has open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dead {
-    /// Where it is.
     pub dir: PathBuf,
     /// Whose it was, if its header could be read.
     pub model_id: Option<ModelId>,
     /// Bytes that it takes.
     pub bytes: u64,
-    /// What it is.
     pub what: Left,
 }
 

@@ -151,11 +151,9 @@ impl Slot {
 /// What a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotState {
-    /// Which slot.
     pub slot: usize,
     /// The attempt that filled it: names these bytes within the incarnation.
     pub id: u64,
-    /// The version.
     pub version: Version,
     /// Its digest, once sealed.
     pub sealed: Option<StateDigest>,

@@ -25,26 +25,15 @@ pub struct Room {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Shortage {
     /// The filesystem is too small.
-    Filesystem {
-        /// Bytes needed.
-        needed: u64,
-        /// What there is.
-        room: Room,
-    },
+    Filesystem { needed: u64, room: Room },
     /// The limit on the size of a file is too low.
     FileSize {
         /// Bytes of the largest file that is needed.
         needed: u64,
-        /// What there is.
         room: Room,
     },
     /// A memory limit is too low.
-    Memory {
-        /// Bytes needed.
-        needed: u64,
-        /// What there is.
-        room: Room,
-    },
+    Memory { needed: u64, room: Room },
 }
 
 impl fmt::Display for Shortage {

@@ -237,7 +237,6 @@ enum Manner {
 pub struct Committed {
     /// The attempt: names these bytes within the incarnation.
     pub id: u64,
-    /// The version.
     pub version: Version,
     /// The slot that holds it.
     pub slot: usize,

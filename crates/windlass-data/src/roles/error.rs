@@ -25,182 +25,76 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// A role that could not do its part. The last version that was whole still is.
 #[derive(Debug, thiserror::Error)]
 pub enum RoleError {
-    /// The region.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The image.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// The receiver.
     #[error(transparent)]
     Receiver(#[from] ReceiverError),
-    /// The control connection.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// The server.
     #[error(transparent)]
     Serve(#[from] ServeError),
-    /// The way into a region on this host.
     #[error(transparent)]
     Local(#[from] LocalError),
-    /// The sums.
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// The table of sums.
     #[error(transparent)]
     Table(#[from] TableError),
-    /// A manifest.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// Sync info that cannot be made.
     #[error(transparent)]
     SyncInfo(#[from] SyncInfoError),
-    /// Chunks that cannot be made.
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// Two ranges of a rank overlap.
     #[error(transparent)]
     Loan(#[from] LoanError),
-    /// The extractor is of another model than the region.
     #[error("rank {rank} extracts layout {found}, the region has {expected}: give both the same manifest")]
-    OtherLayout {
-        /// Which rank.
-        rank: u16,
-        /// What the extractor has.
-        found: LayoutHash,
-        /// What the region has.
-        expected: LayoutHash,
-    },
+    OtherLayout { rank: u16, found: LayoutHash, expected: LayoutHash },
     /// A range that the tensor does not have, or that is out of order.
     #[error(
         "rank {rank} says that it has bytes {range:?} of {tensor:?}, which has {bytes}: \
          give ranges in order, apart from each other and inside the tensor"
     )]
-    Range {
-        /// Which rank.
-        rank: u16,
-        /// The tensor.
-        tensor: String,
-        /// The range.
-        range: Range<u64>,
-        /// Bytes of the tensor.
-        bytes: u64,
-    },
-    /// Nobody would write these bytes.
+    Range { rank: u16, tensor: String, range: Range<u64>, bytes: u64 },
     #[error(
         "bytes {range:?} of {tensor:?} are extracted by no rank: they would be left as they were two versions ago; \
          make the ranges of the extractor cover the tensor"
     )]
-    Uncovered {
-        /// The tensor.
-        tensor: String,
-        /// The bytes.
-        range: Range<u64>,
-    },
-    /// The extractor failed.
+    Uncovered { tensor: String, range: Range<u64> },
     #[error("rank {rank} could not extract bytes {range:?} of {tensor:?} for version {version}")]
-    Extract {
-        /// Which rank.
-        rank: u16,
-        /// The tensor.
-        tensor: String,
-        /// The bytes.
-        range: Range<u64>,
-        /// The version.
-        version: Version,
-        /// Why.
-        source: BoxError,
-    },
-    /// The loader failed.
+    Extract { rank: u16, tensor: String, range: Range<u64>, version: Version, source: BoxError },
     #[error(
         "the loader failed on {identity}; {}; it will be given the newest version again",
         still.as_ref().map_or_else(|| "no version is loaded".into(), |s| format!("{s} is still recorded as loaded"))
     )]
-    Load {
-        /// What was to be loaded.
-        identity: Box<Identity>,
-        /// What is recorded as loaded.
-        still: Option<Box<Identity>>,
-        /// Why.
-        source: BoxError,
-    },
+    Load { identity: Box<Identity>, still: Option<Box<Identity>>, source: BoxError },
     /// A version that is not in the region any more.
     #[error("version {version} was replaced before it was sealed, version {newest} is there: wait for that")]
-    Replaced {
-        /// What was waited for.
-        version: Version,
-        /// What is there.
-        newest: Version,
-    },
-    /// The bytes are not those of the version.
+    Replaced { version: Version, newest: Version },
     #[error(
         "{} holds digest {found} where {identity} should be {expected}: something wrote into the slot; \
          publish a new version", place.display()
     )]
-    Digest {
-        /// Where.
-        place: PathBuf,
-        /// Which version.
-        identity: Box<Identity>,
-        /// The digest of the bytes.
-        found: StateDigest,
-        /// The digest of the version.
-        expected: StateDigest,
-    },
+    Digest { place: PathBuf, identity: Box<Identity>, found: StateDigest, expected: StateDigest },
     /// A receiver that gives fewer or more bytes than the manifest has.
     #[error("{identity} came with {have} bytes of data, its manifest has {need}")]
-    Truncated {
-        /// Which version.
-        identity: Box<Identity>,
-        /// What came.
-        have: u64,
-        /// What should.
-        need: u64,
-    },
+    Truncated { identity: Box<Identity>, have: u64, need: u64 },
     /// The region on this host holds only a part of the image.
     #[error("the region at {} holds only a part of {model}: use the tcp link, which asks all holders", dir.display())]
-    Partial {
-        /// Which region.
-        dir: PathBuf,
-        /// Whose.
-        model: String,
-    },
-    /// Nobody serves the region on this host.
+    Partial { dir: PathBuf, model: String },
     #[error("nobody serves the region at {}: start its publisher", dir.display())]
-    Away {
-        /// Which region.
-        dir: PathBuf,
-        /// What was seen.
-        source: std::io::Error,
-    },
-    /// Sync info of another strategy.
+    Away { dir: PathBuf, source: std::io::Error },
     #[error(
         "the {strategy} strategy needs sync info of type {expected}, this is {found}: build the strategy that the trainer has"
     )]
-    OtherSyncInfo {
-        /// Which strategy.
-        strategy: &'static str,
-        /// What it needs.
-        expected: &'static str,
-        /// What came.
-        found: &'static str,
-    },
-    /// A strategy that this build does not have.
+    OtherSyncInfo { strategy: &'static str, expected: &'static str, found: &'static str },
     #[error("the strategy {strategy} over {link} is not in this build: {remedy}")]
-    Unsupported {
-        /// The strategy.
-        strategy: String,
-        /// The link.
-        link: String,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// It was called off.
+    Unsupported { strategy: String, link: String, remedy: &'static str },
     #[error("{what} was given up: {source}")]
     Stopped {
         /// What was waited for or done, by whom.
         what: String,
-        /// Why.
         source: Stopped,
     },
 }

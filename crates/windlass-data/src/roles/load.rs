@@ -41,9 +41,7 @@ impl WeightLoader for Box<dyn WeightLoader + '_> {
 pub struct TensorView<'a> {
     /// The name it was asked for by.
     pub name: &'a str,
-    /// Its dtype.
     pub dtype: Dtype,
-    /// Its shape.
     pub shape: &'a [u64],
     /// Its bytes, little-endian and row-major.
     pub bytes: &'a [u8],
@@ -142,9 +140,7 @@ impl<'a> Weights<'a> {
 /// A version that an engine has.
 #[derive(Clone, Debug)]
 pub struct Loaded {
-    /// Which version.
     pub known: Known,
-    /// How it came.
     pub how: Synced,
     /// How long the loader took.
     pub load_ms: f64,

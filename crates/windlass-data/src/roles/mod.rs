@@ -250,7 +250,6 @@ pub struct EngineConfig {
     pub verify_mapped: bool,
     /// What to do while the publisher is away.
     pub patience: Patience,
-    /// The data connections.
     pub pull: PullConfig<'static>,
     /// The hosts whose data connections are accepted; those in the tickets if none are given.
     pub allow: Option<Vec<Host>>,

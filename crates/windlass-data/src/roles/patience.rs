@@ -12,7 +12,6 @@ use crate::stop::Stop;
 pub struct Patience {
     /// The first pause; each further one is twice as long.
     pub pause: Duration,
-    /// The longest pause.
     pub max_pause: Duration,
     /// How long the other side may be away before that is an error.
     pub limit: Duration,

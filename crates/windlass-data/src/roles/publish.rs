@@ -28,9 +28,7 @@ use crate::work;
 pub struct PublisherConfig {
     /// The region's own directory, seen by all ranks of this host.
     pub region_dir: PathBuf,
-    /// Which policy.
     pub model_id: ModelId,
-    /// The tensors.
     pub manifest: Arc<Manifest>,
     /// Which rank this process is. Rank 0 makes the region and serves it; the others are made after it.
     pub rank: u16,
@@ -42,7 +40,6 @@ pub struct PublisherConfig {
     pub group: bool,
     /// What to do where the filesystem is too small.
     pub memfd: Memfd,
-    /// Threads that extract.
     pub threads: usize,
     /// How it is served.
     pub server: ServerConfig,
@@ -75,13 +72,11 @@ impl PublisherConfig {
 /// A committed version, and what this rank did for it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Published {
-    /// Which version.
     pub identity: Identity,
     /// Bytes that this rank wrote.
     pub bytes: u64,
     /// Waiting for the slot and for the other ranks to begin.
     pub wait_ms: f64,
-    /// Extracting.
     pub extract_ms: f64,
     /// Waiting for the other ranks to end.
     pub commit_ms: f64,

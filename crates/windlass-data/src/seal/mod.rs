@@ -63,79 +63,37 @@ use crate::stop::{Stop, Stopped};
 /// Why a version cannot be sealed.
 #[derive(Debug, thiserror::Error)]
 pub enum SealError {
-    /// The operating system refused.
     #[error("cannot {action} the delta {}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// The file.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
-    /// An image is not as long as its layout.
     #[error(
         "the {which} image has {have} bytes of data and its layout needs {need}; attach to the region anew"
     )]
-    ImageLength {
-        /// "new" or "base".
-        which: &'static str,
-        /// Bytes there are.
-        have: u64,
-        /// Bytes of the layout.
-        need: u64,
-    },
-    /// A tensor has fewer bytes than its layout says.
+    ImageLength { which: &'static str, have: u64, need: u64 },
     #[error("tensor {tensor} has {have} bytes where a block ends at {need}; its image is not of this layout")]
-    ShortTensor {
-        /// Its index in the manifest.
-        tensor: u32,
-        /// Bytes needed.
-        need: u64,
-        /// Bytes there are.
-        have: u64,
-    },
-    /// A part goes beyond the cut table.
+    ShortTensor { tensor: u32, need: u64, have: u64 },
     #[error(
         "the part to seal ends at block {end} and the cut table has {have}; make the part from this manifest"
     )]
-    BeyondBlocks {
-        /// Where the part ends.
-        end: u32,
-        /// How many blocks there are.
-        have: u32,
-    },
+    BeyondBlocks { end: u32, have: u32 },
     /// The table of the base has another number of blocks.
     #[error("the base's sum table has {have} blocks and the cut table {need}; sum the base anew")]
-    TableLength {
-        /// Sums there are.
-        have: usize,
-        /// Blocks there are.
-        need: u32,
-    },
-    /// The version is not newer than its base.
+    TableLength { have: usize, need: u32 },
     #[error(
         "version {version} cannot be sealed over version {base}: versions only grow within an incarnation"
     )]
-    NotNewer {
-        /// What was to be sealed.
-        version: Version,
-        /// Over what.
-        base: Version,
-    },
-    /// The base is not what its table says.
+    NotNewer { version: Version, base: Version },
     #[error(
         "block {block} of the base does not have the sum it was sealed with: its memory was changed since; the version \
          has to be sealed without a delta"
     )]
-    BaseChanged {
-        /// The block.
-        block: u32,
-    },
-    /// The cut table does not have a block.
+    BaseChanged { block: u32 },
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// The caller gave up.
     #[error("sealing was given up: {0}")]
     Stopped(#[from] Stopped),
 }
@@ -160,13 +118,10 @@ impl SealError {
 /// What the versions of a delta are called.
 #[derive(Clone, Debug)]
 pub struct Names {
-    /// Which policy.
     pub model_id: ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
-    /// The older version.
     pub base: Version,
-    /// The newer version.
     pub target: Version,
 }
 
@@ -189,30 +144,25 @@ impl Names {
 /// The sealed version that a new one is compared with.
 #[derive(Clone, Copy, Debug)]
 pub struct Base<'a> {
-    /// Its image.
     pub data: &'a [u8],
     /// Its sums, at least those of the part.
     pub sums: &'a SumTable,
-    /// Its number.
     pub version: Version,
 }
 
 /// What to seal.
 #[derive(Clone, Copy)]
 pub struct SealJob<'a> {
-    /// The inner loops.
     pub kernels: &'a dyn Kernels,
     /// The layout and cuts of both images.
     pub manifest: &'a Manifest,
     /// The part to seal; for one node, all blocks.
     pub blocks: &'a BlockRanges,
-    /// Which policy.
     pub model_id: &'a ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// The number of the new version.
     pub version: Version,
-    /// Its image.
     pub new: &'a [u8],
     /// What to compare it with.
     pub base: Option<Base<'a>>,
@@ -220,7 +170,6 @@ pub struct SealJob<'a> {
     pub out: Option<&'a Path>,
     /// Where a delta with context records goes, for receivers that asked for it; such deltas do not compose.
     pub context_out: Option<&'a Path>,
-    /// How many threads.
     pub threads: usize,
     /// When to give up.
     pub stop: &'a Stop,
@@ -231,13 +180,11 @@ pub struct SealJob<'a> {
 /// A delta on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeltaFile {
-    /// Where it is.
     pub path: PathBuf,
     /// From where to where it leads.
     pub header: DeltaHeader,
     /// How long it is.
     pub bytes: u64,
-    /// Units that changed.
     pub changes: u64,
     /// How many of its records need the old image to decode, and so do not compose.
     pub context_records: u64,

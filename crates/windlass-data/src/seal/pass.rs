@@ -29,9 +29,7 @@ pub type Tensors<'a> = dyn Fn(usize) -> &'a [u8] + Sync + 'a;
 pub struct Pair<'a> {
     /// The layout of both.
     pub manifest: &'a Manifest,
-    /// The older one.
     pub old: &'a Tensors<'a>,
-    /// The newer one.
     pub new: &'a Tensors<'a>,
     /// The sums of the older one, where they are known; they are believed, and its blocks are not summed again.
     pub old_sums: Option<&'a SumTable>,
@@ -88,11 +86,9 @@ pub fn gather<'s>(tensor: &'s [u8], tile: &Tile, scratch: &'s mut Vec<u8>) -> Re
 pub struct LaneTotals {
     /// Bytes of parts and end, without the header.
     pub bytes: u64,
-    /// Blocks that changed.
     pub records: u64,
     /// Records by mode (see [`mode_slot`]).
     pub by_mode: [u64; 4],
-    /// Units that changed.
     pub changes: u64,
 }
 
@@ -113,7 +109,6 @@ pub struct Totals<S> {
     pub base: StateSum,
     /// The sum of the newer image's blocks.
     pub target: StateSum,
-    /// For each encoder.
     pub lanes: Vec<LaneTotals>,
     /// What the observers collected, one for each thread.
     pub observed: Vec<S>,
@@ -122,11 +117,8 @@ pub struct Totals<S> {
 /// How a pass is run.
 #[derive(Clone, Copy)]
 pub struct Run<'a> {
-    /// The inner loops.
     pub kernels: &'a dyn Kernels,
-    /// How many threads.
     pub threads: usize,
-    /// When to stop.
     pub stop: &'a Stop,
     /// Told of every block how many bytes of image it has.
     pub progress: &'a (dyn Fn(u64) + Sync),
@@ -135,7 +127,6 @@ pub struct Run<'a> {
 /// A block as an observer sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Visit<'a> {
-    /// Which block.
     pub tile: Tile,
     /// Its bytes in the older image, run after run.
     pub old: &'a [u8],

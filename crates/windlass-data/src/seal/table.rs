@@ -36,59 +36,26 @@ const CHUNK: usize = 4096;
 /// What can be wrong with a table on disk.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    /// The operating system refused.
     #[error("cannot {action} the sum table {}", path.display())]
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// The table.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
-    /// It begins otherwise.
     #[error("{} is not a sum table: it begins with {found:02x?}; sum the image anew", path.display())]
-    Magic {
-        /// The file.
-        path: PathBuf,
-        /// Its first bytes.
-        found: Vec<u8>,
-    },
+    Magic { path: PathBuf, found: Vec<u8> },
     /// It is longer or shorter than a table of this image.
     #[error("the sum table {} has {have} bytes instead of {need}; sum the image anew", path.display())]
-    Length {
-        /// The table.
-        path: PathBuf,
-        /// How long it is.
-        have: u64,
-        /// How long it should be.
-        need: u64,
-    },
+    Length { path: PathBuf, have: u64, need: u64 },
     /// It is for another layout, cut table or number of blocks.
     #[error("the sum table {} is for {what} {found} instead of {expected}; sum the image anew", path.display())]
-    Foreign {
-        /// The table.
-        path: PathBuf,
-        /// "layout", "cut table" or "blocks".
-        what: &'static str,
-        /// What it is for.
-        found: String,
-        /// What the image has.
-        expected: String,
-    },
-    /// Its check sum is wrong.
+    Foreign { path: PathBuf, what: &'static str, found: String, expected: String },
     #[error(
         "the sum table {} is damaged: its check sum is {found:016x} instead of {expected:016x}; sum the image anew",
         path.display()
     )]
-    Damaged {
-        /// The table.
-        path: PathBuf,
-        /// The sum of its bytes.
-        found: u64,
-        /// The sum they should have.
-        expected: u64,
-    },
+    Damaged { path: PathBuf, found: u64, expected: u64 },
 }
 
 impl TableError {
@@ -108,7 +75,6 @@ impl TableError {
 pub struct TableId {
     /// Which life of the publisher.
     pub incarnation: Incarnation,
-    /// Which version.
     pub version: Version,
     /// The slot's id: the attempt that committed it.
     pub slot_id: u64,
@@ -121,7 +87,6 @@ pub struct StoredTable {
     pub id: TableId,
     /// The digest of the version.
     pub digest: StateDigest,
-    /// The sums.
     pub sums: SumTable,
 }
 

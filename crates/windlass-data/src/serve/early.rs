@@ -37,25 +37,19 @@ use crate::stop::lap;
 /// Why the deltas of ranks were not joined.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum JoinError {
-    /// The operating system refused.
     #[error("cannot {action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
     /// A rank that brings a delta and has not said for which blocks.
     #[error("rank {rank} has not said which blocks it answers for")]
     NoRoster { rank: u16 },
-    /// A rank's file is not a delta.
     #[error("what rank {rank} brought cannot be read: {source}")]
     Torn { rank: u16, source: DeltaError },
-    /// A delta from a version that was overtaken.
     #[error("rank {rank} brings a delta from version {base}, and {served} is served")]
     Late { rank: u16, base: Version, served: Version },
-    /// Image bytes are as good.
     #[error("the delta has {bytes} bytes, too many for an image of {image}")]
     TooDense { bytes: u64, image: u64 },
-    /// The deltas are not one.
     #[error(transparent)]
     Early(#[from] early::EarlyError),
-    /// The history does not take it.
     #[error(transparent)]
     History(#[from] HistoryError),
 }

@@ -16,84 +16,41 @@ use crate::tcp::TcpError;
 /// A request that was not served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The region.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The history of deltas.
     #[error(transparent)]
     History(#[from] HistoryError),
-    /// Sealing.
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// The table of sums.
     #[error(transparent)]
     Table(#[from] TableError),
-    /// The link.
     #[error(transparent)]
     Tcp(#[from] TcpError),
-    /// A ticket that cannot be made.
     #[error("no ticket can be made for this request: {0}")]
     Ticket(#[from] TicketError),
-    /// The holder of another part.
     #[error("the holder of another part does not take part: {0}")]
     Peer(#[from] ControlError),
-    /// Nothing has been published yet.
     #[error("no version of {model} has been published yet: wait for the first")]
-    NothingYet {
-        /// Which model.
-        model: String,
-    },
+    NothingYet { model: String },
     /// A version that is not in a slot any more, or not yet.
     #[error("version {version} is not held here{}: ask for the newest", newest.map_or(String::new(), |n| format!(", the newest is {n}")))]
-    NoVersion {
-        /// What was asked for.
-        version: Version,
-        /// What is there.
-        newest: Option<Version>,
-    },
+    NoVersion { version: Version, newest: Option<Version> },
     /// A version that is served by delta and whose image is not there yet.
     #[error("version {version} is served by delta only until its slot is whole: ask again soon")]
-    NotWhole {
-        /// The version.
-        version: Version,
-    },
+    NotWhole { version: Version },
     /// An instance id that was never given out, or was forgotten.
     #[error(
         "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
     )]
-    UnknownInstance {
-        /// What it called itself.
-        instance: String,
-    },
-    /// Random bytes.
+    UnknownInstance { instance: String },
     #[error("the system gives no random bytes")]
     Random(String),
-    /// A thread.
     #[error("cannot start the {name} thread")]
-    Thread {
-        /// Which.
-        name: &'static str,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// A slot's file.
+    Thread { name: &'static str, source: std::io::Error },
     #[error("cannot open {}", path.display())]
-    Slot {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// A number out of bounds.
+    Slot { path: PathBuf, source: std::io::Error },
     #[error("{what} is {value}, allowed are {allowed}")]
-    Bounds {
-        /// What.
-        what: &'static str,
-        /// The value.
-        value: u64,
-        /// What would be.
-        allowed: String,
-    },
+    Bounds { what: &'static str, value: u64, allowed: String },
 }
 
 impl ServeError {

@@ -79,7 +79,6 @@ const BACK_PATIENCE: Duration = Duration::from_secs(60);
 pub struct ServerConfig {
     /// What receivers are told to connect to.
     pub advertise_host: Host,
-    /// The data connections.
     pub tcp: SenderConfig,
     /// How many deltas are kept.
     pub history: Limits,
@@ -152,7 +151,6 @@ pub struct DeltaStats {
     pub base: Version,
     /// What it leads to.
     pub version: Version,
-    /// Its size.
     pub bytes: u64,
     /// How many elements it changes.
     pub changes: u64,
@@ -200,13 +198,11 @@ struct State {
 /// What a server has done. Only grows.
 #[derive(Debug, Default, Serialize)]
 pub struct Counters {
-    /// Versions sealed.
     pub sealed: AtomicU64,
     /// Versions sealed without a delta although there was an older one.
     pub sealed_without_delta: AtomicU64,
     /// Versions that could not be sealed.
     pub seal_failures: AtomicU64,
-    /// Milliseconds spent sealing.
     pub seal_ms: AtomicU64,
     /// Versions served by delta before their slot was whole.
     pub joined: AtomicU64,
@@ -218,11 +214,8 @@ pub struct Counters {
     pub checked: AtomicU64,
     /// Times that something handed out was not what it should be.
     pub contradictions: AtomicU64,
-    /// Full tickets.
     pub tickets_full: AtomicU64,
-    /// Delta tickets.
     pub tickets_delta: AtomicU64,
-    /// Requests refused.
     pub refused: AtomicU64,
     /// Transfers that receivers reported complete.
     pub completed: AtomicU64,
@@ -239,7 +232,6 @@ fn count(counter: &AtomicU64) {
 /// What a receiver looks like from here.
 #[derive(Clone, Debug, Serialize)]
 pub struct InstanceInfo {
-    /// Its id.
     pub instance_id: String,
     /// What people call it.
     pub name: Option<String>,
@@ -247,7 +239,6 @@ pub struct InstanceInfo {
     pub version: Option<Version>,
     /// Seconds since it was heard of.
     pub heard_seconds: f64,
-    /// Transfers under way.
     pub transfers: usize,
 }
 

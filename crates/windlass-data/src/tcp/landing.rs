@@ -62,11 +62,9 @@ pub trait Lander {
 pub struct ImageLanding<'a> {
     /// The image's layout and cuts.
     pub manifest: &'a Manifest,
-    /// The image.
     pub mapping: &'a Mapping,
     /// Where in the mapping the image's data begins.
     pub data_start: u64,
-    /// For the sums.
     pub kernels: &'a dyn Kernels,
     /// Called for each block with its sum when its stripe is right and in the book.
     pub landed: &'a (dyn Fn(u32, BlockSum) + Sync),

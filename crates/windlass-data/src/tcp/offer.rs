@@ -28,7 +28,6 @@ use crate::stop::{Stop, Stopped};
 /// What is offered under a ticket.
 #[derive(Debug)]
 pub struct Offer {
-    /// The ticket.
     pub ticket: Ticket,
     /// Which of its sources this sender is.
     pub source: SourceId,
@@ -42,7 +41,6 @@ pub enum Body {
     Image {
         /// Its layout and cuts.
         manifest: Arc<Manifest>,
-        /// The file.
         file: Arc<File>,
         /// Where in the file the image's data begins.
         data_start: u64,
@@ -73,7 +71,6 @@ pub(super) enum Content {
 /// The memory itself.
 pub(super) struct Ground {
     files: Vec<Option<Arc<File>>>,
-    /// Only kept.
     _hold: Option<Arc<dyn Any + Send + Sync>>,
 }
 

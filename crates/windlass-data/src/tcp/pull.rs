@@ -84,9 +84,7 @@ impl std::fmt::Debug for PullConfig<'_> {
 /// What a pull came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pulled {
-    /// Payload bytes.
     pub bytes: u64,
-    /// Stripes.
     pub stripes: u32,
     /// Stripes whose sums were wrong and that were fetched again.
     pub bad: u32,

@@ -23,9 +23,7 @@ const AHEAD: usize = 256 << 10;
 pub(super) enum Trouble {
     /// The peer closed the connection.
     Closed,
-    /// The socket failed.
     Io(io::Error),
-    /// TLS failed.
     Tls(rustls::Error),
 }
 

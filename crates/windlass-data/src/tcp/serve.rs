@@ -122,7 +122,6 @@ fn greet(shared: &Shared, id: u64, peer: &Peer, conn: &mut Conn) -> Result<Greet
 /// What one attempt to write came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wrote {
-    /// Nothing to write.
     Idle,
     /// The peer takes no more for now.
     Blocked,

@@ -25,19 +25,14 @@ pub struct Seen {
     pub stage: Option<Stage>,
     /// Payload bytes received, those of bad and lost stripes included.
     pub bytes: u64,
-    /// Payload bytes acknowledged.
     pub bytes_done: u64,
     /// Payload bytes in all.
     pub bytes_total: u64,
-    /// Stripes acknowledged.
     pub stripes_done: u32,
-    /// Stripes in all.
     pub stripes_total: u32,
-    /// Live streams.
     pub streams: u32,
     /// Stripes whose sums were wrong.
     pub bad: u32,
-    /// Streams lost.
     pub lost: u32,
 }
 

@@ -48,7 +48,6 @@ pub(crate) enum Trouble {
 pub(crate) struct Line {
     /// Bytes that went from publishers to receivers.
     passed: AtomicU64,
-    /// How many may.
     allowed: Mutex<Option<u64>>,
     changed: Condvar,
     /// Where troubles come from, and how many connections of a hundred have one.

@@ -10,13 +10,11 @@ use crate::error::Error;
 /// The contents of [`FILE`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentAddress {
-    /// Where requests go.
     pub endpoint: String,
     /// Where data connections go.
     pub data_port: u16,
     /// The file with the token, if there is one.
     pub token_file: Option<PathBuf>,
-    /// The process.
     pub pid: u32,
 }
 

@@ -20,9 +20,7 @@ use crate::tools::delta::{bits_per_change, same_layout};
 /// The checked arguments of `diff`.
 #[derive(Debug)]
 pub struct Diff {
-    /// The older version.
     pub a: PathBuf,
-    /// The newer version.
     pub b: PathBuf,
     /// How many threads to use.
     pub threads: usize,

@@ -24,11 +24,9 @@ const AWAY: Span = Span { first_ms: 100, cap_ms: 2_000 };
 /// The checked arguments of `gate`.
 #[derive(Debug)]
 pub struct WaitAtGate {
-    /// The controller.
     pub controller: ControllerClient,
     /// What to wait for.
     pub gate: Gate,
-    /// How long.
     pub timeout: Duration,
 }
 

@@ -51,7 +51,6 @@ pub struct Gc {
     pub dir: PathBuf,
     /// Say what would go, and leave it.
     pub dry_run: bool,
-    /// Do not ask.
     pub yes: bool,
     /// Images of stopped receivers go too.
     pub images: bool,

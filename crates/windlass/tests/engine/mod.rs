@@ -25,9 +25,7 @@ pub enum Kind {
     Native,
     /// vLLM with our plugin.
     Plugin,
-    /// vLLM without either.
     Bare,
-    /// SGLang from disk.
     Sglang,
     /// SGLang with our loader in its workers.
     Workers,

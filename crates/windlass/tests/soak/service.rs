@@ -65,7 +65,6 @@ pub(crate) struct Service {
     shim: PathBuf,
     /// Seconds that its clock is off.
     pub(crate) offset: i64,
-    /// Stopped until then.
     pub(crate) stopped: Option<Instant>,
     /// Killed; to be started again then.
     pub(crate) down: Option<Instant>,

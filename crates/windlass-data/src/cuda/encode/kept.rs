@@ -16,7 +16,6 @@ use crate::region;
 pub struct Keeping {
     /// Bytes of records that a pass may make; by default a sixteenth of the weights.
     pub room: Option<u64>,
-    /// Where.
     pub keep: Keep,
     /// Whether deltas were demanded; if not, at most half of what is free on the device is taken.
     pub is_demanded: bool,

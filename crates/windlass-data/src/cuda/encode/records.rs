@@ -28,11 +28,9 @@ pub(super) fn entries_of(buffer: &HostBuffer, count: usize) -> &[kernels::Entry]
 /// How long the steps of a pass took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// Diff and encode.
     pub pass: Duration,
     /// The records' way to the host.
     pub copy: Duration,
-    /// Their index.
     pub index: Duration,
 }
 
@@ -152,7 +150,6 @@ impl DeltaSource for Arc<Records> {
 pub struct Uncollected {
     /// Whose pass it is. Held while records are collected.
     pub baseline: Arc<Mutex<Baseline>>,
-    /// Where it leads.
     pub target: Which,
 }
 

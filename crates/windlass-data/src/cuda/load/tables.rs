@@ -293,7 +293,6 @@ pub(super) struct Group {
 
 /// The records of a delta by their kinds.
 pub(super) struct Sorted {
-    /// Of each entry.
     pub(super) kinds: Vec<u8>,
     /// Where those of each kind begin.
     pub(super) firsts: [usize; KINDS],

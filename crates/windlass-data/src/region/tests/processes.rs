@@ -20,7 +20,6 @@ struct Pair {
     region: Arc<Region>,
     mine: Option<Writer>,
     child: Option<Child>,
-    /// The child's rank.
     rank: u16,
     version: Version,
     _home: tempfile::TempDir,

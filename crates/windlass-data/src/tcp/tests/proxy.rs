@@ -29,7 +29,6 @@ pub(super) enum Harm {
     Stall(u64),
     /// Nothing more passes until the gate opens.
     Gate(u64, Arc<AtomicBool>),
-    /// Every piece waits.
     Delay(Duration),
 }
 

@@ -11,94 +11,33 @@ use crate::error::Error;
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
     #[error("cannot read the configuration {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// The file is too long to be one.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("the configuration {} has more than {MOST} bytes", path.display())]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The file is not TOML.
+    TooLong { path: PathBuf },
     #[error("{at}: {message}")]
-    Syntax {
-        /// Where.
-        at: Place,
-        /// What the parser says.
-        message: String,
-    },
-    /// There is no such command.
+    Syntax { at: Place, message: String },
     #[error("{at}: no command {name:?} for the table [{name}]{nearest}")]
-    Table {
-        /// Where.
-        at: Place,
-        /// The name of the table.
-        name: String,
-        /// What may be meant.
-        nearest: Nearest,
-    },
+    Table { at: Place, name: String, nearest: Nearest },
     /// A value where a table of a command should be.
     #[error("{at}: {name:?} stands outside of a command's table{nearest}")]
-    Loose {
-        /// Where.
-        at: Place,
-        /// The key.
-        name: String,
-        /// What may be meant.
-        nearest: Nearest,
-    },
-    /// There is no such flag.
+    Loose { at: Place, name: String, nearest: Nearest },
     #[error("{at}: [{table}] has no key {key:?}{nearest}")]
-    Key {
-        /// Where.
-        at: Place,
-        /// The table.
-        table: String,
-        /// The key.
-        key: String,
-        /// What may be meant.
-        nearest: Nearest,
-    },
+    Key { at: Place, table: String, key: String, nearest: Nearest },
     /// A value of a sort that the flag does not take.
     #[error("{at}: {key} must be {wanted}, not {found}")]
-    Sort {
-        /// Where.
-        at: Place,
-        /// The flag.
-        key: String,
-        /// What it takes.
-        wanted: &'static str,
-        /// What it was given.
-        found: &'static str,
-    },
-    /// A value that the flag does not take.
+    Sort { at: Place, key: String, wanted: &'static str, found: &'static str },
     #[error("{at}: {message}")]
     Value {
-        /// Where.
         at: Place,
         /// What the parser says, with the flag and the value.
         message: String,
     },
-    /// A variable that is not text.
     #[error("the environment variable {variable} is not UTF-8")]
-    Encoding {
-        /// Which.
-        variable: String,
-    },
+    Encoding { variable: String },
     /// `windlass config` of a command that there is none of.
     #[error("no command {name:?} has values to configure{nearest}")]
-    Command {
-        /// What was asked for.
-        name: String,
-        /// What may be meant.
-        nearest: Nearest,
-    },
+    Command { name: String, nearest: Nearest },
 }
 
 impl ConfigError {
@@ -146,15 +85,12 @@ impl ConfigError {
 /// Where a value stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Among the arguments.
     CommandLine,
     /// In an environment variable.
     Environment(String),
-    /// In the file.
     File(PathBuf, usize),
     /// Nowhere; the command has it built in.
     Default,
-    /// Nowhere at all.
     Unset,
 }
 

@@ -44,7 +44,6 @@ const MAX_MEMORY: f64 = 200e6;
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct ControllerConfig {
-    /// Numbers of receivers.
     pub receivers: Vec<usize>,
     /// Models, all of one set; every receiver serves all of them.
     pub models: usize,

@@ -31,7 +31,6 @@ use windlass_core::manifest::Manifest;
 /// What to measure on.
 #[derive(Clone, Copy, Debug)]
 pub struct BenchConfig {
-    /// The synthetic model.
     pub model: SynthConfig,
     /// How many threads everything uses.
     pub threads: usize,
@@ -93,11 +92,8 @@ fn merge(mut object: Value, figures: Value) -> Value {
 
 /// Two versions of a synthetic model, in memory.
 pub struct Images {
-    /// Their layout.
     pub manifest: Manifest,
-    /// The older one.
     pub base: Vec<u8>,
-    /// The newer one.
     pub next: Vec<u8>,
 }
 
@@ -127,9 +123,7 @@ impl Images {
 pub struct Timing {
     /// The middle one, in seconds.
     pub median: f64,
-    /// The quickest.
     pub min: f64,
-    /// The slowest.
     pub max: f64,
 }
 
@@ -238,9 +232,7 @@ fn middle(times: &[Spent], limits: &[Spent], ratio: impl Fn(&Spent, &Spent) -> f
 /// A figure, its bar, and whether it is met.
 #[derive(Clone, Debug)]
 pub struct Bar {
-    /// What is measured.
     pub name: String,
-    /// What came out.
     pub value: f64,
     /// What it should be.
     pub bar: f64,

@@ -91,9 +91,7 @@ pub fn region(place: &Place, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc
 pub struct Publisher<'a> {
     config: &'a PlaneConfig,
     cancel: &'a Stop,
-    /// The region.
     pub region: Arc<Region>,
-    /// Its server.
     pub server: Arc<Server>,
     writer: Writer,
     instance: String,

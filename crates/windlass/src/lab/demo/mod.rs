@@ -68,13 +68,10 @@ impl Model {
 /// The checked arguments of `demo`.
 #[derive(Debug)]
 pub struct Demo {
-    /// What is trained.
     pub model: Model,
-    /// Trainer ranks.
     pub ranks: u16,
     /// Receivers kept in sync.
     pub receivers: u16,
-    /// Training steps.
     pub steps: u32,
     /// TCP streams of a transfer.
     pub streams: u16,

@@ -29,15 +29,11 @@ use crate::lab::synth::Synth;
 /// The checked arguments of `demo-rank`.
 #[derive(Clone, Debug)]
 pub struct Rank {
-    /// The region.
     pub region: PathBuf,
     /// What the policy is called.
     pub model_id: ModelId,
-    /// Which rank.
     pub rank: u16,
-    /// How many ranks.
     pub ranks: u16,
-    /// The model.
     pub model: Model,
 }
 

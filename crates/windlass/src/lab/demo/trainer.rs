@@ -23,15 +23,12 @@ use crate::lab::image;
 pub(super) struct Spec {
     /// What its model is called.
     pub(super) model_id: String,
-    /// What it trains.
     pub(super) model: Model,
     /// How many ranks do it.
     pub(super) ranks: u16,
     /// TCP streams of a transfer.
     pub(super) streams: u16,
-    /// Its region.
     pub(super) region: PathBuf,
-    /// Where logs go.
     pub(super) logs: PathBuf,
     /// What its processes are called: `actor-` makes `actor-rank-0`.
     pub(super) prefix: String,

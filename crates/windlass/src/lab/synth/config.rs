@@ -54,108 +54,45 @@ const FAMILIES: [(&str, Family); 6] = [
 /// A config that gives no shapes.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
     #[error("cannot read the model config {}", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The file is too long to be a config.
+    Unreadable { path: PathBuf, source: io::Error },
     #[error("{} is longer than {MAX_BYTES} bytes; a model's config.json is not", path.display())]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The file is not JSON.
+    TooLong { path: PathBuf },
     #[error("{} is not JSON", path.display())]
-    NotJson {
-        /// The file.
-        path: PathBuf,
-        /// Where it is not.
-        source: serde_json::Error,
-    },
-    /// The config says something that no model can have.
+    NotJson { path: PathBuf, source: serde_json::Error },
     #[error("{}: {source}", path.display())]
-    Contents {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: ConfigFault,
-    },
+    Contents { path: PathBuf, source: ConfigFault },
 }
 
 /// What is wrong with a config.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ConfigFault {
-    /// The JSON is not an object.
     #[error("the config is not a JSON object")]
     NotAnObject,
-    /// A family whose tensors are not known.
     #[error("model_type {found:?} is not supported; supported are {}", families())]
-    Family {
-        /// What the config says.
-        found: String,
-    },
+    Family { found: String },
     /// The checkpoint holds other tensors than the model: packed weights and scales.
     #[error("the config has a quantization_config; only the shapes of plain checkpoints are known")]
     Quantized,
-    /// A field that the family needs.
     #[error("the field {field} is missing")]
-    Missing {
-        /// Its name.
-        field: &'static str,
-    },
-    /// A field of the wrong type.
+    Missing { field: &'static str },
     #[error("the field {field} is {found}, not {wanted}")]
-    Type {
-        /// Its name.
-        field: &'static str,
-        /// Its value, shortened.
-        found: String,
-        /// What it should be.
-        wanted: &'static str,
-    },
-    /// A number that no model has.
+    Type { field: &'static str, found: String, wanted: &'static str },
     #[error("the field {field} is {value}, not in 1 to {most}")]
-    OutOfRange {
-        /// Its name.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-        /// The highest one.
-        most: u64,
-    },
+    OutOfRange { field: &'static str, value: u64, most: u64 },
     /// Two numbers that must divide each other and do not.
     #[error("{whole} = {of} is not a multiple of {part} = {by}")]
-    NotDividing {
-        /// The name of the larger.
-        whole: &'static str,
-        /// Its value.
-        of: u64,
-        /// The name of the smaller.
-        part: &'static str,
-        /// Its value.
-        by: u64,
-    },
-    /// A dtype that weights are not trained in.
+    NotDividing { whole: &'static str, of: u64, part: &'static str, by: u64 },
     #[error("the dtype {found:?} is not supported; supported are bfloat16, float16 and float32")]
-    Dtype {
-        /// What the config says.
-        found: String,
-    },
-    /// The model is too large.
+    Dtype { found: String },
     #[error(
         "the model has more than {MAX_ELEMENTS} elements; the first tensor beyond is {name:?} of shape {shape:?}"
     )]
     TooLarge {
         /// The tensor that does not fit any more.
         name: String,
-        /// Its shape.
         shape: Vec<u64>,
     },
-    /// The model has too many tensors.
     #[error("the model has more than {MAX_TENSORS} tensors; the first one beyond is {name:?}")]
     TooManyTensors {
         /// The tensor that does not fit any more.

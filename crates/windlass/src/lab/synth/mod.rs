@@ -69,16 +69,13 @@ const TOKENS_PER_ROW: f64 = 0.1;
 /// A model that cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SynthError {
-    /// Too small or too large.
     #[error("a synthetic model of {0} elements cannot be made; ask for {MIN_ELEMENTS} to {MAX_ELEMENTS}")]
     Elements(u64),
-    /// No such change rate can be reached.
     #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
     Change(f64),
     /// The embedding's rows whose token does not occur leave too little that could change.
     #[error("a change rate of {percent:.2} % cannot be reached: tokens that do not occur leave at most {most:.2} % of this model to change; ask for less", percent = .change * 100.0, most = .most * 100.0)]
     Unreachable {
-        /// What was asked for.
         change: f64,
         /// The most that can be had.
         most: f64,
@@ -87,23 +84,13 @@ pub enum SynthError {
     #[error(
         "tensor {name:?} is {dtype}, but steps are made up for bf16 only; set torch_dtype to \"bfloat16\" in a copy of the config"
     )]
-    Dtype {
-        /// The tensor.
-        name: String,
-        /// Its dtype.
-        dtype: Dtype,
-    },
-    /// The model's config gives no shapes.
+    Dtype { name: String, dtype: Dtype },
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// An image does not fit into memory.
     #[error(
         "there is no memory for another {bytes} bytes of weights; ask for a smaller model (--elements or --model-bytes)"
     )]
-    Memory {
-        /// Its size.
-        bytes: u64,
-    },
+    Memory { bytes: u64 },
 }
 
 impl SynthError {
@@ -148,7 +135,6 @@ fn check_change(change: f64) -> Result<(), SynthError> {
 pub struct SynthTensor {
     /// Its name in a Hugging Face checkpoint.
     pub name: String,
-    /// Its shape.
     pub shape: Vec<u64>,
     role: Role,
     key: u64,
@@ -156,7 +142,6 @@ pub struct SynthTensor {
     scale: f64,
     /// Change rate of the rows that are touched.
     rate: f64,
-    /// `lr · UPDATE_SCALE`.
     pace: f64,
 }
 

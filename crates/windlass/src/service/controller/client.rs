@@ -32,38 +32,19 @@ const MAX_ANSWER: u64 = 256 << 20;
 /// A request that did not get what it asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
-    /// The controller could not be reached, or went away.
     #[error("cannot {what} at the controller {peer}: {why}")]
     Lost {
-        /// The controller.
         peer: String,
         /// What was asked, as a verb with its object.
         what: &'static str,
-        /// Why there is no answer.
         why: String,
-        /// What sort of failure.
         kind: Kind,
     },
-    /// The controller said no.
     #[error("the controller {peer} refused to {what} (status {status}): {message}")]
-    Refused {
-        /// The controller.
-        peer: String,
-        /// What was asked.
-        what: &'static str,
-        /// The status of its answer.
-        status: u16,
-        /// What sort of failure.
-        kind: Kind,
-        /// In its words.
-        message: String,
-    },
-    /// An answer that makes no sense.
+    Refused { peer: String, what: &'static str, status: u16, kind: Kind, message: String },
     #[error("the controller {peer} answered the request to {what} with something else: {why}")]
     Answer {
-        /// The controller.
         peer: String,
-        /// What was asked.
         what: &'static str,
         /// What is wrong with the answer.
         why: String,

@@ -34,7 +34,6 @@ pub struct Settings {
     pub sets: Vec<SetConfig>,
     /// What sets that are made on the way are like; its name and models are not looked at.
     pub template: SetConfig,
-    /// Deadlines and limits.
     pub limits: Limits,
 }
 
@@ -702,19 +701,12 @@ type Polled = Result<Vec<Numbered>, watch::Receiver<u64>>;
 /// A poll that is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PollError {
-    /// By the barrier.
     #[error(transparent)]
     Barrier(#[from] BarrierError),
-    /// It says that it took what nobody gave it.
     #[error(
         "receiver {receiver} says that it took order {after} of its queue, which it was never given: join again"
     )]
-    NeverGiven {
-        /// Who.
-        receiver: ReceiverId,
-        /// What it says.
-        after: u64,
-    },
+    NeverGiven { receiver: ReceiverId, after: u64 },
 }
 
 impl PollError {

@@ -28,7 +28,6 @@ pub type Unix = u64;
 /// Everything there is to see.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// The controller's release.
     pub release: String,
     /// When this was made.
     pub now: Unix,
@@ -58,11 +57,9 @@ pub struct WaitStatus {
     pub who: String,
     /// At the gate, for the load of what was announced, or for an eval.
     pub what: Awaited,
-    /// On which set.
     pub set: SetName,
     /// For which version, or a newer one.
     pub at_least: Version,
-    /// Since when.
     pub since: Unix,
     /// Until when at most.
     pub until: Unix,
@@ -84,11 +81,8 @@ pub enum TrainerState {
 /// One set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SetStatus {
-    /// Its name.
     pub set: SetName,
-    /// Its models.
     pub models: Vec<ModelId>,
-    /// Strict or relaxed.
     pub mode: Mode,
     /// Who must have staged and loaded: `all`, a number or a percentage.
     pub required: String,
@@ -113,15 +107,12 @@ pub struct SetStatus {
 /// A version in flight.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoundStatus {
-    /// Which models move.
     pub models: Vec<ModelId>,
-    /// To which version.
     pub version: Version,
     /// How far it is.
     pub phase: Phase,
     /// Required receivers that are not done.
     pub waiting: usize,
-    /// Receivers that are.
     pub done: usize,
     /// When it may give way to a newer version.
     pub deadline: Unix,
@@ -130,9 +121,7 @@ pub struct RoundStatus {
 /// One version of one set, from its first announcement on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sync {
-    /// Which version.
     pub version: Version,
-    /// How it went.
     pub state: SyncState,
     /// When it was first announced.
     pub at: Unix,
@@ -168,9 +157,7 @@ pub struct Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SyncState {
-    /// Not served yet.
     Open,
-    /// Served.
     Served,
     /// A newer one was served instead.
     Skipped,
@@ -181,7 +168,6 @@ pub enum SyncState {
 /// One model's part in a sync.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyncModel {
-    /// Which model.
     pub model_id: ModelId,
     /// Which life of its publisher.
     pub incarnation: Incarnation,
@@ -196,17 +182,14 @@ pub struct SyncModel {
 /// Something that took time, on the controller's clock.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyncSpan {
-    /// Where it happened.
     pub lane: Lane,
     /// Who did it: a model's trainer, or a receiver.
     pub who: String,
     /// Which model it is about.
     pub model_id: ModelId,
-    /// What it was.
     pub what: String,
     /// When it began, in milliseconds after the first announcement of the sync.
     pub from_ms: f64,
-    /// When it ended.
     pub to_ms: f64,
     /// The bytes it moved.
     pub bytes: Option<u64>,
@@ -215,9 +198,7 @@ pub struct SyncSpan {
 /// The publisher of one model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainerStatus {
-    /// Which model.
     pub model_id: ModelId,
-    /// Its set.
     pub set: SetName,
     /// The life that counts.
     pub incarnation: Incarnation,
@@ -245,15 +226,11 @@ pub struct TrainerStatus {
 /// A receiver that is a member.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReceiverStatus {
-    /// Who.
     pub receiver: ReceiverId,
     /// Which of its lives.
     pub session: u64,
-    /// Its host.
     pub host: String,
-    /// Its release.
     pub release: String,
-    /// When it joined.
     pub joined: Unix,
     /// When it was last heard of.
     pub last_seen: Unix,
@@ -270,7 +247,6 @@ pub struct ReceiverStatus {
 /// A receiver's place among models that move together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaceStatus {
-    /// Which set.
     pub set: SetName,
     /// The models that move together, as far as it serves them.
     pub models: Vec<ModelId>,
@@ -287,7 +263,6 @@ pub struct PlaceStatus {
 /// One model at one receiver.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HeldStatus {
-    /// Which model.
     pub model_id: ModelId,
     /// What its engines hold for certain.
     pub loaded: Option<Held>,
@@ -304,7 +279,6 @@ pub struct HeldStatus {
 pub struct Held {
     /// Of which life of the publisher.
     pub incarnation: Incarnation,
-    /// Which version.
     pub version: Version,
 }
 
@@ -319,7 +293,6 @@ pub struct ErrorEntry {
     pub who: String,
     /// What sort of failure.
     pub kind: Kind,
-    /// What happened.
     pub message: String,
     /// What to do about it.
     pub advice: String,

@@ -58,7 +58,6 @@ pub const MAX_SPANS: usize = 16;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Span {
-    /// Where it happened.
     pub lane: Lane,
     /// What it was, in a word or two: `offload`, `seal`, `pull delta`, `pause`, `load`.
     pub what: String,
@@ -75,7 +74,6 @@ pub struct Span {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
-    /// The training process.
     Trainer,
     /// The agent beside it.
     Agent,
@@ -100,12 +98,10 @@ impl fmt::Display for Lane {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NotifyVersion {
-    /// Which policy.
     pub model_id: ModelId,
     /// Which life of its publisher; without it, or with 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
     #[serde(default = "shown")]
     pub incarnation: Incarnation,
-    /// Which version.
     pub version: Version,
     /// Where its agent serves it.
     pub sender_endpoint: String,
@@ -141,7 +137,6 @@ fn shown() -> Incarnation {
 /// The answer to a notify.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Notified {
-    /// True.
     pub ok: bool,
     /// The trainer should wait at the gate before it publishes more: it is too far ahead of what is served.
     pub wait: bool,
@@ -188,7 +183,6 @@ pub struct Gate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerLeft {
-    /// Whose.
     pub model_id: ModelId,
     /// Which life of it. One that a newer life has superseded is refused with 409.
     pub incarnation: Incarnation,
@@ -199,7 +193,6 @@ pub struct TrainerLeft {
 pub struct ServedVersion {
     /// The version that all models of the set have reached.
     pub version: Version,
-    /// Each model's own.
     pub identities: Vec<Identity>,
 }
 
@@ -212,7 +205,6 @@ impl From<Served> for ServedVersion {
 /// The answer of the gate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Service {
-    /// Which set.
     pub set: SetName,
     /// What it serves; none before its first load.
     pub served: Option<ServedVersion>,
@@ -234,7 +226,6 @@ pub struct Join {
     /// Its host, for people.
     #[serde(default)]
     pub host: String,
-    /// Its release.
     #[serde(default)]
     pub release: String,
 }
@@ -242,7 +233,6 @@ pub struct Join {
 /// The answer to a join.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
-    /// True.
     pub ok: bool,
     /// After this long without a word from it, it is out.
     pub heartbeat_ms: u64,
@@ -259,7 +249,6 @@ pub struct Joined {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Poll {
-    /// Who.
     pub peer: Peer,
     /// The number of the last order that was taken; those up to it are not given again.
     #[serde(default)]
@@ -276,13 +265,11 @@ pub struct Poll {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Doing {
-    /// Which model.
     pub model_id: ModelId,
     /// What: `idle`, `waiting`, `pulling`, `applying`, `staged`, `loading`, `failed`.
     pub stage: String,
     /// The version it is about, or holds.
     pub version: Option<Version>,
-    /// Bytes so far.
     #[serde(default)]
     pub bytes: u64,
     /// Bytes in all, if known.
@@ -329,7 +316,6 @@ pub struct Orders {
 pub struct Numbered {
     /// What the next poll's `after` may be.
     pub seq: u64,
-    /// What to do.
     pub task: Task,
 }
 
@@ -341,35 +327,29 @@ pub enum Task {
     Stage {
         /// To be quoted by the report.
         order: Order,
-        /// What.
         identity: Identity,
-        /// Where from.
         sender_endpoint: String,
     },
     /// Load these, all of them, each reported; serve again when all are loaded.
     Load {
         /// To be quoted by the reports.
         order: Order,
-        /// Their set.
         set: SetName,
         /// One for every model of the set that this receiver serves.
         identities: Vec<Identity>,
     },
     /// The order no longer matters.
     Abandon {
-        /// Which.
         order: Order,
         /// What it was about.
         identity: Identity,
     },
     /// It serves what the others serve, or must not (with the reason).
     Live {
-        /// The set.
         set: SetName,
         /// The models that this is about: all that it serves of a strict set, one of a relaxed one.
         #[serde(default)]
         models: Vec<ModelId>,
-        /// Whether.
         live: bool,
         /// Why not, for people.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -381,15 +361,11 @@ pub enum Task {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Report {
-    /// Who.
     pub peer: Peer,
-    /// The order.
     pub order: Order,
     /// What is staged or loaded, or was not.
     pub identity: Identity,
-    /// How it went.
     pub outcome: Outcome,
-    /// What it took.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub spans: Vec<Span>,
     /// How it came: `full`, `delta`, `held`.
@@ -413,13 +389,11 @@ pub enum Outcome {
         /// What it shows, for people.
         reason: String,
     },
-    /// It failed.
     Failed {
         /// Which of the two.
         phase: Phase,
         /// What sort of failure.
         kind: Kind,
-        /// Why, for people.
         reason: String,
     },
 }
@@ -442,9 +416,7 @@ pub struct TakeEval {
 pub struct EvalTask {
     /// To be quoted by the answer; none if there was nothing to do within the time.
     pub id: Option<u64>,
-    /// What is served.
     pub served: Option<ServedVersion>,
-    /// The trainer's words.
     pub eval: Option<Value>,
 }
 
@@ -452,7 +424,6 @@ pub struct EvalTask {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvalDone {
-    /// Which.
     pub id: u64,
     /// Its result, for the trainer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -465,6 +436,5 @@ pub struct EvalDone {
 /// It was taken in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Done {
-    /// True.
     pub ok: bool,
 }

@@ -22,13 +22,10 @@ pub enum Stage {
     Check,
     /// Making it ready for its first load.
     Prepare,
-    /// Pausing it.
     Pause,
     /// Between the pause and the first write.
     Paused,
-    /// Writing weights.
     Load,
-    /// Clearing its caches.
     Cache,
     /// Letting it go on.
     Resume,
@@ -61,86 +58,35 @@ impl fmt::Display for Stage {
 /// An engine that could not be asked or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// It does not answer, or not in time.
     #[error("cannot {stage} {engine}: {why}")]
-    Lost {
-        /// Which.
-        engine: String,
-        /// What was being done.
-        stage: Stage,
-        /// What happened.
-        why: String,
-        /// What sort of failure.
-        kind: Kind,
-    },
-    /// It answers with a failure.
+    Lost { engine: String, stage: Stage, why: String, kind: Kind },
     #[error("cannot {stage} {engine}: POST or GET {path} gave status {status}: {body}")]
     Refused {
-        /// Which.
         engine: String,
-        /// What was being done.
         stage: Stage,
-        /// The route.
         path: String,
-        /// What it answered.
         status: u16,
         /// The beginning of what it said.
         body: String,
-        /// What sort of failure.
         kind: Kind,
     },
-    /// Its answer is not what the route should give.
     #[error("cannot {stage} {engine}: the answer of {path} makes no sense: {why}")]
-    Answer {
-        /// Which.
-        engine: String,
-        /// What was being done.
-        stage: Stage,
-        /// The route.
-        path: String,
-        /// Why not.
-        why: String,
-    },
+    Answer { engine: String, stage: Stage, path: String, why: String },
     /// It has no route by which it could be loaded.
     #[error("{engine} cannot be loaded: {why}")]
     NoRoute {
-        /// Which.
         engine: String,
         /// What is missing, and what to start it with.
         why: String,
     },
     /// A worker says that it did not do what it was told.
     #[error("cannot {stage} {engine}: worker {rank} says: {text}")]
-    Worker {
-        /// Which.
-        engine: String,
-        /// What was being done.
-        stage: Stage,
-        /// Which worker.
-        rank: u64,
-        /// What it says.
-        text: String,
-        /// What sort of failure.
-        kind: Kind,
-    },
-    /// Its workers refused the order before they wrote anything.
+    Worker { engine: String, stage: Stage, rank: u64, text: String, kind: Kind },
     #[error("{engine} goes on with its old weights: worker {rank} refused the order: {text}")]
-    Declined {
-        /// Which.
-        engine: String,
-        /// Which worker.
-        rank: u64,
-        /// What it says.
-        text: String,
-        /// What sort of failure.
-        kind: Kind,
-    },
-    /// The image does not hold what the engine needs.
+    Declined { engine: String, rank: u64, text: String, kind: Kind },
     #[error("{engine} was not touched and goes on with its old weights: tensor {tensor:?} of {image} {how}")]
     Layout {
-        /// Which.
         engine: String,
-        /// The version.
         image: String,
         /// The first tensor that does not fit.
         tensor: String,
@@ -149,87 +95,34 @@ pub enum EngineError {
     },
     /// The image holds tensors that the engine does not have, and these were to be errors.
     #[error("{engine} was not touched: {image} has tensors that it does not take: {names}")]
-    Extras {
-        /// Which.
-        engine: String,
-        /// The version.
-        image: String,
-        /// The first of them.
-        names: String,
-    },
+    Extras { engine: String, image: String, names: String },
     /// A cache that could not be cleared would go on answering with the old weights.
     #[error("the prefix cache of {engine} could not be cleared: {why}")]
-    Cache {
-        /// Which.
-        engine: String,
-        /// What it said.
-        why: String,
-    },
-    /// The pause ended before anything was written.
+    Cache { engine: String, why: String },
     #[error("{engine} was paused and nothing was written to it: {why}")]
-    Lease {
-        /// Which.
-        engine: String,
-        /// Why it went no further.
-        why: String,
-        /// What sort of failure.
-        kind: Kind,
-    },
+    Lease { engine: String, why: String, kind: Kind },
     /// It says that it has other weights than it was given.
     #[error("{engine} was loaded with {expected}, and says that it has {found}")]
-    Version {
-        /// Which.
-        engine: String,
-        /// What it was given.
-        expected: String,
-        /// What it says.
-        found: String,
-    },
-    /// It cannot do this.
+    Version { engine: String, expected: String, found: String },
     #[error("{engine}: {why}")]
-    Unsupported {
-        /// Which.
-        engine: String,
-        /// What, and why not.
-        why: String,
-    },
-    /// What the guard says.
+    Unsupported { engine: String, why: String },
     #[error("{text}")]
     Guard {
-        /// What was being done.
         stage: Option<Stage>,
-        /// What sort of failure.
         kind: Kind,
         /// What it says, the engine's name included.
         text: String,
     },
-    /// The guard's process.
     #[error("the guard of {engine} {what}")]
-    Process {
-        /// Which.
-        engine: String,
-        /// What is wrong with it.
-        what: String,
-    },
-    /// The image.
+    Process { engine: String, what: String },
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// The region that the image is in.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The checkpoint in `--config`.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A file of ours.
     #[error("cannot {action} {}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl EngineError {

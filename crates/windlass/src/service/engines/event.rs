@@ -12,9 +12,7 @@ use crate::error::advised;
 pub enum EngineEvent {
     /// It serves a version.
     Loaded {
-        /// Which engine.
         engine: String,
-        /// Which version.
         label: Label,
         /// How it was written.
         how: String,
@@ -33,40 +31,26 @@ pub enum EngineEvent {
     },
     /// A load failed; it serves what it had.
     Failed {
-        /// Which engine.
         engine: String,
         /// Which version, if it was about one.
         label: Option<Label>,
-        /// What happened.
         failure: Failure,
         /// It is not tried again before there is another version or the engine is restarted.
         given_up: bool,
     },
     /// It is paused, and stays so until a load succeeds.
     Fenced {
-        /// Which engine.
         engine: String,
         /// Which version was to be written.
         label: Option<Label>,
-        /// What happened.
         failure: Failure,
         /// It is not tried again before there is another version or the engine is restarted.
         given_up: bool,
     },
     /// It does not answer and is waited for.
-    Waiting {
-        /// Which engine.
-        engine: String,
-        /// What happened.
-        failure: Failure,
-    },
+    Waiting { engine: String, failure: Failure },
     /// The image has tensors that it does not take.
-    Extras {
-        /// Which engine.
-        engine: String,
-        /// Their names.
-        names: Vec<String>,
-    },
+    Extras { engine: String, names: Vec<String> },
 }
 
 /// A failure, as it is told.
@@ -76,7 +60,6 @@ pub struct Failure {
     pub stage: Stage,
     /// What sort of failure.
     pub kind: Kind,
-    /// What happened.
     pub text: String,
     /// What to do next.
     pub advice: String,

@@ -42,11 +42,8 @@ const NAMES: usize = 100;
 
 /// How an engine is reached.
 enum Way {
-    /// Our plugin.
     Plugin(Plugin, Box<Status>),
-    /// vLLM's own routes.
     Native,
-    /// SGLang's routes.
     Sglang(Loading),
 }
 
@@ -70,7 +67,6 @@ struct Tries {
 
 /// What happens next.
 enum Next {
-    /// At once.
     Now,
     /// After this time, or when something new is wanted.
     After(Duration),

@@ -59,7 +59,6 @@ const FAREWELL: Duration = Duration::from_millis(700);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Routes {
-    /// vLLM's own.
     Vllm,
     /// SGLang's, from a directory.
     Sglang,
@@ -70,11 +69,9 @@ pub enum Routes {
 /// An engine, and how it is driven.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Target {
-    /// Its name.
     pub engine: String,
     /// Whose routes it has.
     pub routes: Routes,
-    /// Where it is.
     pub url: String,
     /// What it wants in the `Authorization` header.
     pub key: Option<String>,
@@ -82,9 +79,7 @@ pub struct Target {
     pub dir: PathBuf,
     /// The directory that it loads from, if it loads from one.
     pub model: PathBuf,
-    /// Requests in flight.
     pub mode: PauseMode,
-    /// Cached prefixes.
     pub cache: CachePolicy,
 }
 
@@ -126,7 +121,6 @@ pub struct Job {
     pub prepare: bool,
     /// This version and no newer one.
     pub exact: bool,
-    /// How to load.
     pub how: How,
 }
 

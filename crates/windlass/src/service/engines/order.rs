@@ -21,7 +21,6 @@ use super::error::{EngineError, Stage};
 pub enum How {
     /// As it can: only what changed if it knows what it has, else everything.
     Auto,
-    /// Everything.
     Dense,
 }
 
@@ -39,15 +38,12 @@ pub struct DeltaFiles {
 pub struct Order {
     /// The directory of the image.
     pub image: PathBuf,
-    /// Whose.
     pub model_id: String,
     /// Which life of the publisher.
     pub incarnation: u64,
-    /// Which version.
     pub version: Version,
     /// What its bytes must give.
     pub digest: StateDigest,
-    /// How.
     pub how: How,
     /// Where workers write what came of it.
     pub reports: Option<PathBuf>,
@@ -86,7 +82,6 @@ impl Order {
 pub struct Label {
     /// Which life of the publisher.
     pub incarnation: Incarnation,
-    /// Which version.
     pub version: Version,
 }
 
@@ -121,10 +116,8 @@ impl FromStr for Label {
 /// What a worker says of itself. What is not needed here is not looked at.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct Report {
-    /// Which worker.
     #[serde(default)]
     pub rank: u64,
-    /// What it has.
     #[serde(default)]
     pub live: Option<Live>,
     /// `clean`, or `dirty` if a write began and did not end.
@@ -139,7 +132,6 @@ pub struct Report {
     /// Tensors of the image that the engine does not take.
     #[serde(default)]
     pub extras: Vec<String>,
-    /// What went wrong.
     #[serde(default)]
     pub error: Option<Said>,
 }
@@ -149,7 +141,6 @@ pub struct Report {
 pub struct Live {
     /// Which life of the publisher.
     pub incarnation: u64,
-    /// Which version.
     pub version: Version,
 }
 
@@ -177,7 +168,6 @@ pub struct Plan {
 pub struct Said {
     /// What sort of failure.
     pub kind: Kind,
-    /// What happened.
     pub text: String,
 }
 

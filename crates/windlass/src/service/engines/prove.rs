@@ -27,7 +27,6 @@ use crate::error::Error;
 /// The checked arguments of `verify --engine`.
 #[derive(Debug)]
 pub struct Prove {
-    /// Which engine.
     pub engine: EngineSpec,
     /// The directory of the image that it was loaded from.
     pub image: PathBuf,

@@ -54,7 +54,6 @@ const RESUME_PAUSE: Duration = Duration::from_millis(200);
 /// What a write did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Written {
-    /// In a word.
     pub how: String,
     /// Tensors of the image that the engine did not take.
     pub extras: Vec<String>,
@@ -205,11 +204,8 @@ pub type Take<'a> = dyn Fn(&Stop) -> Result<(ImageView, Order), EngineError> + '
 /// What a load needs to know.
 #[derive(Clone, Copy)]
 pub struct Load<'a> {
-    /// The engine.
     pub engine: &'a dyn Plain,
-    /// Its name.
     pub name: &'a str,
-    /// Its journal.
     pub journal: &'a Journal,
     /// Takes a map lease on the image, and says what is to be loaded from it.
     pub take: &'a Take<'a>,

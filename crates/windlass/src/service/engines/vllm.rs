@@ -178,7 +178,6 @@ pub struct Status {
     /// The version that it has.
     #[serde(default)]
     pub weight_version: Option<String>,
-    /// Its workers.
     #[serde(default)]
     pub workers: Vec<Report>,
     /// A load under way.
@@ -204,7 +203,6 @@ pub struct Loaded {
     pub stage_ms: Option<f64>,
     /// How long the steps took that were under way.
     pub drain_ms: Option<f64>,
-    /// Its workers.
     pub workers: Vec<Report>,
 }
 

@@ -66,11 +66,9 @@ pub struct Limits {
     pub poll: Duration,
     /// How long a peer may take none of what is sent to it.
     pub stall: Duration,
-    /// The longest body.
     pub body: usize,
     /// Bytes of the bodies that are larger than 64 KiB and in memory at a time.
     pub bodies: usize,
-    /// Requests per second.
     pub rate: f64,
     /// Requests per second without the token.
     pub strangers: f64,
@@ -100,7 +98,6 @@ pub const MAX_POLL: Duration = Duration::from_secs(60);
 pub struct Failure {
     /// What sort of failure.
     pub kind: Kind,
-    /// For people.
     pub message: String,
     /// The status, where it is not that of the kind.
     pub status: Option<StatusCode>,

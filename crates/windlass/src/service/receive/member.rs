@@ -39,9 +39,7 @@ use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 /// The controller that a receiver follows.
 #[derive(Clone, Debug)]
 pub struct Controlled {
-    /// Where it is.
     pub url: String,
-    /// Its token.
     pub token: Token,
     /// The token of the agents that its orders name.
     pub agents: Token,

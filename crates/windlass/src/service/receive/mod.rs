@@ -83,7 +83,6 @@ impl Publisher {
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
 pub struct Receive {
-    /// The publishers.
     pub publishers: Vec<Publisher>,
     /// Regions on this host whose slots are read in place.
     pub in_place: Vec<PathBuf>,

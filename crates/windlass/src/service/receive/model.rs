@@ -67,7 +67,6 @@ impl Took {
 /// An answer on its way to the controller.
 #[derive(Debug)]
 pub(super) struct Sending {
-    /// Which model's.
     pub(super) model: usize,
     /// The session of the order.
     pub(super) session: u64,
@@ -107,7 +106,6 @@ struct State {
     seen: Option<Identity>,
     /// Loads that were not reported yet.
     unsent: usize,
-    /// Loads that succeeded.
     loads: u64,
     /// The last failure, until something succeeds.
     error: Option<String>,

@@ -52,9 +52,7 @@ pub(super) trait Passing: std::error::Error + Into<Error> {
 /// Whether what is tried has succeeded before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// Not yet.
     New,
-    /// It has.
     Proven,
 }
 

@@ -19,7 +19,6 @@ pub(super) struct Together {
 #[derive(Debug, Default)]
 struct Meeting {
     arrived: usize,
-    /// Who cannot come.
     missing: Option<String>,
 }
 

@@ -14,77 +14,36 @@ use crate::error::Error;
 pub enum SuperviseError {
     /// The operating system refused something before there was an agent.
     #[error("cannot keep an agent running: no {what}: {source}")]
-    Setup {
-        /// What is missing.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
-    /// Nobody knows how to start the command.
+    Setup { what: &'static str, source: io::Error },
     #[error("cannot keep an agent running: how is the windlass command started?")]
-    NoProgram {
-        /// Why not.
-        source: Box<Error>,
-    },
-    /// The log cannot be written.
+    NoProgram { source: Box<Error> },
     #[error("cannot write the agent's log {}: {source}; name another file", path.display())]
-    Log {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// No agent listens yet.
+    Log { path: PathBuf, source: io::Error },
     #[error(
         "no agent of region {} listens after {:.1} s and {starts} starts; {}; trying goes on, its log is {}",
         region.display(), after.as_secs_f64(), said_last(said.as_deref()), log.display()
     )]
     NotListening {
-        /// The region.
         region: PathBuf,
-        /// How long was waited.
         after: Duration,
-        /// How often one was started.
         starts: u64,
         /// What the last one that ended said.
         said: Option<String>,
-        /// Where to read more.
         log: PathBuf,
         /// The kind of its failure, where it named one.
         kind: Option<Kind>,
     },
     /// The agent refuses what it was asked, again and again.
     #[error("the agent of region {} does not start: {said}", region.display())]
-    Refuses {
-        /// The region.
-        region: PathBuf,
-        /// What it says.
-        said: String,
-        /// The kind of its failure.
-        kind: Kind,
-    },
-    /// The wait was called off.
+    Refuses { region: PathBuf, said: String, kind: Kind },
     #[error("waiting for the agent of region {} was called off", region.display())]
-    Cancelled {
-        /// The region.
-        region: PathBuf,
-    },
-    /// The supervisor was stopped.
+    Cancelled { region: PathBuf },
     #[error("the agent of region {} was ended by its supervisor: start a new one", region.display())]
-    Ended {
-        /// The region.
-        region: PathBuf,
-    },
-    /// This is a child of fork.
+    Ended { region: PathBuf },
     #[error(
         "this supervisor belongs to process {home}, and this is its forked child {here}: use it there, or start a new one here"
     )]
-    Forked {
-        /// The process that made it.
-        home: u32,
-        /// This one.
-        here: u32,
-    },
+    Forked { home: u32, here: u32 },
 }
 
 fn said_last(said: Option<&str>) -> String {

@@ -119,7 +119,6 @@ impl Spec {
 pub struct Status {
     /// Whether there is a process.
     pub running: bool,
-    /// Which.
     pub pid: Option<u32>,
     /// Where it listens, once it does.
     pub address: Option<AgentAddress>,

@@ -33,9 +33,7 @@ use crate::tools::outfile::{OutDir, OutFile};
 /// The checked arguments of `delta apply`.
 #[derive(Debug)]
 pub struct Apply {
-    /// The older version.
     pub base: PathBuf,
-    /// The delta.
     pub delta: PathBuf,
     /// Where the newer version goes; in place if not given.
     pub output: Option<PathBuf>,
@@ -104,7 +102,6 @@ impl Apply {
 /// What an update in place starts from.
 #[derive(Clone, Copy, Debug)]
 enum Found {
-    /// The delta's base.
     Base,
     /// The delta's target: nothing is left to do.
     Target,

@@ -70,9 +70,7 @@ pub enum Verdict {
 /// One thing that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {
-    /// What.
     pub name: Cow<'static, str>,
-    /// What was found.
     pub value: String,
     /// What to think of it.
     pub verdict: Verdict,

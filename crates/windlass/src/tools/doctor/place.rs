@@ -20,7 +20,6 @@ const HEADER: u64 = 1 << 20;
 /// What was found out about the directory.
 #[derive(Debug)]
 struct Place {
-    /// tmpfs or ramfs.
     in_memory: bool,
     /// The size of the filesystem; `None` if it has no limit of its own.
     total: Option<u64>,

@@ -35,7 +35,6 @@ const SLOW_LOOPBACK: f64 = 1.0;
 /// What was measured, or why not.
 #[derive(Debug)]
 pub struct Speed {
-    /// Copying memory.
     pub copy: io::Result<f64>,
     /// Reading two streams of memory in step.
     pub read2: io::Result<f64>,

@@ -15,7 +15,6 @@ use windlass_core::barrier::{Awaited, Mode, Phase};
 /// Whether to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// Text only.
     Plain,
     /// With colours and weights.
     Colour,

@@ -28,7 +28,6 @@ const PLAIN: (usize, usize) = (usize::MAX, 1000);
 /// The checked arguments of `top`.
 #[derive(Debug)]
 pub struct Top {
-    /// The controller.
     pub controller: ControllerClient,
     /// One frame, not many.
     pub once: bool,
