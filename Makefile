@@ -52,9 +52,9 @@ loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
 
 soak: ## 10,000 faults of every kind in the whole system, 1,000 syncs over a bad network, a tensor of 3 GiB (FAULTS=n, SYNCS=n, WINDLASS_SEED=n)
-	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test soak -- --nocapture
-	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test faults -- --nocapture
-	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
+	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test it -- soak:: --nocapture
+	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test it -- faults:: --nocapture
+	$(CARGO) test --locked -p windlass-data --test it -- odd:: --ignored
 
 bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
