@@ -450,7 +450,7 @@ def test_the_snippet_of_the_guide_loads_what_was_published(
         assert old in snippet
         snippet = snippet.replace(old, new)
     said = run_snippet(snippet)
-    assert f":{policy.version} stood still for" in said
+    assert f":{policy.version} paused for" in said
     assert right(server, policy)
 
 
