@@ -88,27 +88,27 @@
 //!
 //! Each is proved by the tests named at the end of this file.
 //!
-//! - B-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
+//! - BARRIER-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
 //!   its models, and every model of the set has announced it. A load order names the whole set. Receivers that outlived
 //!   an earlier barrier are waited for as long as they take to join.
-//! - B-2 (C72) No live member that serves has a mix of versions of a strict set.
-//! - B-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
+//! - BARRIER-2 (C72) No live member that serves has a mix of versions of a strict set.
+//! - BARRIER-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
 //!   them, and each model has one. A gate opens exactly when what it waits for is served.
-//! - B-4 (C77) Nobody is live before it has loaded what is served; who has loaded one model and failed another
+//! - BARRIER-4 (C77) Nobody is live before it has loaded what is served; who has loaded one model and failed another
 //!   is out at once.
-//! - B-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
-//! - B-6 Within an incarnation neither a receiver nor what is served goes back.
-//! - B-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
-//! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
-//! - B-9 If receivers answer, the newest common version that its agents show is served in the end, and all are live. One
+//! - BARRIER-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
+//! - BARRIER-6 Within an incarnation neither a receiver nor what is served goes back.
+//! - BARRIER-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
+//! - BARRIER-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
+//! - BARRIER-9 If receivers answer, the newest common version that its agents show is served in the end, and all are live. One
 //!   that was announced falsely holds up nothing for ever, and is named.
-//! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
-//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait, unless another model of
+//! - BARRIER-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
+//! - BARRIER-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait, unless another model of
 //!   its set is at a newer version, which only it can reach; history is
 //!   released when no member has a claim on it, or its claim has expired.
-//! - B-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
+//! - BARRIER-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
 //!   becomes none. Failures name the receiver.
-//! - B-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was asked for.
+//! - BARRIER-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was asked for.
 
 mod config;
 mod error;
@@ -742,48 +742,48 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
     }
 }
 
-// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-11
+// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges BARRIER-1 to BARRIER-11
 // in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
 //
-// B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
+// BARRIER-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
 //      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other,
 //      new_barrier_neither_loads_nor_serves_before_its_roster_has_settled,
 //      time_that_the_controller_slept_through_does_not_settle_the_roster
-// B-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
+// BARRIER-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
 //      loading_another_version_than_ordered_is_a_failed_load
-// B-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
+// BARRIER-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
 //      quorum_does_not_wait_and_laggards_are_out_until_they_have_loaded,
 //      percentage_quorum_counts_all_members_rounded_up, below_the_floor_nothing_advances_and_it_is_reported,
 //      model_that_no_ready_receiver_serves_holds_the_set_up,
 //      receivers_that_fall_silent_together_do_not_vouch_for_each_other
-// B-4  joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it,
+// BARRIER-4  joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it,
 //      failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up
-// B-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
-// B-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
+// BARRIER-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
+// BARRIER-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
 //      newer_announcements_skip_versions_that_nobody_has_staged
-// B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
+// BARRIER-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
 //      load_that_runs_past_its_deadline_fences_the_receiver,
 //      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
 //      receiver_that_got_a_newer_version_waits_for_the_others_there,
 //      receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap, success_lets_the_rests_begin_anew,
 //      staging_does_not_make_up_for_loads_that_fail
-// B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
+// BARRIER-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
 //      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
 //      time_that_steps_back_is_not_believed
-// B-9  round_that_nobody_can_make_ready_gives_way_at_once,
+// BARRIER-9  round_that_nobody_can_make_ready_gives_way_at_once,
 //      version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify,
 //      version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones,
 //      version_that_is_shown_late_is_loaded_after_all
-// B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
+// BARRIER-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_words_are_refused_by_name
-// B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
+// BARRIER-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
 //      history_is_released_only_when_no_receiver_has_a_claim_on_it,
 //      claim_on_history_expires_when_its_holder_has_been_out_of_the_pool_for_too_long
-// B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
+// BARRIER-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
 //      sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged,
 //      staged_bytes_are_not_abandoned_when_another_order_for_them_is_open
-// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
+// BARRIER-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
 //      eval_that_never_ends_is_given_up_at_its_deadline,
 //      trainer_that_ran_ahead_alone_is_told_which_models_are_missing
 //

@@ -9,8 +9,8 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | P-1 | Every unit that differs is visited, once and in ascending order. | `the_positions_of_a_record_are_the_units_that_changed` |
-//! | P-2 | No bytes make it visit a unit beyond the block, panic, or allocate more than the block. | `damaged_records_never_name_a_position_beyond_their_block` |
+//! | POSITIONS-1 | Every unit that differs is visited, once and in ascending order. | `the_positions_of_a_record_are_the_units_that_changed` |
+//! | POSITIONS-2 | No bytes make it visit a unit beyond the block, panic, or allocate more than the block. | `damaged_records_never_name_a_position_beyond_their_block` |
 
 use super::bits::{section, take_ones, take_section};
 use super::{DeltaError, Mode, Record, Tile, gaps};

@@ -124,13 +124,13 @@ struct Lane {
 ///
 /// Rules:
 ///
-/// - S-1 A stripe is claimed by at most one live stream at a time, and acknowledged exactly once.
-/// - S-2 A stream that is lost gives back what it has not acknowledged. Call [`Claims::lost`] only when the
+/// - CLAIMS-1 A stripe is claimed by at most one live stream at a time, and acknowledged exactly once.
+/// - CLAIMS-2 A stream that is lost gives back what it has not acknowledged. Call [`Claims::lost`] only when the
 ///   connection is reset and the thread has left the destination memory: from then on another stream may
 ///   write there.
-/// - S-3 A stripe whose sums are wrong is fetched again, a bounded number of times.
-/// - S-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
-/// - S-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
+/// - CLAIMS-3 A stripe whose sums are wrong is fetched again, a bounded number of times.
+/// - CLAIMS-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
+/// - CLAIMS-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
 #[derive(Clone, Debug)]
 pub struct Claims {
     plan: StripePlan,

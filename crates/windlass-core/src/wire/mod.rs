@@ -185,14 +185,14 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | X-1 | decoding any bytes ends in a value or a named error; what is decoded encodes to the same bytes | `any_bytes_decode_to_a_frame_or_an_error`, `every_message_survives_the_wire` |
-//! | X-2 | no length is used before it is checked against the limits of its kind | `a_header_is_refused_before_its_body_if_the_length_is_out_of_bounds` |
-//! | X-3 | a proof is good for one ticket, source, stream, epoch, role and pair of nonces | `a_proof_replayed_in_another_handshake_fails` |
-//! | X-4 | each stripe is acknowledged exactly once, and never held by two live streams | `every_stripe_is_acknowledged_exactly_once_whatever_is_lost` |
-//! | X-5 | after the deadline nothing is handed out or acknowledged | `after_the_deadline_nothing_is_handed_out_or_acknowledged` |
-//! | X-6 | frames out of order are named errors, and no gap, overlap or short stripe passes | `a_pull_stream_refuses_every_frame_out_of_order`, `stripe_bytes_with_gaps_repeats_or_too_few_are_refused` |
-//! | X-7 | completion is accepted for this ticket, identity and digest only | `completion_is_tied_to_ticket_version_and_digest` |
-//! | X-8 | peers of another major learn both versions | `a_peer_of_another_major_is_refused_with_both_versions_named` |
+//! | WIRE-1 | decoding any bytes ends in a value or a named error; what is decoded encodes to the same bytes | `any_bytes_decode_to_a_frame_or_an_error`, `every_message_survives_the_wire` |
+//! | WIRE-2 | no length is used before it is checked against the limits of its kind | `a_header_is_refused_before_its_body_if_the_length_is_out_of_bounds` |
+//! | WIRE-3 | a proof is good for one ticket, source, stream, epoch, role and pair of nonces | `a_proof_replayed_in_another_handshake_fails` |
+//! | WIRE-4 | each stripe is acknowledged exactly once, and never held by two live streams | `every_stripe_is_acknowledged_exactly_once_whatever_is_lost` |
+//! | WIRE-5 | after the deadline nothing is handed out or acknowledged | `after_the_deadline_nothing_is_handed_out_or_acknowledged` |
+//! | WIRE-6 | frames out of order are named errors, and no gap, overlap or short stripe passes | `a_pull_stream_refuses_every_frame_out_of_order`, `stripe_bytes_with_gaps_repeats_or_too_few_are_refused` |
+//! | WIRE-7 | completion is accepted for this ticket, identity and digest only | `completion_is_tied_to_ticket_version_and_digest` |
+//! | WIRE-8 | peers of another major learn both versions | `a_peer_of_another_major_is_refused_with_both_versions_named` |
 
 mod admission;
 mod bytes;

@@ -207,7 +207,7 @@ impl World {
         self.note("rejoined");
     }
 
-    /// B-1, B-3: whoever lives counts, whether the barrier knows of it or not.
+    /// BARRIER-1, BARRIER-3: whoever lives counts, whether the barrier knows of it or not.
     fn judge_astray(&self, set: usize, what: &str) {
         let missing = |id: &&ReceiverId| !self.models_in(&self.newest[*id], set).is_empty();
         let missing: Vec<_> = self.astray.iter().filter(missing).collect();
@@ -650,7 +650,7 @@ impl World {
                 self.note("released");
             }
             Action::BackPressure { model, ahead, wait, .. } => {
-                assert!(!wait || ahead > self.config.limits.max_ahead, "B-11: {model} is {ahead} ahead");
+                assert!(!wait || ahead > self.config.limits.max_ahead, "BARRIER-11: {model} is {ahead} ahead");
                 if wait {
                     self.pressed.insert(model);
                     self.note("pressed");
@@ -668,7 +668,7 @@ impl World {
         }
     }
 
-    /// B-11: after a notify its trainer has been told to wait if it is too far ahead of what is served.
+    /// BARRIER-11: after a notify its trainer has been told to wait if it is too far ahead of what is served.
     fn judge_pressure(&self, model: &ModelId) {
         let set = self.set_of(model);
         // In a relaxed set each model is ahead of its own version, which is not known while others have none.
@@ -686,9 +686,9 @@ impl World {
         let ahead = self.announced[&key].iter().filter(above).count();
         let newest = |m: &ModelId| models.iter().find(|s| s.model == *m).and_then(|s| s.newest);
         let behind = self.config.sets[set].models.iter().any(|m| newest(m) > newest(model));
-        assert!(!(told && behind), "B-11: {model} is told to wait, and its set waits for it");
+        assert!(!(told && behind), "BARRIER-11: {model} is told to wait, and its set waits for it");
         let far = ahead > self.config.limits.max_ahead;
-        assert!(told || behind || !far, "B-11: {model} is {ahead} ahead and goes on");
+        assert!(told || behind || !far, "BARRIER-11: {model} is {ahead} ahead and goes on");
     }
 
     fn judge_wait(&self, wait: &OpenWait, served: &Served) {
