@@ -125,7 +125,7 @@ impl<'a> View<'a> {
 
 /// An open `Stage` order.
 #[derive(Debug)]
-pub(super) struct Ask {
+pub(super) struct StageOrder {
     pub(super) order: Order,
     pub(super) version: Version,
     pub(super) until: Millis,
@@ -133,7 +133,7 @@ pub(super) struct Ask {
 
 /// An open `Load` order. `left` lists the slots that have not answered.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct LoadOrder {
     pub(super) order: Order,
     pub(super) version: Version,
     pub(super) until: Millis,
@@ -148,7 +148,7 @@ pub(super) struct Slot {
     /// The version the engines are known to hold.
     pub(super) loaded: Option<(Incarnation, Version)>,
     pub(super) staged: BTreeSet<Version>,
-    pub(super) asked: Vec<Ask>,
+    pub(super) asked: Vec<StageOrder>,
     /// Versions up to this one can no longer be staged here: the sender gave something newer.
     pub(super) gone: Option<Version>,
 }
@@ -204,7 +204,7 @@ pub(super) struct Member {
     pub(super) peer: Peer,
     pub(super) slots: Vec<Slot>,
     pub(super) live: bool,
-    pub(super) load: Option<Load>,
+    pub(super) load: Option<LoadOrder>,
     /// It failed, expired or was overtaken in this round: the round does not wait for it.
     pub(super) excused: bool,
     /// Not asked for anything before then.
@@ -318,7 +318,7 @@ impl Member {
         let identities = self.slots.iter().filter_map(|s| view.identity(s.model, version)).collect();
         let order = ctx.order();
         let left = (0..self.slots.len()).collect();
-        self.load = Some(Load { order, version, until: ctx.deadline(ctx.limits.load_ms), left });
+        self.load = Some(LoadOrder { order, version, until: ctx.deadline(ctx.limits.load_ms), left });
         ctx.out.push(Action::Load { to: self.peer.clone(), order, set: view.set.clone(), identities });
     }
 
@@ -348,7 +348,7 @@ impl Member {
                     continue;
                 }
                 let order = ctx.order();
-                slot.asked.push(Ask { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
+                slot.asked.push(StageOrder { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
                 ctx.out.push(Action::Stage {
                     to: self.peer.clone(),
                     order,
@@ -396,7 +396,7 @@ impl Member {
 
     /// The open load no longer counts. The state of its unanswered models is unknown from here on, so only a
     /// later load, with a greater order, makes the member whole again. Returns the version it was of.
-    pub(super) fn void_load(&mut self) -> Option<Load> {
+    pub(super) fn void_load(&mut self) -> Option<LoadOrder> {
         let load = self.load.take()?;
         for &i in &load.left {
             if let Some(slot) = self.slots.get_mut(i) {

@@ -165,7 +165,7 @@ struct Receiver {
 
 /// The position of a model.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct ModelIndex {
     set: usize,
     group: usize,
     model: usize,
@@ -179,7 +179,7 @@ pub struct Barrier {
     sets: Vec<Set>,
     set_names: HashMap<SetName, usize>,
     groups: Vec<Group>,
-    models: HashMap<ModelId, Place>,
+    models: HashMap<ModelId, ModelIndex>,
     receivers: BTreeMap<ReceiverId, Receiver>,
     /// The last sessions of receivers that are gone, so that a repeated join does not revive them.
     spent: VecDeque<(ReceiverId, u64)>,
@@ -264,7 +264,7 @@ impl Barrier {
         }
         for (group, g) in self.groups.iter().enumerate().skip(first) {
             for (model, id) in g.models.iter().enumerate() {
-                self.models.insert(id.clone(), Place { set: index, group, model });
+                self.models.insert(id.clone(), ModelIndex { set: index, group, model });
             }
         }
         self.set_names.insert(set.name.clone(), index);
@@ -401,7 +401,7 @@ impl Barrier {
 
     // ---- trainers ---------------------------------------------------------------------------------
 
-    fn place(&self, model: &ModelId) -> Result<Place, BarrierError> {
+    fn place(&self, model: &ModelId) -> Result<ModelIndex, BarrierError> {
         self.models.get(model).copied().ok_or_else(|| self.unknown_model(model))
     }
 

@@ -22,13 +22,13 @@ struct Packed<'a> {
     #[serde(borrow)]
     dtypes: Vec<Cow<'a, str>>,
     shapes: Vec<Vec<u64>>,
-    layout: Vec<Place>,
+    layout: Vec<PackedEntry>,
     ipc_handles: Value,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Place {
+struct PackedEntry {
     offset: u64,
     bytes: u64,
     numel: u64,
@@ -51,7 +51,7 @@ fn packed(text: &[u8]) -> Option<PackedCudaIpcWeightUpdateRequest> {
     let dtype = |name: &Cow<'_, str>| name.parse::<Dtype>().ok().filter(|d| d.name() == name);
     let dtypes = given.dtypes.iter().map(dtype).collect::<Option<_>>()?;
     let params = Parameters::new(given.names, dtypes, given.shapes).ok()?;
-    let place = |p: Place| PackedTensor { offset: p.offset, bytes: p.bytes, numel: p.numel };
+    let place = |p: PackedEntry| PackedTensor { offset: p.offset, bytes: p.bytes, numel: p.numel };
     let layout = given.layout.into_iter().map(place).collect();
     let handles = read_handles(&given.ipc_handles, "request").ok()?;
     if write_handles(&handles) != given.ipc_handles {
