@@ -32,10 +32,10 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | I-1 | engines lease only whole versions whose digest was right | `an_image_cannot_be_leased_while_it_is_open` |
-//! | I-2 | a refresh with a block of another version, or a wrong digest, does not finish | `a_refresh_with_a_missing_block_does_not_finish` |
-//! | I-3 | an image broken off keeps the blocks that landed | `a_broken_refresh_keeps_what_landed` |
-//! | I-4 | a reopened image is verified before it counts | `a_reopened_image_is_summed_before_it_counts` |
+//! | IMAGE-1 | engines lease only whole versions whose digest was right | `an_image_cannot_be_leased_while_it_is_open` |
+//! | IMAGE-2 | a refresh with a block of another version, or a wrong digest, does not finish | `a_refresh_with_a_missing_block_does_not_finish` |
+//! | IMAGE-3 | an image broken off keeps the blocks that landed | `a_broken_refresh_keeps_what_landed` |
+//! | IMAGE-4 | a reopened image is verified before it counts | `a_reopened_image_is_summed_before_it_counts` |
 
 use std::collections::BTreeSet;
 use std::fs;

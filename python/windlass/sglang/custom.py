@@ -26,12 +26,12 @@ long as the image fits the checkpoint; the report's ``plan`` says why.
 
 | | invariant | test |
 |---|---|---|
-| S-1 | nothing is written unless all ranks can write: they agree first | `test_a_rank_that_refuses_holds_back_the_others` |
-| S-2 | a problem before the first write leaves the weights and says `clean` | `test_an_image_that_does_not_fit_is_refused_by_the_worker` |
-| S-3 | a problem after it says `dirty`, until a whole load is done | `test_a_load_that_breaks_says_dirty_and_the_next_one_heals` |
-| S-4 | the function never raises | `test_no_order_makes_the_loader_raise` |
-| S-5 | weights that another route changed are not patched | `test_weights_that_another_driver_loaded_are_not_patched` |
-| S-6 | an update of requests ends only if every tensor of the checkpoint came | `test_requests_of_handles_are_loaded_whole_or_said_to_be_dirty` |
+| SGLANG-1 | nothing is written unless all ranks can write: they agree first | `test_a_rank_that_refuses_holds_back_the_others` |
+| SGLANG-2 | a problem before the first write leaves the weights and says `clean` | `test_an_image_that_does_not_fit_is_refused_by_the_worker` |
+| SGLANG-3 | a problem after it says `dirty`, until a whole load is done | `test_a_load_that_breaks_says_dirty_and_the_next_one_heals` |
+| SGLANG-4 | the function never raises | `test_no_order_makes_the_loader_raise` |
+| SGLANG-5 | weights that another route changed are not patched | `test_weights_that_another_driver_loaded_are_not_patched` |
+| SGLANG-6 | an update of requests ends only if every tensor of the checkpoint came | `test_requests_of_handles_are_loaded_whole_or_said_to_be_dirty` |
 """
 
 from __future__ import annotations

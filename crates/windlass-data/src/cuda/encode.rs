@@ -26,8 +26,8 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | E-1 | Records are those of the CPU encoder, byte by byte. | `tests/gpu/device.py` |
-//! | E-2 | Every block of the rank is found, at the right place and pitch, or refused. | `blocks_are_found_where_copies_say_they_are` |
+//! | GPU-ENCODE-1 | Records are those of the CPU encoder, byte by byte. | `tests/gpu/device.py` |
+//! | GPU-ENCODE-2 | Every block of the rank is found, at the right place and pitch, or refused. | `blocks_are_found_where_copies_say_they_are` |
 
 #![allow(unsafe_code)]
 

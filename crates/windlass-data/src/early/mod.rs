@@ -78,14 +78,14 @@
 //!
 //! # Invariants and their tests
 //!
-//! - E-1 A slot that is committed holds exactly what the trainer had, whichever way each rank took:
+//! - DELTA-MODE-1 A slot that is committed holds exactly what the trainer had, whichever way each rank took:
 //!   `slots_that_follow_by_records_hold_what_a_copy_would`, `ranks_that_copy_and_ranks_that_bring_deltas_fill_one_slot`.
-//! - E-2 What is served early is what the slot holds later: `a_version_is_served_by_delta_before_its_slot_is_whole`.
-//! - E-3 Death anywhere leaves the version before readable, and publishing goes on:
+//! - DELTA-MODE-2 What is served early is what the slot holds later: `a_version_is_served_by_delta_before_its_slot_is_whole`.
+//! - DELTA-MODE-3 Death anywhere leaves the version before readable, and publishing goes on:
 //!   `a_rank_killed_at_every_step_of_a_delta_leaves_nothing_wrong`, `an_agent_killed_while_it_joins_is_made_up_for`.
-//! - E-4 Torn and contradicting deltas are never served: `torn_and_contradicting_parts_are_sealed_the_ordinary_way`.
-//! - E-5 A number that was handed out is not given to other bytes: `a_number_that_was_handed_out_is_not_given_to_other_bytes`.
-//! - E-6 Nothing is left behind: `parts_of_the_dead_and_of_the_past_are_collected`.
+//! - DELTA-MODE-4 Torn and contradicting deltas are never served: `torn_and_contradicting_parts_are_sealed_the_ordinary_way`.
+//! - DELTA-MODE-5 A number that was handed out is not given to other bytes: `a_number_that_was_handed_out_is_not_given_to_other_bytes`.
+//! - DELTA-MODE-6 Nothing is left behind: `parts_of_the_dead_and_of_the_past_are_collected`.
 
 mod apply;
 mod error;

@@ -10,7 +10,7 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | T-1 | A trail leads from the base asked for to the image, by version and digest, or there is none. | `a_trail_leads_from_the_base_to_the_image_or_says_why_not` |
+//! | TRAIL-1 | A trail leads from the base asked for to the image, by version and digest, or there is none. | `a_trail_leads_from_the_base_to_the_image_or_says_why_not` |
 
 use std::fs;
 use std::io;

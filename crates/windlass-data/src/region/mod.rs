@@ -35,21 +35,21 @@
 //!
 //! # Invariants and their tests
 //!
-//! - R-1 An old version stays readable and whole while a new one is written, whoever dies or is stopped, and when:
+//! - REGION-1 An old version stays readable and whole while a new one is written, whoever dies or is stopped, and when:
 //!   `a_killed_writer_leaves_the_old_version_whole_at_every_step`, `a_killed_reader_frees_its_slot_at_every_step`,
 //!   `a_killed_agent_gives_up_its_seat_and_leases_at_every_step`.
-//! - R-2 A rank that stalls is named, and cannot write into a later version:
+//! - REGION-2 A rank that stalls is named, and cannot write into a later version:
 //!   `a_stopped_writer_is_named_and_its_late_bytes_are_never_committed`.
-//! - R-3 Ranks commit exactly the bytes they wrote: `ranks_in_parallel_commit_exactly_their_bytes`.
-//! - R-4 A slot is a safetensors file at any time: `slots_open_with_the_safetensors_library_while_mapped`.
-//! - R-5 Too little room is an error before anything is written: `too_little_room_is_said_before_anything_is_written`,
+//! - REGION-3 Ranks commit exactly the bytes they wrote: `ranks_in_parallel_commit_exactly_their_bytes`.
+//! - REGION-4 A slot is a safetensors file at any time: `slots_open_with_the_safetensors_library_while_mapped`.
+//! - REGION-5 Too little room is an error before anything is written: `too_little_room_is_said_before_anything_is_written`,
 //!   `a_small_tmpfs_gets_memfd_slots`.
-//! - R-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
+//! - REGION-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
 //!   `a_live_region_is_not_replaced_and_a_dead_one_is`, `a_region_is_made_anew_once_its_last_user_is_gone`.
 //!   What a dead publisher left is let go of for the next one, by an agent that outlived it:
 //!   `an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one`,
 //!   `only_a_living_creator_wants_what_a_dead_one_left`.
-//! - R-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
+//! - REGION-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
 //!   `a_silent_agent_is_not_waited_for_and_finds_its_seal_broken`.
 
 mod create;

@@ -37,11 +37,11 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | L-1 | a loader sees only whole versions | `a_loader_gets_whole_versions_only` |
-//! | L-2 | never two loads at once, never an older version | `versions_are_loaded_in_order_and_one_at_a_time` |
-//! | L-3 | every name is there, aliases included | `a_loader_sees_every_tensor_and_alias` |
-//! | L-4 | a failed load leaves the engine's version, and is tried again | `a_failed_load_leaves_the_old_version_and_is_tried_again` |
-//! | L-5 | a rank that leaves bytes unwritten cannot publish | `bytes_that_no_rank_extracts_are_an_error_before_anything_is_written` |
+//! | ROLE-1 | a loader sees only whole versions | `a_loader_gets_whole_versions_only` |
+//! | ROLE-2 | never two loads at once, never an older version | `versions_are_loaded_in_order_and_one_at_a_time` |
+//! | ROLE-3 | every name is there, aliases included | `a_loader_sees_every_tensor_and_alias` |
+//! | ROLE-4 | a failed load leaves the engine's version, and is tried again | `a_failed_load_leaves_the_old_version_and_is_tried_again` |
+//! | ROLE-5 | a rank that leaves bytes unwritten cannot publish | `bytes_that_no_rank_extracts_are_an_error_before_anything_is_written` |
 //!
 //! # Another transport
 //!

@@ -573,9 +573,9 @@ impl State {
                     self.counters.failed(Kind::NotFound);
                     self.record.error(now, format!("trainer of {}", identity.model_id), Kind::NotFound, text);
                 }
-                Action::Resting { receiver, set, failures, rest_ms } => {
-                    let rest = rest_ms as f64 / 1e3;
-                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");
+                Action::BackingOff { receiver, set, failures, delay_ms } => {
+                    let delay = delay_ms as f64 / 1e3;
+                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {delay:.1} s");
                 }
                 Action::Superseded { model, old, new } => {
                     tracing::warn!(model_id = %model, %old, %new, "a newer incarnation took over");

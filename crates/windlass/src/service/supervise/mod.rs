@@ -36,16 +36,16 @@
 //!
 //! # Invariants and their tests (`tests/supervise.rs`; names with `test_` are in `tests/python/test_supervise.py`)
 //!
-//! - S-1 No agent outlives its supervisor, however that ends: `a_killed_supervisor_leaves_no_agent`,
+//! - SUPERVISE-1 No agent outlives its supervisor, however that ends: `a_killed_supervisor_leaves_no_agent`,
 //!   `test_a_killed_trainer_leaves_no_agent_even_if_its_forked_child_lives_on`, `a_stopped_supervisor_leaves_nothing`,
 //!   `an_agent_that_does_not_end_by_itself_is_ended`.
-//! - S-2 A killed agent comes back where it was, or else in its range:
+//! - SUPERVISE-2 A killed agent comes back where it was, or else in its range:
 //!   `a_killed_agent_comes_back_on_its_ports_and_receivers_go_on`,
 //!   `an_agent_whose_ports_were_taken_meanwhile_finds_others_of_its_range`.
-//! - S-3 An agent that is stopped is replaced, and publishing goes on meanwhile:
+//! - SUPERVISE-3 An agent that is stopped is replaced, and publishing goes on meanwhile:
 //!   `a_stopped_agent_is_replaced_and_publishing_goes_on`,
 //!   `a_killed_agent_does_not_hold_up_its_trainer_and_neither_does_a_stopped_one`.
-//! - S-4 What keeps an agent from starting is told, and trying goes on:
+//! - SUPERVISE-4 What keeps an agent from starting is told, and trying goes on:
 //!   `an_agent_that_cannot_start_says_why_and_is_tried_again`.
 
 mod error;

@@ -18,17 +18,17 @@
 //!
 //! # Rules
 //!
-//! - D-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
-//! - D-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
+//! - ORDERS-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
+//! - ORDERS-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
 //!   the answer names that.
-//! - D-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
-//! - D-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
+//! - ORDERS-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
+//! - ORDERS-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
 //!   for [`PATIENCE`] at most: a controller does not say what it has given up after it was answered.
-//! - D-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
+//! - ORDERS-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
 //!   was taken up is ignored; a newer one takes the place of one that has not begun.
-//! - D-6 A new session ([`Desk::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
+//! - ORDERS-6 A new session ([`Desk::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
 //!   in the queue stays, and so does a pull under way.
-//! - D-7 What is said to be served ([`Desk::serves`]) is what the image holds, if a load permitted that. Image bytes end
+//! - ORDERS-7 What is said to be served ([`Desk::serves`]) is what the image holds, if a load permitted that. Image bytes end
 //!   it as soon as they begin to come.
 
 use std::collections::{BTreeMap, VecDeque};
