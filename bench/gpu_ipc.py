@@ -165,7 +165,7 @@ class Client:
 
 
 def buckets(weights: dict[str, torch.Tensor], size: int) -> list[Any]:
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     made: list[list[tuple[str, torch.Tensor]]] = [[]]
     room = size

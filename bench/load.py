@@ -52,7 +52,7 @@ from publishing import Publishing  # noqa: E402
 from windlass import _windlass  # noqa: E402
 from windlass.load.live import Live  # noqa: E402
 from windlass.load.order import LoadOrder  # noqa: E402
-from windlass.receiver import _Tensors  # noqa: E402
+from windlass.receive.receiver import _Tensors  # noqa: E402
 
 #: Times as fast as the engine, and times as slow as a copy, at the worst.
 BAR_MANY, BAR_LARGE = 5.0, 1.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from windlass._moved import install as _install
 from windlass._windlass import __version__
-from windlass.chunk import WeightChunk
 from windlass.config import (
     ReceiverAgentConfig,
     ReceiverInfo,
@@ -28,10 +28,22 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.follow import Follower, Loaded
+from windlass.extract.chunk import WeightChunk
 from windlass.names import DtypeRules, Selection, SourceMap, View
-from windlass.receiver import Image, Receiver, Synced, open_image
-from windlass.request import (
+from windlass.receive.follow import Follower, Loaded
+from windlass.receive.receiver import Image, Receiver, Synced, open_image
+from windlass.transfer.base import (
+    InferenceClient,
+    WeightLoader,
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    choose,
+    each_tensor,
+    register_strategy,
+    strategy_from_config,
+)
+from windlass.transfer.request import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
     Identity,
@@ -45,18 +57,7 @@ from windlass.request import (
     packed_layout,
     parse_request,
 )
-from windlass.strategy import (
-    InferenceClient,
-    WeightLoader,
-    WeightTransferReceiver,
-    WeightTransferSender,
-    WeightTransferStrategy,
-    choose,
-    each_tensor,
-    register_strategy,
-    strategy_from_config,
-)
-from windlass.sync_info import (
+from windlass.transfer.sync_info import (
     AgentWeightSyncInfo,
     EmptyWeightSyncInfo,
     EmptyWeightSyncInitInfo,
@@ -72,9 +73,11 @@ from windlass.sync_info import (
     world_size,
 )
 
+_install()
+
 if TYPE_CHECKING:
-    from windlass.client import EnginesFailed, InferenceEngine, InferenceEngineClient
     from windlass.controller import Controller, EvalTask, Notified, Served, gate, serve_evals
+    from windlass.engines.remote import RemoteWeightLoader
     from windlass.extract import (
         DeepSpeedWeightExtractor,
         FSDPWeightExtractor,
@@ -82,17 +85,17 @@ if TYPE_CHECKING:
         ModuleWeightExtractor,
         WeightExtractor,
     )
-    from windlass.facts import facts_between, gpu_facts
-    from windlass.given import WeightSource
-    from windlass.lora import LoraState, collect_lora, is_lora, save_lora
-    from windlass.manager import Offloaded, WeightManager
-    from windlass.remote import RemoteWeightLoader
-    from windlass.strategies.broadcast import BroadcastTransferStrategy
-    from windlass.strategies.ipc import CudaIpcTransferStrategy
-    from windlass.strategies.lora import LoraTransferStrategy
-    from windlass.strategies.packed import PackedCudaIpcTransferStrategy
-    from windlass.strategies.tcp import TcpTransferStrategy
-    from windlass.sync import WeightSyncManager
+    from windlass.extract.lora import LoraState, collect_lora, is_lora, save_lora
+    from windlass.publish.inputs import WeightSource
+    from windlass.publish.manager import Offloaded, WeightManager
+    from windlass.transfer.broadcast import BroadcastTransferStrategy
+    from windlass.transfer.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+    from windlass.transfer.facts import facts_between, gpu_facts
+    from windlass.transfer.ipc.packed import PackedCudaIpcTransferStrategy
+    from windlass.transfer.ipc.strategy import CudaIpcTransferStrategy
+    from windlass.transfer.lora import LoraTransferStrategy
+    from windlass.transfer.sync import WeightSyncManager
+    from windlass.transfer.tcp import TcpTransferStrategy
 
 __all__ = [
     "AgentWeightSyncInfo",
@@ -193,35 +196,35 @@ __all__ = [
 
 #: What needs torch or is not needed by everybody, and where it is: imported when it is first asked for.
 _LAZY = {
-    "BroadcastTransferStrategy": "windlass.strategies.broadcast",
+    "BroadcastTransferStrategy": "windlass.transfer.broadcast",
     "Controller": "windlass.controller",
-    "CudaIpcTransferStrategy": "windlass.strategies.ipc",
+    "CudaIpcTransferStrategy": "windlass.transfer.ipc.strategy",
     "DeepSpeedWeightExtractor": "windlass.extract",
-    "EnginesFailed": "windlass.client",
+    "EnginesFailed": "windlass.transfer.client",
     "EvalTask": "windlass.controller",
     "FSDPWeightExtractor": "windlass.extract",
-    "InferenceEngine": "windlass.client",
-    "InferenceEngineClient": "windlass.client",
-    "LoraState": "windlass.lora",
-    "LoraTransferStrategy": "windlass.strategies.lora",
+    "InferenceEngine": "windlass.transfer.client",
+    "InferenceEngineClient": "windlass.transfer.client",
+    "LoraState": "windlass.extract.lora",
+    "LoraTransferStrategy": "windlass.transfer.lora",
     "MegatronWeightExtractor": "windlass.extract",
     "ModuleWeightExtractor": "windlass.extract",
     "Notified": "windlass.controller",
-    "Offloaded": "windlass.manager",
-    "PackedCudaIpcTransferStrategy": "windlass.strategies.packed",
-    "RemoteWeightLoader": "windlass.remote",
+    "Offloaded": "windlass.publish.manager",
+    "PackedCudaIpcTransferStrategy": "windlass.transfer.ipc.packed",
+    "RemoteWeightLoader": "windlass.engines.remote",
     "Served": "windlass.controller",
-    "TcpTransferStrategy": "windlass.strategies.tcp",
+    "TcpTransferStrategy": "windlass.transfer.tcp",
     "WeightExtractor": "windlass.extract",
-    "WeightManager": "windlass.manager",
-    "WeightSource": "windlass.given",
-    "WeightSyncManager": "windlass.sync",
-    "collect_lora": "windlass.lora",
-    "facts_between": "windlass.facts",
+    "WeightManager": "windlass.publish.manager",
+    "WeightSource": "windlass.publish.inputs",
+    "WeightSyncManager": "windlass.transfer.sync",
+    "collect_lora": "windlass.extract.lora",
+    "facts_between": "windlass.transfer.facts",
     "gate": "windlass.controller",
-    "gpu_facts": "windlass.facts",
-    "is_lora": "windlass.lora",
-    "save_lora": "windlass.lora",
+    "gpu_facts": "windlass.transfer.facts",
+    "is_lora": "windlass.extract.lora",
+    "save_lora": "windlass.extract.lora",
     "serve_evals": "windlass.controller",
 }
 

@@ -6,10 +6,10 @@ for something that cannot work, the error says what to type instead.
 
 | there | here |
 |---|---|
-| ``BroadcastWeightTransferSender(process_group)``, ``...Receiver(process_group)`` | :class:`~windlass.strategies.broadcast.BroadcastTransferSender`, ``...Receiver`` |
-| ``CudaIpcWeightTransferSender()``, ``PackedCudaIpcWeightTransferSender()``, ``...Receiver()`` | those of :mod:`windlass.strategies.ipc` and :mod:`windlass.strategies.packed` |
+| ``BroadcastWeightTransferSender(process_group)``, ``...Receiver(process_group)`` | :class:`~windlass.transfer.broadcast.BroadcastTransferSender`, ``...Receiver`` |
+| ``CudaIpcWeightTransferSender()``, ``PackedCudaIpcWeightTransferSender()``, ``...Receiver()`` | those of :mod:`windlass.transfer.ipc.strategy` and :mod:`windlass.transfer.ipc.packed` |
 | ``sender.get_request()`` after sending | ``sender.create_request(chunk)``: each chunk is announced before it is sent |
-| ``TransferAgent`` | :class:`~windlass.supervise.AgentSupervisor`, which runs the agent as a subprocess |
+| ``TransferAgent`` | :class:`~windlass.publish.supervise.AgentSupervisor`, which runs the agent as a subprocess |
 | ``TCPTransferEngine`` | :class:`~windlass.TcpTransferStrategy`: both ends of a transfer |
 | ``TransferBuffer`` | :class:`~windlass.Receiver`: the image at the engine's host |
 | ``RaaSPool.notify_version(model_id, version, sender_endpoint)`` | :class:`~windlass.Controller`, which tells all receivers |
@@ -65,19 +65,19 @@ from windlass import TcpTransferStrategy as _Tcp
 from windlass.controller import Controller, Notified
 from windlass.dtypes import torch_dtype as parse_dtype
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.receiver import Receiver
-from windlass.request import Identity
-from windlass.strategies.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
-from windlass.strategies.group import UpdateGroup, open_store
-from windlass.strategies.ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
-from windlass.strategies.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
-from windlass.strategies.trainer import TrainerRanks
-from windlass.supervise import AgentSupervisor
+from windlass.publish.supervise import AgentSupervisor
+from windlass.receive.receiver import Receiver
+from windlass.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
+from windlass.transfer.group import UpdateGroup, open_store
+from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
+from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
+from windlass.transfer.request import Identity
+from windlass.transfer.trainer import TrainerRanks
 
 if TYPE_CHECKING:
-    from windlass.sglang.loader import SGLangWeightLoader
-    from windlass.strategy import InferenceClient
-    from windlass.vllm.loader import VLLMWeightLoader
+    from windlass.engines.sglang.loader import SGLangWeightLoader
+    from windlass.engines.vllm.loader import VLLMWeightLoader
+    from windlass.transfer.base import InferenceClient
 
 __all__ = [
     "BroadcastTransferReceiver",
@@ -135,7 +135,10 @@ __all__ = [
 ]
 
 #: What needs more than torch, and where it is.
-_LAZY = {"SGLangWeightLoader": "windlass.sglang.loader", "VLLMWeightLoader": "windlass.vllm.loader"}
+_LAZY = {
+    "SGLangWeightLoader": "windlass.engines.sglang.loader",
+    "VLLMWeightLoader": "windlass.engines.vllm.loader",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -268,7 +271,7 @@ class TCPTransferEngine(_Tcp):
 
 
 class TransferAgent(AgentSupervisor):
-    """The agent of a region, as ``config`` has it; other options are those of :class:`windlass.supervise.AgentSupervisor`."""
+    """The agent of a region, as ``config`` has it; other options are those of :class:`windlass.publish.supervise.AgentSupervisor`."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from windlass.errors import WindlassInvalid
 from windlass.names.dtypes import canonical_dtype
 from windlass.names.quantised import SCHEMES
 from windlass.plain import Plain
-from windlass.request import Identity
+from windlass.transfer.request import Identity
 
 __all__ = [
     "Config",

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from windlass import _windlass
+from windlass.engines.http import HttpClient, trusted
 from windlass.errors import (
     WindlassError,
     WindlassExhausted,
@@ -35,8 +36,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
-from windlass.http import HttpClient, trusted
-from windlass.request import Identity
+from windlass.transfer.request import Identity
 
 if TYPE_CHECKING:
     from typing_extensions import Self

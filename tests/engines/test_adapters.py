@@ -13,9 +13,9 @@ import pytest
 import servers
 import tiny
 from windlass import WeightSyncInfo, WeightSyncManager, parse_request, strategy_from_config
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass.engines.remote import RemoteWeightLoader, SglangEngine, VllmEngine
 from windlass.extract import ModuleWeightExtractor
-from windlass.remote import RemoteWeightLoader, SglangEngine, VllmEngine
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import pytest
 import servers
 import tiny
 from windlass import EngineShape, WeightSyncManager, strategy_from_config
-from windlass.client import EnginesFailed, InferenceEngineClient
+from windlass.engines.remote import SglangEngine, VllmEngine
+from windlass.engines.sglang.custom import PATH
 from windlass.extract import ModuleWeightExtractor
-from windlass.remote import SglangEngine, VllmEngine
-from windlass.sglang.custom import PATH
+from windlass.transfer.client import EnginesFailed, InferenceEngineClient
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 BACKEND = ("--weight-transfer-config", '{"backend": "windlass"}')

@@ -18,8 +18,8 @@ import megatron_ranks
 from broadcast_ranks import Posted, board, digests, rank
 from models import policy
 from windlass import EngineShape, WeightSyncManager, strategy_from_config
-from windlass.client import InferenceEngineClient
 from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor
+from windlass.transfer.client import InferenceEngineClient
 
 TRAINERS = 2
 

@@ -35,8 +35,8 @@ from windlass import (
     parse_request,
     strategy_from_config,
 )
-from windlass.chunk import WeightChunk
-from windlass.strategy import InferenceClient, NamedTensors
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.base import InferenceClient, NamedTensors
 
 DEADLINE = timedelta(seconds=60)
 

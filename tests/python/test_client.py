@@ -18,7 +18,7 @@ from windlass import (
     WindlassInvalid,
     WindlassTimeout,
 )
-from windlass.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+from windlass.transfer.client import EnginesFailed, InferenceEngine, InferenceEngineClient
 
 REQUEST = BroadcastWeightUpdateRequest(["w"], ["float32"], [[1]])
 
@@ -234,7 +234,7 @@ def test_engines_of_one_name_are_told_apart_and_none_is_an_error() -> None:
 
 
 def test_a_document_without_prefix_caching_has_no_cache_to_reset() -> None:
-    from windlass.client import settings
+    from windlass.transfer.client import settings
 
     assert settings({"generator.enable_prefix_caching": False}) == {"prefix_cache": "keep"}
     assert settings({"generator": {"enable_prefix_caching": True}}) == {"prefix_cache": "reset"}

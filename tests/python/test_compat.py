@@ -97,7 +97,7 @@ def test_every_name_of_the_documents_is_there() -> None:
             assert getattr(compat, name) is not None
     assert compat.WeightManager is windlass.WeightManager
     assert issubclass(
-        compat.BroadcastWeightTransferSender, windlass.strategies.broadcast.BroadcastTransferSender
+        compat.BroadcastWeightTransferSender, windlass.transfer.broadcast.BroadcastTransferSender
     )
     with pytest.raises(AttributeError, match="NoSuchName"):
         compat.NoSuchName  # noqa: B018

@@ -32,7 +32,7 @@ from windlass import (
     WindlassTimeout,
     open_image,
 )
-from windlass.request import Identity
+from windlass.transfer.request import Identity
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -28,14 +28,14 @@ from windlass import (
 )
 from windlass.load.planned import PlannedLoader
 from windlass.load.trace import Copy
-from windlass.strategies.device import DeviceOpener, namespaces, strided
-from windlass.strategies.door import PREFIX, Door, Guest, Visit
+from windlass.transfer.ipc.device import DeviceOpener, namespaces, strided
+from windlass.transfer.ipc.door import PREFIX, Door, Guest, Visit
 
 SERVER = """
 import os, sys, tempfile, time
 from pathlib import Path
 from windlass.errors import WindlassStale
-from windlass.strategies.door import Door
+from windlass.transfer.ipc.door import Door
 left = []
 def answer(visit, words):
     if "fail" in words:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from windlass.engines.http import HttpClient
 from windlass.errors import (
     WindlassDenied,
     WindlassExhausted,
@@ -22,7 +23,6 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
-from windlass.http import HttpClient
 
 
 def answer(status: int, body: object) -> bytes:

@@ -23,12 +23,12 @@ from windlass import (
     WindlassStale,
     _windlass,
 )
-from windlass.receiver import _Tensors
+from windlass.receive.receiver import _Tensors
 
 WORKER = """
     import json, sys
     from windlass import _windlass
-    from windlass.receiver import _Tensors
+    from windlass.receive.receiver import _Tensors
 
     held = _windlass.open_image(sys.argv[1], 30.0, 5.0)
     values = _Tensors(held)["w"].tolist()

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from windlass import WeightLoader, parse_request
-from windlass.chunk import WeightChunk
 from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassStale
-from windlass.strategies import device as device_module
-from windlass.strategies import door as door_module
-from windlass.strategies.arena import HostArena, HostOpener
-from windlass.strategies.device import DeviceArena, DeviceOpener
-from windlass.strategies.ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
-from windlass.strategies.lending import Ledger, Look, Table, table_file
-from windlass.strategies.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
-from windlass.strategies.trainer import TrainerRanks
-from windlass.strategy import each_tensor
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer import device as device_module
+from windlass.transfer import door as door_module
+from windlass.transfer.base import each_tensor
+from windlass.transfer.ipc.arena import HostArena, HostOpener
+from windlass.transfer.ipc.device import DeviceArena, DeviceOpener
+from windlass.transfer.ipc.lending import Ledger, Look, Table, table_file
+from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
+from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
+from windlass.transfer.trainer import TrainerRanks
 
 KINDS = ["cuda_ipc", "packed_cuda_ipc"]
 GPU = SimpleNamespace(uuid="GPU-00000000-0000-0000-0000-000000000001", ordinal=0)

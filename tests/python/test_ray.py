@@ -13,8 +13,8 @@ import pytest
 
 from children import environment
 from windlass import WindlassError, WindlassInvalid, WindlassPeerLost
-from windlass.client import EnginesFailed
-from windlass.ray import RayEngine, RayWeightSync, plain, result
+from windlass.engines.ray import RayEngine, RayWeightSync, plain, result
+from windlass.transfer.client import EnginesFailed
 
 ray = pytest.importorskip("ray")
 
@@ -167,7 +167,7 @@ def test_a_dead_trainer_is_named(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_was_not_prepared_says_so() -> None:
-    from windlass.ray import EngineActor, TrainerActor
+    from windlass.engines.ray import EngineActor, TrainerActor
 
     engine = ray.remote(num_cpus=0.1)(EngineActor).remote()
     trainer = ray.remote(num_cpus=0.1)(TrainerActor).remote()

@@ -27,9 +27,9 @@ from windlass import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.client import EnginesFailed, InferenceEngineClient
-from windlass.http import Answer
-from windlass.remote import RemoteWeightLoader, SglangEngine, VllmEngine, remote_engine
+from windlass.engines.http import Answer
+from windlass.engines.remote import RemoteWeightLoader, SglangEngine, VllmEngine, remote_engine
+from windlass.transfer.client import EnginesFailed, InferenceEngineClient
 
 INFO = TorchDistributedWeightSyncInfo("10.0.0.1", 29500, 4, backend="gloo")
 REQUEST = BroadcastWeightUpdateRequest(["a", "b"], ["bfloat16", "float32"], [[2, 3], [4]])
@@ -307,7 +307,7 @@ def test_an_sglang_server_beside_its_trainer_reads_what_was_pulled(tmp_path: Pat
     from safetensors.torch import load_file
 
     from windlass import AgentWeightSyncInfo, ModuleWeightExtractor, WeightSyncManager, strategy_from_config
-    from windlass.strategies.tcp import TcpTransferStrategy
+    from windlass.transfer.tcp import TcpTransferStrategy
 
     document = {
         "generator": {"backend": "sglang", "weight_sync_backend": "nccl", "model_id": "actor", "timeout": 60},

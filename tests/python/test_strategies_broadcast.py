@@ -21,8 +21,8 @@ from windlass import (
     WindlassInvalid,
     WindlassTimeout,
 )
-from windlass.strategies.broadcast import BroadcastTransferStrategy
-from windlass.strategies.group import UpdateGroup, node_address, open_store
+from windlass.transfer.broadcast import BroadcastTransferStrategy
+from windlass.transfer.group import UpdateGroup, node_address, open_store
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_the_address_of_a_node_is_that_of_the_interface_that_leads_out(
         def getsockname(self) -> tuple[str, int]:
             return ("10.1.2.3" if self.family == socket.AF_INET else "fd00::7"), 1
 
-    monkeypatch.setattr("windlass.strategies.group.socket.socket", Probe)
+    monkeypatch.setattr("windlass.transfer.group.socket.socket", Probe)
     assert node_address() == address
 
 

@@ -28,10 +28,10 @@ from windlass import (
     parse_request,
     strategy_from_config,
 )
-from windlass.chunk import WeightChunk
-from windlass.strategies.arena import HEAD, HostArena, HostOpener
-from windlass.strategies.device import DeviceArena
-from windlass.strategies.lending import Look
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.ipc.arena import HEAD, HostArena, HostOpener
+from windlass.transfer.ipc.device import DeviceArena
+from windlass.transfer.ipc.lending import Look
 
 
 @pytest.fixture(scope="module")

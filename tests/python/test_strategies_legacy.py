@@ -21,8 +21,8 @@ from windlass import (
     parse_request,
     strategy_from_config,
 )
-from windlass.chunk import WeightChunk
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
 
 WEIGHTS = {"a.q.weight": torch.randn(4, 3), "a.k.weight": torch.randn(2, 3)}
 

@@ -24,8 +24,8 @@ from windlass import (
     parse_request,
     strategy_from_config,
 )
-from windlass.client import InferenceEngine, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
 
 
 class Peft(WeightLoader):

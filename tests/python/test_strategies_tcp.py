@@ -34,10 +34,10 @@ from windlass import (
     parse_request,
     strategy_from_config,
 )
-from windlass.client import InferenceEngine, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
-from windlass.strategies.spool import Spool
-from windlass.strategies.tcp import TcpTransferReceiver
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.spool import Spool
+from windlass.transfer.tcp import TcpTransferReceiver
 
 
 class Kept(WeightLoader):
@@ -276,7 +276,7 @@ def test_chunks_are_sent_without_keeping_them_in_memory(
 MEMORY = """
 import asyncio, json, sys, torch
 from windlass import WeightChunk, strategy_from_config
-from windlass.strategies.spool import Spool
+from windlass.transfer.spool import Spool
 
 settings, size, count = json.loads(sys.argv[1])
 

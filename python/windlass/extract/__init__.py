@@ -1,7 +1,7 @@
 """Getting whole weights out of a trainer's model, chunk by chunk.
 
 One extractor for each way a model can be spread over ranks; :func:`extractor_for` picks it. All of them give the
-same thing: an iterator of :class:`~windlass.chunk.WeightChunk` under checkpoint names, gathered one parameter at a
+same thing: an iterator of :class:`~windlass.extract.chunk.WeightChunk` under checkpoint names, gathered one parameter at a
 time, cast on the device where the weight is, cut by the same rules.
 
 Who takes part

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.extract.source import GatheringExtractor, Source
-from windlass.placement import reshard
+from windlass.publish.placement import reshard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -62,7 +62,7 @@ from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
 from windlass.load.trace import trace
-from windlass.receiver import _Tensors
+from windlass.receive.receiver import _Tensors
 
 __all__ = ["Live", "Session"]
 

@@ -194,7 +194,7 @@ def test_a_sync_that_breaks_off_leaves_the_worker_dirty_until_the_next(
             tiny.stir_some(trainer, version)
             wire.sync(trainer)
         fewer = {n: p for n, p in trainer.named_parameters() if n != "model.norm.weight"}
-        from windlass.chunk import WeightChunk
+        from windlass.extract.chunk import WeightChunk
 
         asyncio.run(wire.sender.send_chunks([WeightChunk.of(fewer.items())], wire))  # type: ignore[arg-type]
         with pytest.raises(WindlassInvalid, match=r"model\.norm\.weight did not come"):

@@ -1,0 +1,1 @@
+"""Colocated transfer: engines read the trainer's memory, in place or from packed buckets."""
