@@ -24,7 +24,6 @@ MOVED = {
         for name in (
             "announce",
             "derived",
-            "exchange",
             "manager",
             "merged",
             "placement",
@@ -41,6 +40,7 @@ MOVED = {
     **{name: f"transfer.{name}" for name in ("client", "facts", "request", "sync", "sync_info")},
     "strategy": "transfer.base",
     "strategies": "transfer",
+    "strategies.document": "document",
     **{
         f"strategies.{name}": f"transfer.ipc.{name}"
         for name in ("arena", "device", "door", "lending", "packed")
@@ -49,7 +49,6 @@ MOVED = {
     "follow": "receive.follow",
     "memory": "receive.memory",
     "receiver": "receive.receiver",
-    "http": "engines.http",
     "remote": "engines.remote",
 }
 

@@ -65,13 +65,13 @@ from windlass import TcpTransferStrategy as _Tcp
 from windlass.controller import Controller, Notified
 from windlass.dtypes import torch_dtype as parse_dtype
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.identity import Identity
 from windlass.publish.supervise import AgentSupervisor
 from windlass.receive.receiver import Receiver
 from windlass.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
 from windlass.transfer.group import UpdateGroup, open_store
 from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
 from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
-from windlass.transfer.request import Identity
 from windlass.transfer.trainer import TrainerRanks
 
 if TYPE_CHECKING:

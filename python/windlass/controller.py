@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from windlass import _windlass
-from windlass.engines.http import HttpClient, trusted
 from windlass.errors import (
     WindlassError,
     WindlassExhausted,
@@ -36,7 +35,8 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
-from windlass.transfer.request import Identity
+from windlass.http import HttpClient, trusted
+from windlass.identity import Identity
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,9 +19,9 @@ from broadcast_ranks import Mail, Posted, board, digests, rank
 from models import policy, reference
 from windlass import WeightLoader, WeightSyncManager, strategy_from_config
 from windlass.extract import ModuleWeightExtractor
-from windlass.transfer import arena
 from windlass.transfer.base import NamedTensors
 from windlass.transfer.client import InferenceEngineClient
+from windlass.transfer.ipc import arena
 from windlass.transfer.ipc.arena import PREFIX
 from windlass.transfer.ipc.lending import Look
 from windlass.transfer.sync_info import EngineShape

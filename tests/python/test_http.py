@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from windlass.engines.http import HttpClient
 from windlass.errors import (
     WindlassDenied,
     WindlassExhausted,
@@ -23,6 +22,7 @@ from windlass.errors import (
     WindlassStale,
     WindlassTimeout,
 )
+from windlass.http import HttpClient
 
 
 def answer(status: int, body: object) -> bytes:

@@ -22,9 +22,9 @@ import torch
 from windlass import WeightLoader, parse_request
 from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassStale
 from windlass.extract.chunk import WeightChunk
-from windlass.transfer import device as device_module
-from windlass.transfer import door as door_module
 from windlass.transfer.base import each_tensor
+from windlass.transfer.ipc import device as device_module
+from windlass.transfer.ipc import door as door_module
 from windlass.transfer.ipc.arena import HostArena, HostOpener
 from windlass.transfer.ipc.device import DeviceArena, DeviceOpener
 from windlass.transfer.ipc.lending import Ledger, Look, Table, table_file

@@ -27,8 +27,8 @@ from windlass import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.engines.http import Answer
 from windlass.engines.remote import RemoteWeightLoader, SglangEngine, VllmEngine, remote_engine
+from windlass.http import Answer
 from windlass.transfer.client import EnginesFailed, InferenceEngineClient
 
 INFO = TorchDistributedWeightSyncInfo("10.0.0.1", 29500, 4, backend="gloo")

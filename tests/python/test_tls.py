@@ -35,8 +35,8 @@ from windlass import (
     WindlassTimeout,
     strategy_from_config,
 )
-from windlass.engines.http import HttpClient
 from windlass.extract import ModuleWeightExtractor
+from windlass.http import HttpClient
 from windlass.transfer.client import InferenceEngineClient
 
 pytestmark = pytest.mark.timeout(180)

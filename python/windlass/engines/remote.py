@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from windlass.engines.http import Answer, HttpClient
 from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
+from windlass.http import Answer, HttpClient
 from windlass.transfer.base import WeightLoader, each_tensor, strategy_from_config
 from windlass.transfer.client import InferenceEngine
 from windlass.transfer.request import (

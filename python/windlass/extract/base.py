@@ -514,11 +514,11 @@ def settings(config: Any) -> dict[str, Any]:
     >>> settings({})
     {'group_by_module': False, 'threshold_gb': None}
     """
-    from windlass.transfer.document import flat
+    from windlass.document import flat
 
     said = {key: value for key, value in flat(config) if value is not None}
     backend = said.get("generator.weight_sync_backend")
-    # As windlass.transfer.document has it: whoever demands IPC shares devices.
+    # As windlass.document has it: whoever demands IPC shares devices.
     shared = said.get("trainer.placement.colocate_all", backend == "cuda_ipc")
     colocated = backend in ("nccl", "cuda_ipc") and bool(shared)
     threshold = said.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.names.clean import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,6 @@ __all__ = ["LoraState", "collect_lora", "is_lora", "save_lora"]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# What wrappers put into names; none of it is in an adapter file.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ def adapter_sources(
     # PEFT's own models name their tensors from the wrapper; transformers' do not, but their files do.
     root = "" if _is_peft(inner) else "base_model.model."
     sources = [
-        dataclasses.replace(origin[id(shadow)], name=root + _plain(name)) for name, shadow in chosen.items()
+        dataclasses.replace(origin[id(shadow)], name=root + unwrapped(name))
+        for name, shadow in chosen.items()
     ]
     return sources, _config(inner.peft_config[adapter])
 
@@ -199,10 +199,6 @@ def _active(inner: Any) -> str:
     if len(names) != 1:
         raise WindlassInvalid(f"{len(names)} adapters are active: {names}", "name the one to collect")
     return str(names[0])
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _config(config: Any) -> dict[str, Any]:

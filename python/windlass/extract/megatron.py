@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.exchange import OverGroup
 from windlass.extract.base import WeightExtractor
-from windlass.publish.exchange import OverGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
 from windlass.controller import Controller, Notified, Reminder, Span
-from windlass.engines.http import HttpClient, trusted
 from windlass.errors import WindlassError, WindlassInvalid
+from windlass.http import HttpClient, trusted
 
 if TYPE_CHECKING:
     from windlass.config import WeightManagerConfig
-    from windlass.transfer.request import Identity
+    from windlass.identity import Identity
 
 __all__ = ["ASK_S", "AgentClient", "Announcer"]
 

@@ -25,11 +25,11 @@ import torch
 
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.exchange import Exchange, agree_on_all_ranks
 from windlass.names.view import View, whole
 from windlass.publish import division as planning
 from windlass.publish import placement, quantise
 from windlass.publish.division import Naming, Source, Target
-from windlass.publish.exchange import Exchange, together
 from windlass.publish.placement import Box, Piece, Share
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def derive(
             "used": sorted(used),
         }
 
-    said = together(exchange, tell, "quantise", timeout)
+    said = agree_on_all_ranks(exchange, tell, "quantise", timeout)
     assert not isinstance(sources, Exception)
     unused = set(rules.schemes).difference(*(words["used"] for words in said))
     if unused:

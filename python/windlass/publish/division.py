@@ -21,8 +21,8 @@ import torch
 from windlass._windlass import Layout
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.exchange import Exchange, agree_on_all_ranks
 from windlass.publish import placement
-from windlass.publish.exchange import Exchange, together
 from windlass.publish.placement import Box, Share
 from windlass.receive.memory import tensor_at
 
@@ -304,7 +304,7 @@ def make_plan(
             raise sources
         return {**_tell(sources, naming, node), "by_rank": by_rank}
 
-    said = together(exchange, tell, "publish", timeout)
+    said = agree_on_all_ranks(exchange, tell, "publish", timeout)
     assert not isinstance(sources, Exception)
     given = sum(source.derived is None for source in sources)
     return replace(_agree(sources, said, rank, gpu), given=given, shared=naming.shared)
@@ -609,7 +609,7 @@ def _mine(
             if share.gathered:
                 # All ranks gather, also those that write nothing of it.
                 if not source.spent:
-                    gathered += [Cast(i, s, t) for t in mine] or [Cast(i, s, _NOTHING)]
+                    gathered += [Cast(i, s, t) for t in mine] or [Cast(i, s, NOTHING)]
                 total += sum(volume(t.box) for t in mine) * _element(share.dtype)
                 continue
             if source.derived is not None and source.derived.device is None:
@@ -670,7 +670,7 @@ def _tied(sources: list[Source], aliases: dict[str, str]) -> list[tuple[int, int
     return [(of[alias], of[target]) for alias, target in aliases.items() if alias in of and target in of]
 
 
-_NOTHING = Target("", (), (), 0)
+NOTHING = Target("", (), (), 0)
 
 
 def _element(dtype: torch.dtype) -> int:
@@ -749,7 +749,7 @@ def each_cast(plan: Plan, casts: Iterable[Cast]) -> Iterator[tuple[Target, torch
             local = None
             local = source.shares[cast.share].fetch(source.given)
             last = (cast.source, cast.share)
-        if cast.target is not _NOTHING:
+        if cast.target is not NOTHING:
             yield cast.target, taken(local, cast.target)
 
 

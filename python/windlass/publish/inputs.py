@@ -1,13 +1,12 @@
 """What a trainer gives to be published, as pieces of an image.
 
-Owns: :class:`WeightSource`, the names and buffers that a model itself tells, and the pieces that torch copies: what is cast,
+Owns: :class:`WeightSource`, the buffers that a model itself tells, and the pieces that torch copies: what is cast,
 gathered, exported or on a device that nobody else reads. Called by :class:`windlass.WeightManager`. Must not: plan who
 writes what (:mod:`windlass.publish.division`), or know a region.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,7 +26,6 @@ __all__ = [
     "buffers_of",
     "copy",
     "everything",
-    "names_of",
     "pieces",
     "is_same",
     "stream_sources",
@@ -56,15 +54,6 @@ class WeightSource(Protocol):
         ...
 
 
-def names_of(model: torch.nn.Module) -> SourceMap:
-    """From the model's own configuration if transformers made it, else its names without what wrappers add."""
-    # Whoever made such a model has imported the library; for all others it is not worth the time.
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules()):
-        return SourceMap.from_model(model)
-    return SourceMap()
-
-
 def buffers_of(model: torch.nn.Module, names: SourceMap, every: bool) -> frozenset[str]:
     """The persistent buffers that belong to the image: those of the checkpoint, or all of them."""
     written = names.written()
@@ -89,7 +78,7 @@ def stream_sources(stream: WeightSource) -> list[Source]:
         kind = dtype if isinstance(dtype, torch.dtype) else torch_dtype(canonical_dtype(dtype))
         here = held is None or name in held
         share = placement.Share(
-            name, tuple(shape), kind, (), placement._itself, gathered=here, reason="exported"
+            name, tuple(shape), kind, (), placement.itself, gathered=here, reason="exported"
         )
         out.append(Source(name, None, [share]))
     return out
@@ -123,7 +112,7 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.T
             )
         whole = tensor.detach().contiguous()
         for target, make in targets.get(name, []):
-            if target is not planning._NOTHING:
+            if target is not planning.NOTHING:
                 yield target, planning.taken(make(whole), target)
     missing = [name for name, share in known.items() if share.gathered and name not in seen]
     if missing:

@@ -34,6 +34,9 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.exchange import Alone, Exchange, agree_on_all_ranks, exchange_for
+from windlass.extract.adapters import Adapted, adapters_of
+from windlass.identity import Identity
 from windlass.names import (
     SCHEMES,
     AsTheyAre,
@@ -41,6 +44,7 @@ from windlass.names import (
     Selection,
     SourceMap,
     checkpoint_layout,
+    names_of,
     quantization_config,
 )
 from windlass.names.quantised import scales_among
@@ -50,7 +54,6 @@ from windlass.publish import placement
 from windlass.publish.announce import ASK_S, AgentClient, Announcer
 from windlass.publish.derived import derive, refresh
 from windlass.publish.division import Naming, Plan, Source
-from windlass.publish.exchange import Alone, Exchange, exchange_for, together
 from windlass.publish.gpu import OnGpu, can_compare, find
 from windlass.publish.inputs import (
     WeightSource,
@@ -58,14 +61,12 @@ from windlass.publish.inputs import (
     copy,
     everything,
     is_same,
-    names_of,
     pieces,
     stream_sources,
 )
-from windlass.publish.merged import Adapted, Merged, Merging, adapters_of, is_trained, merge
+from windlass.publish.merged import Merged, Merging, is_trained, merge
 from windlass.publish.teardown import end, kept, nothing, ports_of, remove, restore
 from windlass.receive.memory import flat
-from windlass.transfer.request import Identity
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -666,14 +667,14 @@ class WeightManager:
                     opened.publisher.deltas(plan.layout, plan.blocks, opened.threads)
                     opened.deltas = True
 
-        said = together(exchange, begin, "make the region", _left(until))
+        said = agree_on_all_ranks(exchange, begin, "make the region", _left(until))
         begun = said[plan.hosts[0][0]]
         if several:
             self._check_reachable({words["host"] for words in said})
-            there = together(exchange, follow, "make the region of its host", _left(until))
+            there = agree_on_all_ranks(exchange, follow, "make the region of its host", _left(until))
             if first and opened.publisher is not None:
                 self._serve(opened.publisher, [endpoint for endpoint in there if endpoint])
-        together(exchange, enter, "join the region", _left(until))
+        agree_on_all_ranks(exchange, enter, "join the region", _left(until))
 
     def _can_compare(self, opened: _Open) -> bool:
         """Whether this rank can tell what changed; says why not."""
@@ -905,7 +906,7 @@ class WeightManager:
         assert self._rank is not None
         everyone = sum(map(len, plan.hosts)) == self._rank[1]
         exchange = opened.exchange if everyone else Alone(1)
-        same = together(exchange, compare, f"compare version {version}", _left(until))
+        same = agree_on_all_ranks(exchange, compare, f"compare version {version}", _left(until))
         if not all(same):
             raise WindlassStale(
                 f"version {version} was published before with other bytes; nothing was changed",

@@ -17,7 +17,6 @@ Called by :mod:`windlass.publish.division`. Must not: move data, or know names o
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.extract.fsdp import reshard
 
-__all__ = ["Box", "Piece", "Share", "describe", "flat_boxes", "named_of", "reshard"]
+__all__ = ["Box", "Piece", "Share", "describe", "flat_boxes", "named_of"]
 
 #: (start, stop) for each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -174,7 +174,7 @@ def _full(tensor: Any) -> torch.Tensor:
     return full.contiguous()
 
 
-def _itself(tensor: Any) -> torch.Tensor:
+def itself(tensor: Any) -> torch.Tensor:
     itself: torch.Tensor = tensor
     return itself
 
@@ -326,7 +326,7 @@ def describe(name: str, tensor: torch.Tensor) -> Iterator[Share]:
     check(name, tensor)
     shape = tuple(tensor.shape)
     pieces = strided_pieces(whole(shape), tensor.stride())
-    yield Share(name, shape, tensor.dtype, pieces, _itself)
+    yield Share(name, shape, tensor.dtype, pieces, itself)
 
 
 def named_of(model: torch.nn.Module, buffers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -351,15 +351,3 @@ def named_of(model: torch.nn.Module, buffers: Collection[str]) -> Iterator[tuple
         yield name, parameter
     if buffers:
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Puts FSDP2 modules back that a forward pass without a backward one has left gathered, as sampling does."""
-    # Nobody has such modules who has not imported it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    if kind is None:
-        return
-    for module in model.modules():
-        if isinstance(module, kind):
-            module.reshard()

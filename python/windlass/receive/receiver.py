@@ -238,7 +238,7 @@ class Receiver:
         """
         held = self._inner.hold(seconds, timeout)
         try:
-            yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), _Tensors(held))
+            yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), Tensors(held))
         finally:
             held.finish()
 
@@ -265,7 +265,7 @@ def open_image(directory: str | Path, seconds: float = 300.0, timeout: float = 6
     """
     held = _windlass.open_image(Path(directory), seconds, timeout)
     try:
-        yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), _Tensors(held))
+        yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), Tensors(held))
     finally:
         held.finish()
 
@@ -276,7 +276,7 @@ class _NoTensor(WindlassNotFound, KeyError):
     __str__ = WindlassNotFound.__str__
 
 
-class _Tensors(Mapping[str, Any]):
+class Tensors(Mapping[str, Any]):
     """Tensors of an image by name, aliases included; made when they are asked for."""
 
     def __init__(self, held: _windlass.Held) -> None:

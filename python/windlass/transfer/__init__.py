@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from windlass._lazy import lazily
 
 if TYPE_CHECKING:
     from windlass.transfer.broadcast import BroadcastTransferStrategy
@@ -34,10 +36,4 @@ OWN = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    for module, kind in OWN.values():
-        if kind == name:
-            from importlib import import_module
-
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, {kind: module for module, kind in OWN.values()})

@@ -373,7 +373,7 @@ def _settings(
     kind: type[WeightTransferStrategy], config: Any, facts: Mapping[str, Any] | None, client: Any = None
 ) -> Plain:
     """The settings of a strategy that a configuration means for it."""
-    from windlass.transfer.document import Document, is_document, plain, section, settings_for
+    from windlass.document import Document, is_document, plain, section, settings_for
 
     given = section(config)
     if given is None:
@@ -481,13 +481,13 @@ def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) ->
 
     A configuration may also be a trainer's own document, whole, nested or dotted, a dictionary or OmegaConf's, with the
     keys that weight sync has there (``generator.weight_sync_backend``, ``trainer.placement.colocate_all``, ...; all of
-    them in :data:`windlass.transfer.document.KEYS`). What it says is then among the facts; the trainer's other keys
+    them in :data:`windlass.document.KEYS`). What it says is then among the facts; the trainer's other keys
     are left alone.
 
     >>> strategy_from_config({"generator": {"weight_sync_backend": "gloo", "num_inference_engines": 2}}).settings.engines
     (EngineShape(tp=1, pp=1, dp=1), EngineShape(tp=1, pp=1, dp=1))
     """
-    from windlass.transfer.document import codec_of, is_document, offloading, section
+    from windlass.document import codec_of, is_document, offloading, section
 
     given = section(config)
     if given is None:
@@ -517,7 +517,7 @@ def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) ->
 
 
 def _from_document(config: Mapping[str, Any], known: Mapping[str, Any] | None) -> WeightTransferStrategy:
-    from windlass.transfer.document import Document, settings_for
+    from windlass.document import Document, settings_for
 
     document = Document.read(config)
     choice = choose(document.facts(known), document.overrides())

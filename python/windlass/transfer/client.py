@@ -31,7 +31,7 @@ from windlass.transfer.sync_info import EngineShape, TorchDistributedWeightSyncI
 from windlass.transfer.sync_info import world_size as world_size_of
 
 if TYPE_CHECKING:
-    from windlass.transfer.document import Document
+    from windlass.document import Document
     from windlass.transfer.sync_info import WeightSyncInfo
 
 __all__ = ["EnginesFailed", "InferenceEngine", "InferenceEngineClient", "settings"]
@@ -170,7 +170,7 @@ class InferenceEngineClient:
         >>> client.shapes
         [EngineShape(tp=2, pp=1, dp=1)]
         """
-        from windlass.transfer.document import Document
+        from windlass.document import Document
 
         document = Document.read(cfg)
         said = [EngineShape(**shape) for shape in document.engines] if document.names_engines else None
@@ -364,7 +364,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> settings({"generator": {"enable_prefix_caching": False}}), settings({})
     ({'prefix_cache': 'keep'}, {})
     """
-    from windlass.transfer.document import flat
+    from windlass.document import flat
 
     enabled = dict(flat(config)).get("generator.enable_prefix_caching")
     if enabled not in (None, True, False):

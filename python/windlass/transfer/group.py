@@ -211,10 +211,10 @@ class UpdateGroup:
         store = self._store
         if store is None:
             return ": its store was not reached"
-        from windlass.publish.exchange import _within
+        from windlass.exchange import attempt
 
         keys = [f"windlass/{self.info.group_name}/{rank}" for rank in range(self.info.world_size)]
-        counts = _within(ROLL_S, lambda: [store.add(key, 0) for key in keys])
+        counts = attempt(ROLL_S, lambda: [store.add(key, 0) for key in keys])
         if counts is None:
             return ": its store does not answer"
         missing = [str(rank) for rank, count in enumerate(counts) if count == 0]

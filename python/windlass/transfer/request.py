@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
+from windlass.identity import Identity
 from windlass.plain import Plain, Record
 
 __all__ = [
@@ -61,15 +62,6 @@ class PackedTensor(NamedTuple):
     offset: int
     bytes: int
     numel: int
-
-
-@dataclass(frozen=True)
-class Identity:
-    """One version of one policy in one life of its publisher."""
-
-    model_id: str
-    incarnation: int
-    version: int
 
 
 def packed_layout(

@@ -33,10 +33,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 from windlass import _windlass
 from windlass.config import Config, WeightManagerConfig
 from windlass.errors import WindlassDenied, WindlassInvalid, WindlassStale
+from windlass.identity import Identity
 from windlass.names import AsTheyAre
 from windlass.transfer.base import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
 from windlass.transfer.group import node_address
-from windlass.transfer.request import Identity, PullWeightUpdateRequest
+from windlass.transfer.request import PullWeightUpdateRequest
 from windlass.transfer.spool import Spool
 from windlass.transfer.sync_info import AgentWeightSyncInfo
 from windlass.transfer.trainer import TrainerRanks, each_chunk

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassError, WindlassPeerLost, WindlassTimeout
-from windlass.publish.exchange import Alone, Exchange, OverGroup, _Roll
+from windlass.exchange import Alone, Arrivals, Exchange, OverGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -117,7 +117,7 @@ class TrainerRanks:
         nccl = dist.get_backend(self._group) == "nccl"
         flag = torch.tensor([mine], device=torch.cuda.current_device() if nccl else "cpu")
         until, nap = time.monotonic() + timeout, 0.0005
-        roll = _Roll.call(self._group)
+        arrivals = Arrivals.count(self._group)
         try:
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
@@ -125,7 +125,7 @@ class TrainerRanks:
             while not work.is_completed():
                 if time.monotonic() >= until:
                     raise WindlassTimeout(
-                        f"training ranks did not meet within {timeout:g} s, each to {what}{roll.absent()}",
+                        f"training ranks did not meet within {timeout:g} s, each to {what}{arrivals.absent()}",
                         "every training rank calls the sender with the chunks of its extractor",
                     )
                 time.sleep(nap)
@@ -134,5 +134,5 @@ class TrainerRanks:
         except RuntimeError as e:
             if isinstance(e, WindlassError):
                 raise
-            raise WindlassPeerLost(f"a training rank was lost{roll.absent()}: {e}") from e
+            raise WindlassPeerLost(f"a training rank was lost{arrivals.absent()}: {e}") from e
         return int(flag.item())

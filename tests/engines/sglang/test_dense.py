@@ -226,7 +226,7 @@ def test_a_worker_that_refuses_leaves_the_server_serving(
     before, label = server.answers(8), label_of(server)
     order = policy.step()
     mine = loader(server, way="custom")
-    monkeypatch.setattr("windlass.engines.sglang.loader._check_identity", lambda *_: None)
+    monkeypatch.setattr("windlass.engines.sglang.loader.check_identity", lambda *_: None)
     with pytest.raises(WindlassStale, match="rank 0"):
         asyncio.run(mine.load_image({**order, "version": 999}))
     assert not mine.dirty

@@ -200,7 +200,7 @@ class _Worker:
 
     def _finish(self) -> None:
         """The end of an update, if all of it came."""
-        from windlass.engines.sglang.session import _synchronize
+        from windlass.engines.sglang.session import synchronize
         from windlass.load.fit import listed
 
         if self._receiving is None:
@@ -217,7 +217,7 @@ class _Worker:
             raise error
         self._receiving.finish()
         # Requests are answered when their copies are started; the trainer writes again after this answer.
-        _synchronize()
+        synchronize()
 
     def _let_go(self) -> None:
         receiving, self._receiving = self._receiving, None
@@ -243,7 +243,7 @@ class _Worker:
         fit, why = Fit([], []), None
         try:
             held = _windlass.open_image(order.image, order.timeout, order.timeout)
-            _check_identity(order, held)
+            check_identity(order, held)
             fit, why = self._judge(order, held, told)
         except Exception as e:
             problem = e
@@ -268,7 +268,7 @@ class _Worker:
         except (WindlassNotFound, WindlassUnsupported):
             # Nothing to compare with: what the rehearsal says is all there is.
             served = None
-        fit = Fit([], []) if served is None else served.check(_shapes(held), rules, what=order.label)
+        fit = Fit([], []) if served is None else served.check(shapes_of(held), rules, what=order.label)
         try:
             report = self._live.check(order)
         except WindlassError as e:
@@ -298,9 +298,9 @@ class _Worker:
 
     def _without_plan(self, order: LoadOrder, held: Held, fit: Fit, why: str, begin: float) -> Report:
         """Everything from the first write on, by the model's own loader."""
-        from windlass.receive.receiver import _Tensors
+        from windlass.receive.receiver import Tensors
 
-        size, tensors = 0, _Tensors(held)
+        size, tensors = 0, Tensors(held)
 
         def views() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal size
@@ -357,7 +357,7 @@ def _forget(model: torch.nn.Module, why: str) -> None:
         worker.forget(why)
 
 
-def _check_identity(order: LoadOrder, held: Held) -> None:
+def check_identity(order: LoadOrder, held: Held) -> None:
     have = (held.model_id, int(held.incarnation, 16), held.version)
     want = (order.model_id, order.incarnation, order.version)
     if have != want:
@@ -373,7 +373,7 @@ def _check_identity(order: LoadOrder, held: Held) -> None:
         )
 
 
-def _shapes(held: Held) -> dict[str, Shape]:
+def shapes_of(held: Held) -> dict[str, Shape]:
     """What the image offers, further names of tied tensors included."""
     layout = held.layout()
     shapes = {name: (dtype, tuple(shape)) for name, dtype, shape, _at, _size in layout.tensors()}

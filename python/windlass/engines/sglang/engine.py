@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engines.http import HttpClient
 from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassTimeout, WindlassUnsupported
+from windlass.http import HttpClient
 
 __all__ = ["Engine", "Facts", "Reply", "connect"]
 

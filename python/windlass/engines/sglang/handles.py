@@ -22,7 +22,7 @@ from windlass.transfer.base import strategy_from_config
 from windlass.transfer.request import CudaIpcWeightUpdateRequest, PackedCudaIpcWeightUpdateRequest
 
 if TYPE_CHECKING:
-    from windlass.engines.http import HttpClient
+    from windlass.http import HttpClient
     from windlass.load.order import Report
     from windlass.transfer.request import WeightUpdateRequest
 

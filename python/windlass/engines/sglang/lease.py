@@ -18,8 +18,8 @@ import subprocess
 import sys
 from typing import IO
 
-from windlass.engines.http import HttpClient
 from windlass.errors import WindlassError
+from windlass.http import HttpClient
 
 __all__ = ["Lease"]
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
 from windlass.engines.sglang import payload
-from windlass.engines.sglang.custom import PATH, _check_identity, _shapes
+from windlass.engines.sglang.custom import PATH, check_identity, shapes_of
 from windlass.engines.sglang.engine import Engine, Facts, connect
 from windlass.engines.sglang.gate import SHORT, Gate, Passage, Pause, left, short
 from windlass.engines.sglang.links import link_model
@@ -297,7 +297,7 @@ class SGLangWeightLoader(WeightLoader):
             held = _windlass.open_image(image, timeout + SHORT, left(until))
             try:
                 order = order or _order_of(image, held, timeout)
-                _check_identity(order, held)
+                check_identity(order, held)
                 chosen, fit, why = self._choose(facts, order, held, way)
                 self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
@@ -323,7 +323,7 @@ class SGLangWeightLoader(WeightLoader):
     def _choose(self, facts: Facts, order: LoadOrder, held: Held, way: str) -> tuple[Way, Fit, str]:
         """Which way, what is loaded by it, and why that way. Everything is checked here."""
         served = self._served(facts)
-        fit = served.check(_shapes(held), self._rules, what=order.label)
+        fit = served.check(shapes_of(held), self._rules, what=order.label)
         stored = {row[0] for row in held.layout().tensors()}
         # The file cannot leave anything out, and has tied tensors under one name only.
         surplus = sorted(stored - set(fit.take)) + sorted(
@@ -359,9 +359,9 @@ class SGLangWeightLoader(WeightLoader):
             self._by_disk(facts, order, held, until)
             return time.monotonic() - begin, []
         if way == "tensors":
-            from windlass.receive.receiver import _Tensors
+            from windlass.receive.receiver import Tensors
 
-            tensors = _Tensors(held)
+            tensors = Tensors(held)
 
             def each() -> Iterator[tuple[str, torch.Tensor]]:
                 for name in fit.take:

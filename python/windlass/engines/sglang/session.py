@@ -225,7 +225,7 @@ class SglangSession:
                 for module, method in self._methods():
                     method.process_weights_after_loading(module)
         self._processed = True
-        _synchronize()
+        synchronize()
 
     def abandon(self) -> None:
         """Nothing is held back: weights may be mixed, and the next whole load goes over all of them."""
@@ -391,7 +391,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     """Returns when the device has read what it was given."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

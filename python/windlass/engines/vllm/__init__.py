@@ -8,7 +8,9 @@ torch.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from windlass._lazy import lazily
 
 if TYPE_CHECKING:
     from windlass.engines.vllm.endpoint import WindlassEndpoint
@@ -64,9 +66,4 @@ def register() -> None:
     install_core()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_LAZY[name]), name)
+__getattr__ = lazily(__name__, _LAZY)

@@ -258,11 +258,11 @@ class WindlassEndpoint:
             self._reports = await engine.workers("windlass_report")
             self._paused = await engine.paused()
             self._label = await engine.labelled()
-        from windlass.engines.vllm.extension import _version
+        from windlass.engines.vllm.extension import vllm_version
 
         return {
             "engine": "vllm",
-            "engine_version": _version(),
+            "engine_version": vllm_version(),
             "incarnation": self._incarnation,
             "paused": self._paused,
             "fenced": self._fenced is not None,

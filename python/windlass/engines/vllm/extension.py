@@ -42,7 +42,7 @@ def live_of(model: Any, vllm_config: Any, model_config: Any | None = None, rank:
     live = Live(
         VllmSession(model, vllm_config, model_config),
         rank=rank,
-        engine=f"vllm {_version()}",
+        engine=f"vllm {vllm_version()}",
         threads=_threads(model, parallel.world_size),
     )
     # The model owns it: both end together.
@@ -77,7 +77,7 @@ def _threads(model: Any, workers: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * max(1, workers))))
 
 
-def _version() -> str:
+def vllm_version() -> str:
     import vllm
 
     return str(getattr(vllm, "__version__", "unknown")).partition("+")[0]
@@ -307,5 +307,5 @@ def _failed(worker: Any, e: Exception) -> Plain:
     try:
         told: Plain = _live(worker).report().to_dict()
     except Exception:
-        told = Report(rank=getattr(worker, "rank", 0), worker="", engine=f"vllm {_version()}").to_dict()
+        told = Report(rank=getattr(worker, "rank", 0), worker="", engine=f"vllm {vllm_version()}").to_dict()
     return {**told, "error": failure.to_dict()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.transfer.ipc.lending import Look
-from windlass.transfer.ipc.strategy import IpcReceiver, IpcSender, IpcStrategy, _Rows, empty
+from windlass.transfer.ipc.strategy import IpcReceiver, IpcSender, IpcStrategy, Rows, empty
 from windlass.transfer.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
 from windlass.transfer.trainer import TrainerRanks
 
@@ -86,12 +86,12 @@ class PackedCudaIpcTransferReceiver(IpcReceiver):
             )
         return request
 
-    def _rows(self, request: WeightUpdateRequest) -> _Rows:
+    def _rows(self, request: WeightUpdateRequest) -> Rows:
         request = self._checked(request)
         handle = self._own(request.ipc_handles, "the bucket")
         layout = request.layout
         places = [place.offset for place in layout], [place.bytes for place in layout]
-        return _Rows(request.names, request.dtypes, request.shapes, handle, *places)
+        return Rows(request.names, request.dtypes, request.shapes, handle, *places)
 
     def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
         from windlass.receive.memory import tensor_at

@@ -437,7 +437,7 @@ class AddressLoader(Protocol):
         """Starts to load contiguous tensors."""
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The parameters of a request, and what a handle says of where they begin, and how long they are."""
 
     names: list[str]
@@ -501,7 +501,7 @@ class IpcReceiver(WeightTransferReceiver):
             self._opener.check(held[0][2])
 
     @abstractmethod
-    def _rows(self, request: WeightUpdateRequest) -> _Rows | None:
+    def _rows(self, request: WeightUpdateRequest) -> Rows | None:
         """The parameters of a request in columns; ``None`` if there are none."""
 
     async def _planned(self, request: WeightUpdateRequest, loader: WeightLoader) -> bool:
@@ -547,7 +547,7 @@ class CudaIpcTransferReceiver(IpcReceiver):
             )
         return request
 
-    def _rows(self, request: WeightUpdateRequest) -> _Rows | None:
+    def _rows(self, request: WeightUpdateRequest) -> Rows | None:
         request = self._checked(request)
         handles = zip(request.names, request.ipc_handles, strict=True)
         own = [self._own(handle, repr(name)) for name, handle in handles]
@@ -559,7 +559,7 @@ class CudaIpcTransferReceiver(IpcReceiver):
                 "the handles of a request are of several exports: a sender has one for each"
             )
         begins, sizes = [handle.offset for handle in own], [handle.size for handle in own]
-        return _Rows(request.names, request.dtypes, request.shapes, first, begins, sizes)
+        return Rows(request.names, request.dtypes, request.shapes, first, begins, sizes)
 
     def _opened(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor, IpcHandle]]:
         from windlass.receive.memory import tensor_at
