@@ -1,8 +1,8 @@
-"""Modules by names other than the place of their file.
+"""Old names of modules, and old names of ``windlass`` itself.
 
-Owns: :func:`install`, called once by ``import windlass``. ``windlass.vllm``, ``windlass.sglang`` and ``windlass.ray`` are
-names that users write in flags and programs, and stay. The others are where modules were before 0.2 and go with it: an
-import by one of them warns.
+Owns: :func:`install`, called once by ``import windlass``, and :func:`old_name`. Users write ``windlass.vllm``,
+``windlass.sglang`` and ``windlass.ray`` in flags and programs, so these names stay. The others go with 0.2: using one of
+them warns and names the new place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 #: Names that stay.
 ALIASES = {name: f"engines.{name}" for name in ("ray", "sglang", "vllm")}
@@ -45,12 +46,45 @@ MOVED = {
         f"strategies.{name}": f"transfer.ipc.{name}"
         for name in ("arena", "device", "door", "lending", "packed")
     },
-    "strategies.ipc": "transfer.ipc.strategy",
     "follow": "receive.follow",
     "memory": "receive.memory",
     "receiver": "receive.receiver",
     "remote": "engines.remote",
 }
+
+#: Names that ``windlass`` itself had, and the module of each.
+NAMES = {
+    name: f"windlass.{module}"
+    for module, names in {
+        "config": "ReceiverAgentConfig ReceiverInfo TransferEngineConfig TransferStatus",
+        "controller": "EvalTask Notified Served",
+        "engines.remote": "RemoteWeightLoader",
+        "extract": "DeepSpeedWeightExtractor FSDPWeightExtractor MegatronWeightExtractor ModuleWeightExtractor",
+        "extract.chunk": "WeightChunk",
+        "extract.lora": "LoraState collect_lora is_lora save_lora",
+        "identity": "Identity",
+        "names": "DtypeRules Selection View",
+        "receive.follow": "Loaded",
+        "receive.receiver": "Synced",
+        "transfer": "BroadcastTransferStrategy CudaIpcTransferStrategy LoraTransferStrategy PackedCudaIpcTransferStrategy TcpTransferStrategy",
+        "transfer.base": "InferenceClient WeightTransferReceiver WeightTransferSender WeightTransferStrategy each_tensor",
+        "transfer.client": "EnginesFailed InferenceEngine InferenceEngineClient",
+        "transfer.facts": "facts_between gpu_facts",
+        "transfer.request": "BroadcastWeightUpdateRequest CudaIpcWeightUpdateRequest IpcHandle LoraDiskWeightUpdateRequest PackedCudaIpcWeightUpdateRequest PackedTensor PullWeightUpdateRequest StoreWeightUpdateRequest WeightUpdateRequest packed_layout parse_request",
+        "transfer.sync_info": "AgentWeightSyncInfo EmptyWeightSyncInfo EmptyWeightSyncInitInfo EngineShape StoreWeightSyncInfo TorchDistributedWeightSyncInfo TorchDistributedWeightSyncInitInfo WeightSyncInfo WeightSyncInitInfo engine_rank parse_sync_info rank_offsets world_size",
+    }.items()
+    for name in names.split()
+}
+
+
+def old_name(name: str) -> Any:
+    """The object of an old name of ``windlass``."""
+    _warn(f"windlass.{name}", f"{NAMES[name]}.{name}", 3)
+    return getattr(import_module(NAMES[name]), name)
+
+
+def _warn(old: str, new: str, depth: int) -> None:
+    warnings.warn(f"{old} is {new} now; the old name goes with 0.2", DeprecationWarning, stacklevel=depth + 1)
 
 
 class _Moved(MetaPathFinder, Loader):
@@ -66,11 +100,7 @@ class _Moved(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert spec.origin is not None
         if spec.name.split(".")[1] not in ALIASES:
-            warnings.warn(
-                f"{spec.name} is {spec.origin} now; the old name goes with 0.2",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            _warn(spec.name, spec.origin, 2)
         module = import_module(spec.origin)
         # The import system sets `__spec__` to that of the old name; `exec_module` puts the module's own back.
         spec.loader_state = module.__spec__

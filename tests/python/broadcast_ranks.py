@@ -21,21 +21,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from windlass import (
-    EngineShape,
-    WeightLoader,
-    WeightSyncInfo,
-    WeightSyncManager,
-    each_tensor,
-    engine_rank,
-    parse_request,
-    rank_offsets,
-    strategy_from_config,
-)
+from windlass import WeightLoader, WeightSyncManager, strategy_from_config
 from windlass.extract import ModuleWeightExtractor
-from windlass.transfer.base import NamedTensors
+from windlass.transfer.base import NamedTensors, each_tensor
 from windlass.transfer.broadcast import BroadcastTransferStrategy
 from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import parse_request
+from windlass.transfer.sync_info import EngineShape, WeightSyncInfo, engine_rank, rank_offsets
 
 WAIT_S = 60.0
 
@@ -493,8 +485,8 @@ def peak_memory(mib: int, count: int) -> Any:
 
 def join_twice() -> Any:
     """Both processes are in a group, are refused a second one of its name, and then override the first."""
-    from windlass import TorchDistributedWeightSyncInfo
     from windlass.transfer.group import UpdateGroup, open_store
+    from windlass.transfer.sync_info import TorchDistributedWeightSyncInfo
 
     if rank("twice") > 1:
         return None

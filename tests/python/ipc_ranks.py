@@ -107,7 +107,7 @@ class Slow(WeightLoader):
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
-        from windlass import each_tensor
+        from windlass.transfer.base import each_tensor
 
         views = [(name, tensor) async for name, tensor in each_tensor(named_tensors)]
         await asyncio.sleep(0.2)
@@ -151,7 +151,8 @@ def slow_engine() -> Any:
 
 
 def _serve_slow(conf: dict[str, Any]) -> Any:
-    from windlass import WeightSyncInfo, parse_request
+    from windlass.transfer.request import parse_request
+    from windlass.transfer.sync_info import WeightSyncInfo
 
     strategy, letters, loader = strategy_from_config(conf), Mail(1), Slow()
     _, value = letters.asked()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from models import policy
-from windlass import WeightLoader, each_tensor
+from windlass import WeightLoader
 from windlass.engines.ray import EngineActor, TrainerActor
 from windlass.extract import ModuleWeightExtractor
-from windlass.transfer.base import NamedTensors
+from windlass.transfer.base import NamedTensors, each_tensor
 from windlass.transfer.sync_info import EngineShape
 
 

@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from windlass import (
-    BroadcastWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    EngineShape,
-    WeightSyncInfo,
-    WindlassError,
-    WindlassInvalid,
-    WindlassTimeout,
-)
+from windlass import WindlassError, WindlassInvalid, WindlassTimeout
 from windlass.transfer.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import BroadcastWeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, EngineShape, WeightSyncInfo
 
 REQUEST = BroadcastWeightUpdateRequest(["w"], ["float32"], [[1]])
 

@@ -18,18 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import (
-    IpcHandle,
-    WindlassInvalid,
-    WindlassNotFound,
-    WindlassPeerLost,
-    WindlassStale,
-    WindlassUnsupported,
-)
+from windlass import WindlassInvalid, WindlassNotFound, WindlassPeerLost, WindlassStale, WindlassUnsupported
 from windlass.load.planned import PlannedLoader
 from windlass.load.trace import Copy
 from windlass.transfer.ipc.device import DeviceOpener, namespaces, strided
 from windlass.transfer.ipc.door import PREFIX, Door, Guest, Visit
+from windlass.transfer.request import IpcHandle
 
 SERVER = """
 import os, sys, tempfile, time

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import WeightLoader, parse_request
+from windlass import WeightLoader
 from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassStale
 from windlass.extract.chunk import WeightChunk
 from windlass.transfer.base import each_tensor
@@ -30,6 +30,7 @@ from windlass.transfer.ipc.device import DeviceArena, DeviceOpener
 from windlass.transfer.ipc.lending import Ledger, Look, Table, table_file
 from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
 from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
+from windlass.transfer.request import parse_request
 from windlass.transfer.trainer import TrainerRanks
 
 KINDS = ["cuda_ipc", "packed_cuda_ipc"]

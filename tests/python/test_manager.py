@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from windlass import (
-    Notified,
     Receiver,
     SourceMap,
     WeightManager,
@@ -34,6 +33,7 @@ from windlass import (
     WindlassUnsupported,
 )
 from windlass.config import WeightManagerConfig
+from windlass.controller import Notified
 from windlass.receive.receiver import Tensors
 
 QUIET = {"enabled": False}

@@ -8,12 +8,13 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import windlass
 from children import environment
-from windlass import _windlass, errors
+from windlass import _moved, _windlass, errors
 
 FRESH = """
 import json, os, sys, threading, time
@@ -54,6 +55,36 @@ def test_every_name_that_the_package_exports_is_there_once() -> None:
     assert len(set(windlass.__all__)) == len(windlass.__all__)
     for name in windlass.__all__:
         assert getattr(windlass, name) is not None, name
+
+
+def test_the_front_door_has_at_most_forty_names() -> None:
+    assert len(windlass.__all__) <= 40
+    assert set(windlass.__all__).isdisjoint(_moved.NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(_moved.NAMES))
+def test_an_old_name_of_the_package_warns_and_names_the_new_place(name: str) -> None:
+    with pytest.warns(
+        DeprecationWarning, match=f"windlass.{name} is {_moved.NAMES[name]}.{name} now"
+    ) as warned:
+        found = getattr(windlass, name)
+    assert found is getattr(import_module(_moved.NAMES[name]), name)
+    assert warned[0].filename == __file__
+
+
+OLD = """
+import sys, warnings
+from importlib import import_module
+from windlass import _moved
+warnings.simplefilter("ignore", DeprecationWarning)
+for old, new in _moved.MOVED.items():
+    module = import_module(f"windlass.{old}")
+    assert module is import_module(f"windlass.{new}") and module.__spec__.name == f"windlass.{new}", old
+"""
+
+
+def test_an_old_name_of_a_module_is_the_module() -> None:
+    fresh(OLD)
 
 
 def test_the_exceptions_are_those_of_the_table_of_kinds() -> None:

@@ -186,6 +186,6 @@ def test_what_is_not_plain_data_does_not_leave() -> None:
     with pytest.raises(WindlassError, match="answered 7"):
         result(7, "engine 3")
     with pytest.raises(WindlassInvalid, match="2 actors and the shape"):
-        from windlass import EngineShape
+        from windlass.transfer.sync_info import EngineShape
 
         RayEngine([None, None], shape=EngineShape(tp=3))

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from fake_engines import OK, SGLANG, Fake, serving
-from windlass import ModuleWeightExtractor, WeightSyncManager, strategy_from_config
+from windlass import WeightSyncManager, strategy_from_config
 from windlass.engines.remote import SglangEngine
 from windlass.engines.sglang import custom
 from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.extract import ModuleWeightExtractor
 from windlass.load.order import Report
 from windlass.transfer.client import EnginesFailed, InferenceEngineClient
 from windlass.transfer.ipc.arena import host_device

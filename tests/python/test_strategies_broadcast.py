@@ -14,15 +14,11 @@ from typing import Any
 import pytest
 
 from ranks import Ranks, run_ranks
-from windlass import (
-    BroadcastWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    TorchDistributedWeightSyncInfo,
-    WindlassInvalid,
-    WindlassTimeout,
-)
+from windlass import WindlassInvalid, WindlassTimeout
 from windlass.transfer.broadcast import BroadcastTransferStrategy
 from windlass.transfer.group import UpdateGroup, node_address, open_store
+from windlass.transfer.request import BroadcastWeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, TorchDistributedWeightSyncInfo
 
 
 @pytest.fixture(scope="module")

@@ -16,25 +16,25 @@ import pytest
 
 from children import environment
 from windlass import (
-    EmptyWeightSyncInfo,
-    LoraDiskWeightUpdateRequest,
     WeightExtractor,
     WeightLoader,
-    WeightSyncInfo,
     WeightSyncManager,
-    WeightTransferReceiver,
-    WeightTransferSender,
-    WeightTransferStrategy,
-    WeightUpdateRequest,
     WindlassInvalid,
     WindlassNotFound,
     WindlassUnsupported,
     choose,
-    each_tensor,
     register_strategy,
     strategy_from_config,
 )
 from windlass.transfer import base as strategy
+from windlass.transfer.base import (
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    each_tensor,
+)
+from windlass.transfer.request import LoraDiskWeightUpdateRequest, WeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, WeightSyncInfo
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -93,7 +93,7 @@ def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     info = tmp_path / "outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[windlass.transfer]\noutside_gloo = outside:GlooStrategy\n")
+    (info / "entry_points.txt").write_text("[windlass.strategies]\noutside_gloo = outside:GlooStrategy\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return {**environment(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
 

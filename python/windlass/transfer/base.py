@@ -208,7 +208,7 @@ class WeightTransferStrategy(ABC):
 
         On :class:`WeightTransferStrategy` itself, the strategy that the configuration means (:func:`strategy_from_config`).
 
-        >>> from windlass import CudaIpcTransferStrategy
+        >>> from windlass.transfer import CudaIpcTransferStrategy
         >>> CudaIpcTransferStrategy.from_config({"weight_transfer_threshold_cuda_ipc_GB": 0.5}).config
         {'weight_transfer_threshold_cuda_ipc_GB': 0.5}
         """
@@ -461,7 +461,7 @@ def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) ->
     """Which strategy, link and codec fit what is known about the run, how trainers offload, and why.
 
     ``facts`` and ``config`` have the keys of ``Facts`` and ``Overrides`` in the Rust core; the overrides may carry the
-    prefix ``generator.``. :func:`windlass.facts_between` makes the facts about GPUs. What was not taken stands under
+    prefix ``generator.``. :func:`windlass.transfer.facts.facts_between` makes the facts about GPUs. What was not taken stands under
     ``considered``, with the reason.
 
     >>> choose({"placement": "same_host"}, {"strategy": "tcp"})["link"]

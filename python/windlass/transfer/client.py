@@ -119,7 +119,7 @@ class InferenceEngineClient:
     >>> class Quiet(InferenceEngine):
     ...     async def init_weight_transfer(self, sync_info, rank_offset): self.offset = rank_offset
     ...     async def update_weights(self, request): ...
-    >>> from windlass import EmptyWeightSyncInfo
+    >>> from windlass.transfer.sync_info import EmptyWeightSyncInfo
     >>> engines = [Quiet(), Quiet()]
     >>> engines[0].shape = EngineShape(tp=4)
     >>> client = InferenceEngineClient(engines)

@@ -3,7 +3,7 @@
 Owns: :class:`LoraTransferStrategy`. Two ways, by ``link``:
 
 - **file**: the adapter is written as a PEFT directory of its own version on ``lora_sync_path``, which both sides see,
-  and announced by its path (:class:`windlass.LoraDiskWeightUpdateRequest`). The last few versions are kept, because
+  and announced by its path (:class:`windlass.transfer.request.LoraDiskWeightUpdateRequest`). The last few versions are kept, because
   an engine may still be reading one.
 - **shm, tcp**: the adapter's tensors are a model of their own (``<model_id>.lora``) with versions, deltas and digests;
   engines pull it into an image, beside which the adapter's configuration makes a PEFT directory. The configuration

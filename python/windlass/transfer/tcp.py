@@ -6,7 +6,7 @@ socket that is bound and never listens, beside which the agent may listen, and t
 owner's.
 
 1. every training rank offloads its share of the version; where it can, straight from its shards;
-2. rank 0 waits until the agent has sealed it, and announces a :class:`windlass.PullWeightUpdateRequest`;
+2. rank 0 waits until the agent has sealed it, and announces a :class:`windlass.transfer.request.PullWeightUpdateRequest`;
 3. each engine pulls into its image what it does not have, proves the digest, and hands the image to the loader.
 
 A loader that can take a whole image in place has ``load_image(image)`` (:class:`ImageLoader`); any other gets the

@@ -2,7 +2,7 @@
 
 Owns: :class:`SGLangLora`. Every version of an adapter has a name of its own, so that a request that began with one version
 ends with it, and nothing is overwritten: the new one is loaded, then the previous one is unloaded, which waits for the
-requests that use it. The base weights are not touched. Must not: write adapters (:func:`windlass.save_lora` does).
+requests that use it. The base weights are not touched. Must not: write adapters (:func:`windlass.extract.lora.save_lora` does).
 
 The server is started with ``--enable-lora --max-lora-rank R --lora-target-modules …``; a request names the adapter by
 ``lora_path`` (``/generate``) or behind a colon in ``model`` (OpenAI routes).
@@ -78,7 +78,7 @@ class SGLangLora:
         return await asyncio.to_thread(self._load_path, Path(path), version)
 
     async def load_state(self, state: LoraState, version: int) -> str:
-        """Loads an adapter from memory (see :func:`windlass.collect_lora`), by value."""
+        """Loads an adapter from memory (see :func:`windlass.extract.lora.collect_lora`), by value."""
         return await asyncio.to_thread(self._load_state, state, version)
 
     async def unload(self) -> None:

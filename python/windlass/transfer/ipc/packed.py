@@ -1,7 +1,7 @@
 """Packed IPC: all parameters of a chunk in one buffer, with one handle for each device.
 
 Owns: :class:`PackedCudaIpcTransferStrategy`. How it moves is :mod:`windlass.transfer.ipc.strategy`; what differs is the
-request: one handle and a layout of byte offsets (:func:`windlass.packed_layout`) instead of a handle per parameter. Only
+request: one handle and a layout of byte offsets (:func:`windlass.transfer.request.packed_layout`) instead of a handle per parameter. Only
 what has to be is packed: parameters that lie where they lay in the sync before are read there
 (:mod:`windlass.transfer.ipc.lending`).
 """

@@ -13,11 +13,12 @@ import torch
 
 import tiny
 from building import bits, places
-from windlass import EmptyWeightSyncInfo, strategy_from_config
+from windlass import strategy_from_config
 from windlass.errors import WindlassInvalid
 from windlass.extract import ModuleWeightExtractor
 from windlass.load import Live
 from windlass.load.receiving import Receiving
+from windlass.transfer.sync_info import EmptyWeightSyncInfo
 
 KINDS = ["qwen3", "qwen3tied", "qwen3moe"]
 
