@@ -35,7 +35,7 @@ MOVED = {
     "given": "publish.inputs",
     "leave": "publish.teardown",
     "on_gpu": "publish.gpu",
-    "plan": "publish.division",
+    "plan": "publish.plan",
     "chunk": "extract.chunk",
     "lora": "extract.lora",
     **{name: f"transfer.{name}" for name in ("client", "facts", "request", "sync", "sync_info")},

@@ -191,7 +191,8 @@ def test_an_image_is_a_mapping_that_knows_what_it_does_not_have(home: str) -> No
 def test_a_plan_of_many_ranks_takes_no_more_than_its_share(home: str) -> None:
     """It took time by the square of the ranks, for every tensor."""
     from windlass.exchange import Alone
-    from windlass.publish.division import Naming, describe_sources, make_plan
+    from windlass.publish.plan import make_plan
+    from windlass.publish.sources import Naming, describe_sources
 
     def seconds(world: int) -> float:
         sources = describe_sources((f"p{i}", torch.zeros(2)) for i in range(20))

@@ -27,14 +27,15 @@ from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.exchange import Exchange, agree_on_all_ranks
 from windlass.names.view import View, whole
-from windlass.publish import division as planning
 from windlass.publish import placement, quantise
-from windlass.publish.division import Naming, Source, Target
+from windlass.publish.boxes import volume
 from windlass.publish.placement import Box, Piece, Share
+from windlass.publish.sources import Naming, Source, Target, freed, moved, taken, targets_of
 
 if TYPE_CHECKING:
     from windlass.names import Scheme
-    from windlass.publish.division import Names, Plan
+    from windlass.publish.plan import Plan
+    from windlass.publish.sources import Names
 
 __all__ = ["Derived", "derive", "refresh", "stream_value"]
 
@@ -63,10 +64,10 @@ class Part:
         source = self.source
         local = source.shares[self.share].fetch(source.given).detach()
         if self.form is not None and (tuple(local.shape), local.stride(), local.dtype) != self.form:
-            raise planning.moved(source.name, self.form, local)
+            raise moved(source.name, self.form, local)
         if local.numel() and local.data_ptr() == 0:
-            raise planning.freed(source.name)
-        return planning.taken(local, self.target)
+            raise freed(source.name)
+        return taken(local, self.target)
 
 
 @dataclass(eq=False)
@@ -111,8 +112,8 @@ class Derived:
 
     def size(self) -> int:
         """Bytes of what is made here."""
-        weight = sum(planning.volume(box) for box in self.boxes("weight"))
-        return weight + sum(planning.volume(box) for box in self.boxes("scale")) * self.scale_type.itemsize
+        weight = sum(volume(box) for box in self.boxes("weight"))
+        return weight + sum(volume(box) for box in self.boxes("scale")) * self.scale_type.itemsize
 
     def magnitudes(self) -> torch.Tensor:
         """The largest magnitude of each scale, as far as this rank holds its elements; zeros elsewhere."""
@@ -128,7 +129,7 @@ class Derived:
         kept = self.kept.get(what)
         if kept is None and self.device is not None:
             dtype = torch_dtype(self.scheme.dtype) if what == "weight" else self.scale_type
-            room = sum(planning.volume(box) for box in self.boxes(what))
+            room = sum(volume(box) for box in self.boxes(what))
             kept = self.kept[what] = torch.empty(room, dtype=dtype, device=self.device)
         # What is kept is made by refresh().
         return self._made(what) if kept is None else kept
@@ -142,7 +143,7 @@ class Derived:
     def of(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """The weight or the scales of a whole tensor that came from elsewhere."""
         [part] = self.parts
-        values = planning.taken(values, part.target)
+        values = taken(values, part.target)
         amax = self._largest(part, values)
         if what == "scale":
             return quantise.scales(self.scheme, amax, self.base).flatten()
@@ -160,9 +161,9 @@ class Derived:
         for i, part in enumerate(self.parts):
             values = part.values()
             if out is None:
-                room = sum(planning.volume(p.box) for p in self.parts)
+                room = sum(volume(p.box) for p in self.parts)
                 out = torch.empty(room, dtype=torch_dtype(self.scheme.dtype), device=values.device)
-            size = planning.volume(part.box)
+            size = volume(part.box)
             rows, columns = (b - a for a, b in part.box)
             self._quantise(part, values, self._magnitudes_of(i), out[at : at + size].view(rows, columns))
             at += size
@@ -295,7 +296,7 @@ def _take(
                 f"parameters disagree about {view.name!r}: {known.base} {list(known.shape)} and {base} "
                 f"{list(view.shape)} (from {share.name!r})"
             )
-        targets = planning.targets_of(share, [view])
+        targets = targets_of(share, [view])
         if targets and not share.gathered and form is None:
             local = share.fetch(source.given)
             form = (tuple(local.shape), local.stride(), local.dtype)
@@ -338,7 +339,7 @@ def _sources(made: dict[str, Derived]) -> tuple[list[Source], dict[str, str]]:
             for box in derived.boxes(what):
                 strides = placement.contiguous_strides([b - a for a, b in box])
                 pieces.append(Piece(box, at, strides))
-                at += planning.volume(box)
+                at += volume(box)
             renamed[MADE + called] = called
             share = Share(
                 MADE + called,

@@ -17,11 +17,12 @@ import torch
 from windlass._windlass import Gpu, host_memory, place_baseline
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassError, WindlassExhausted, WindlassUnsupported
-from windlass.publish import division as planning
+from windlass.publish.plan import device_addresses
 
 if TYPE_CHECKING:
     from windlass._windlass import Baseline, Publisher
-    from windlass.publish.division import Plan, Source
+    from windlass.publish.plan import Plan
+    from windlass.publish.sources import Source
 
 __all__ = ["OnGpu", "can_compare", "find"]
 
@@ -172,7 +173,7 @@ class OnGpu:
 
     def copy(self, plan: Plan, publisher: Publisher, version: int, timeout: float) -> None:
         """Into the slot that is being written; the baseline holds it afterwards."""
-        addresses, stream = planning.device_addresses(plan), self._stream()
+        addresses, stream = device_addresses(plan), self._stream()
         if self._baseline is not None:
             self._baseline.reset(addresses, version, stream, timeout)
         publisher.copy_device(self._gpu, self._copies, addresses, stream, self._casts, timeout)
@@ -183,7 +184,7 @@ class OnGpu:
         """Publishes what changed since ``base``; how many bytes that is. Weights may change when it returns; what is left to do
         is done in the background, for at most ``work`` seconds, and the baseline holds ``version`` afterwards."""
         assert self._baseline is not None
-        addresses = planning.device_addresses(plan)
+        addresses = device_addresses(plan)
         size = self._baseline.compare(addresses, base, version, self._stream(), timeout)
         publisher.publish_compared(self._baseline, base, version, work)
         return size

@@ -16,10 +16,10 @@ from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid
 from windlass.names import SourceMap, canonical_dtype
 from windlass.names.conversion import persistent_buffers
-from windlass.publish import division as planning
 from windlass.publish import placement
 from windlass.publish.derived import stream_value
-from windlass.publish.division import Plan, Source
+from windlass.publish.plan import Plan, each_cast
+from windlass.publish.sources import NOTHING, Source, Target, taken
 
 __all__ = [
     "WeightSource",
@@ -84,13 +84,13 @@ def stream_sources(stream: WeightSource) -> list[Source]:
     return out
 
 
-def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.Target, torch.Tensor]]:
+def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[Target, torch.Tensor]]:
     """What torch copies: boxes and values, at most one gathered tensor at a time."""
     if stream is None:
-        yield from planning.each_cast(plan, plan.casts)
-        yield from planning.each_cast(plan, plan.gathered)
+        yield from each_cast(plan, plan.casts)
+        yield from each_cast(plan, plan.gathered)
         return
-    targets: dict[str, list[tuple[planning.Target, Callable[[torch.Tensor], torch.Tensor]]]] = {}
+    targets: dict[str, list[tuple[Target, Callable[[torch.Tensor], torch.Tensor]]]] = {}
     for cast in plan.gathered:
         name, make = stream_value(plan.sources[cast.source])
         targets.setdefault(name, []).append((cast.target, make))
@@ -112,22 +112,22 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.T
             )
         whole = tensor.detach().contiguous()
         for target, make in targets.get(name, []):
-            if target is not planning.NOTHING:
-                yield target, planning.taken(make(whole), target)
+            if target is not NOTHING:
+                yield target, taken(make(whole), target)
     missing = [name for name, share in known.items() if share.gathered and name not in seen]
     if missing:
         raise WindlassInvalid(f"{len(missing)} tensors of metadata() did not come, first {missing[0]!r}")
 
 
-def everything(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[planning.Target, torch.Tensor]]:
+def everything(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[Target, torch.Tensor]]:
     """All that this rank writes, also what Rust copies."""
     if stream is None:
         for source in plan.sources:
             for share, targets in zip(source.shares, source.targets, strict=True):
                 if not share.gathered:
                     for target in targets:
-                        yield target, planning.taken(share.fetch(source.given), target)
-        yield from planning.each_cast(plan, plan.gathered)
+                        yield target, taken(share.fetch(source.given), target)
+        yield from each_cast(plan, plan.gathered)
     else:
         yield from pieces(plan, stream)
 

@@ -49,11 +49,9 @@ from windlass.names import (
 )
 from windlass.names.quantised import scales_among
 from windlass.plain import numbers
-from windlass.publish import division as planning
 from windlass.publish import placement
 from windlass.publish.announce import ASK_S, AgentClient, Announcer
 from windlass.publish.derived import derive, refresh
-from windlass.publish.division import Naming, Plan, Source
 from windlass.publish.gpu import OnGpu, can_compare, find
 from windlass.publish.inputs import (
     WeightSource,
@@ -65,6 +63,8 @@ from windlass.publish.inputs import (
     stream_sources,
 )
 from windlass.publish.merged import Merged, Merging, is_trained, merge
+from windlass.publish.plan import Plan, addresses, follow, make_plan, placed
+from windlass.publish.sources import Naming, Source, describe_sources, lost, not_pairs
 from windlass.publish.teardown import end, kept, nothing, ports_of, remove, restore
 from windlass.receive.memory import flat
 
@@ -463,7 +463,7 @@ class WeightManager:
         if hasattr(given, "metadata") and hasattr(given, "__iter__"):
             return None, given
         if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
-            raise planning.not_pairs(given)
+            raise not_pairs(given)
         return given, None
 
     def _adapter(self, given: Any) -> Iterable[tuple[str, Any]]:
@@ -487,7 +487,7 @@ class WeightManager:
         naming, stream, gpu, deltas = Naming(SourceMap(), frozenset, _own), None, None, False
         try:
             given, stream = self._given(named)
-            sources = stream_sources(stream) if stream is not None else planning.describe_sources(given or ())
+            sources = stream_sources(stream) if stream is not None else describe_sources(given or ())
             naming = self._naming(sources)
             gpu = find(sources)
         except Exception as e:
@@ -509,7 +509,7 @@ class WeightManager:
                         source.derived.keep(ordinal)
         except Exception as e:
             sources = e
-        plan = planning.make_plan(
+        plan = make_plan(
             sources,
             naming,
             rank=rank,
@@ -796,14 +796,14 @@ class WeightManager:
             # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
             begun, size = time.monotonic(), plan.bytes
             self._follow(opened, given, until)
-            addresses = planning.addresses(plan)
+            here = addresses(plan)
             if delta and opened.gpu is not None and base is not None:
                 work = self.config.timeout
                 size = opened.gpu.compare(plan, publisher, base, version, _left(until), work)
                 copied = time.monotonic()
             else:
-                if addresses and opened.copies is not None:
-                    publisher.copy(opened.copies, addresses, opened.threads, _left(until))
+                if here and opened.copies is not None:
+                    publisher.copy(opened.copies, here, opened.threads, _left(until))
                 if opened.gpu is not None:
                     opened.gpu.copy(plan, publisher, version, _left(until))
                 if plan.casts or plan.gathered:
@@ -833,7 +833,7 @@ class WeightManager:
         """The parameters of this call, and what is made of them."""
         plan = opened.plan
         if given is not None:
-            planning.follow(plan, given)
+            follow(plan, given)
         if opened.merging is not None:
             opened.merging.refresh(opened.exchange, _left(until))
         if plan.given < len(plan.sources):
@@ -855,7 +855,7 @@ class WeightManager:
         devices: set[torch.device] = set()
         try:
             for target, values in pieces(plan, stream):
-                into = planning.placed(plan, data, target)
+                into = placed(plan, data, target)
                 if values.device.type != "cpu" and values.dtype != into.dtype:
                     # On the device, where it is cheap, and so that less crosses the bus.
                     values = values.to(into.dtype)
@@ -865,7 +865,7 @@ class WeightManager:
         except RuntimeError as e:
             if isinstance(e, WindlassError):
                 raise
-            raise planning.lost("gathering or casting failed", e) from e
+            raise lost("gathering or casting failed", e) from e
         for device in devices:
             torch.accelerator.synchronize(device)
 
@@ -889,14 +889,13 @@ class WeightManager:
 
         def compare() -> bool:
             self._follow(opened, given, until)
-            planning.addresses(plan)
+            addresses(plan)
             held: Held = publisher.hold(self.config.timeout)
             try:
                 data = flat(held.memory())
                 # All of it, also after a difference: other ranks may wait for what is gathered.
                 same = [
-                    is_same(planning.placed(plan, data, target), values)
-                    for target, values in everything(plan, stream)
+                    is_same(placed(plan, data, target), values) for target, values in everything(plan, stream)
                 ]
             finally:
                 held.finish()

@@ -28,15 +28,15 @@ from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.exchange import Alone, Exchange, agree_on_all_ranks
 from windlass.extract.adapters import REMEDY, Adapted, Layer, adapters_of
 from windlass.names.clean import WRAPPERS, unwrapped
-from windlass.publish import division as planning
 from windlass.publish import placement
+from windlass.publish.boxes import volume
 from windlass.publish.derived import Part
-from windlass.publish.division import Naming, Source, Target
 from windlass.publish.placement import Piece, Share
+from windlass.publish.sources import Naming, Source, Target, taken
 
 if TYPE_CHECKING:
     from windlass.names.view import View
-    from windlass.publish.division import Names
+    from windlass.publish.sources import Names
 
 __all__ = ["Merged", "Merging", "merge"]
 
@@ -73,7 +73,7 @@ class Merged:
 
     def size(self) -> int:
         """Bytes of what is made here."""
-        return sum(planning.volume(part.box) for part in self.parts) * self.dtype.itemsize
+        return sum(volume(part.box) for part in self.parts) * self.dtype.itemsize
 
     def make(self) -> torch.Tensor:
         """The merged boxes one after another; the whole tensor if it is gathered."""
@@ -337,7 +337,7 @@ def _put(source: Source, index: int) -> torch.Tensor:
     out = torch.zeros(share.shape, dtype=share.dtype, device=local.device)
     for piece in share.pieces:
         target = Target("", piece.box, piece.strides, piece.offset)
-        out[tuple(slice(a, b) for a, b in piece.box)] = planning.taken(local, target)
+        out[tuple(slice(a, b) for a, b in piece.box)] = taken(local, target)
     return out
 
 
@@ -423,7 +423,7 @@ def _source(
         for piece in share.pieces:
             parts.append(Part(source, index, Target("", piece.box, piece.strides, piece.offset), form))
             pieces.append(Piece(piece.box, at, placement.contiguous_strides([b - a for a, b in piece.box])))
-            at += planning.volume(piece.box)
+            at += volume(piece.box)
     merged = Merged(share.name, merging, source, index, layers, parts, gathered)
     name = MADE + share.name
     made = Share(
