@@ -23,8 +23,8 @@ from windlass import (
     WindlassCorrupt,
     WindlassDenied,
     WindlassPeerLost,
-    follow,
 )
+from windlass.receive import follow
 from windlass.receive.receiver import Synced
 
 

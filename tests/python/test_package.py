@@ -6,9 +6,11 @@ import builtins
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,7 @@ def test_an_old_name_of_the_package_warns_and_names_the_new_place(name: str) -> 
 OLD = """
 import sys, warnings
 from importlib import import_module
+from pathlib import Path
 from windlass import _moved
 warnings.simplefilter("ignore", DeprecationWarning)
 for old, new in _moved.MOVED.items():
@@ -96,6 +99,14 @@ def test_the_exceptions_are_those_of_the_table_of_kinds() -> None:
         assert issubclass(exception, windlass.WindlassError), kind
         assert issubclass(exception, getattr(builtins, builtin)), kind
         assert meaning
+
+
+def test_the_http_statuses_are_those_of_the_core() -> None:
+    source = (Path(__file__).parents[2] / "crates/windlass-core/src/error.rs").read_text()
+    table = source[source.index("pub const fn row(") : source.index("pub const fn advice(")]
+    rows = re.findall(r'row\(\s*"(Windlass\w+)",\s*"\w+",\s*(\d+),', table)
+    kinds = {name: kind for kind, name, *_ in _windlass.kinds()}
+    assert {kinds[name]: int(status) for name, status in rows} == errors.HTTP_STATUS
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from windlass import _windlass
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.names.clean import unwrapped
 
@@ -150,8 +151,6 @@ def _write(file: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file, tensor by tensor: never more than one of them is held besides."""
     import torch
 
-    from windlass.names.dtypes import DTYPES, canonical_dtype
-
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest elements first, so that every tensor is aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -159,7 +158,7 @@ def _write(file: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
     for name in order:
         tensor = tensors[name]
         end = at + tensor.numel() * tensor.element_size()
-        stored = DTYPES[canonical_dtype(tensor.dtype)][0]
+        stored = _windlass.dtype_safetensors(str(tensor.dtype))
         header[name] = {"dtype": stored, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()

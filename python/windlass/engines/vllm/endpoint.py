@@ -46,7 +46,14 @@ from typing import Any, Literal
 
 from windlass.config import Config
 from windlass.engines.vllm.core import METHOD
-from windlass.errors import WindlassDenied, WindlassError, WindlassInvalid, WindlassStale, WindlassTimeout
+from windlass.errors import (
+    HTTP_STATUS,
+    WindlassDenied,
+    WindlassError,
+    WindlassInvalid,
+    WindlassStale,
+    WindlassTimeout,
+)
 from windlass.load.order import Failure, LoadOrder
 from windlass.plain import Plain
 
@@ -57,20 +64,6 @@ log = logging.getLogger("windlass")
 #: Below which all routes are.
 PREFIX = "/windlass/v1"
 
-#: The HTTP status of each kind of error.
-STATUS = {
-    "invalid": 422,
-    "not_found": 404,
-    "stale": 409,
-    "corrupt": 422,
-    "timeout": 504,
-    "peer_lost": 502,
-    "exhausted": 507,
-    "unsupported": 501,
-    "denied": 401,
-    "cancelled": 409,
-    "bug": 500,
-}
 #: How often workers are asked whether they have staged.
 STAGED_S = 0.001
 #: How long a cache that is still in use is asked again.
@@ -97,6 +90,10 @@ class PauseOptions(Config):
 
 class _Fenced(WindlassStale):
     """The engine stays paused."""
+
+
+class _NoToken(WindlassDenied):
+    """A request without the token."""
 
 
 @dataclass
@@ -240,7 +237,7 @@ class WindlassEndpoint:
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             given.strip().encode(), self._token.encode()
         ):
-            raise WindlassDenied(
+            raise _NoToken(
                 "the request has no valid token",
                 "send it as 'Authorization: Bearer TOKEN' (WINDLASS_TOKEN of the server)",
             )
@@ -562,5 +559,5 @@ def _refusal(e: Exception, answer: Any) -> Any:
     failure = Failure.of(e)
     if not isinstance(e, WindlassError):
         log.exception("windlass: a request failed")
-    status = 503 if isinstance(e, _Fenced) else STATUS.get(failure.kind, 500)
+    status = {_Fenced: 503, _NoToken: 401}.get(type(e), HTTP_STATUS[failure.kind])
     return answer({"error": {**failure.to_dict(), "name": getattr(e, "name", "")}}, status_code=status)
