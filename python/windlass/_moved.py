@@ -41,11 +41,9 @@ MOVED = {
     **{name: f"transfer.{name}" for name in ("client", "facts", "request", "sync", "sync_info")},
     "strategy": "transfer.base",
     "strategies": "transfer",
+    "strategies.door": "transfer.ipc.handle_server",
     "strategies.document": "document",
-    **{
-        f"strategies.{name}": f"transfer.ipc.{name}"
-        for name in ("arena", "device", "door", "lending", "packed")
-    },
+    **{f"strategies.{name}": f"transfer.ipc.{name}" for name in ("arena", "device", "lending", "packed")},
     "follow": "receive.follow",
     "memory": "receive.memory",
     "receiver": "receive.receiver",

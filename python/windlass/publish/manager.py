@@ -65,7 +65,7 @@ from windlass.publish.inputs import (
 from windlass.publish.merged import Merged, Merging, is_trained, merge
 from windlass.publish.plan import Plan, addresses, follow, make_plan, placed
 from windlass.publish.sources import Naming, Source, describe_sources, lost, not_pairs
-from windlass.publish.teardown import end, kept, nothing, ports_of, remove, restore
+from windlass.publish.teardown import end, kept, ports_of, remove, restore
 from windlass.receive.memory import flat
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class WeightManager:
         self._warned = False
         self._announcer = Announcer(config, controller_token)
         self._closed = False
-        self._end: weakref.finalize[Any, Any] = weakref.finalize(self, nothing)
+        self._end: weakref.finalize[Any, Any] | None = None
 
     # The one call.
 
@@ -1009,7 +1009,8 @@ class WeightManager:
     def _leave(self) -> None:
         opened, self._open = self._open, None
         self._announcer.leave()
-        self._end.detach()
+        if self._end is not None:
+            self._end.detach()
         agent, self._agent = self._agent, None
         if opened is not None and opened.publisher is not None and opened.deltas:
             # The last version is given the time that others need to leave.

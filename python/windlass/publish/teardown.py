@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from windlass._windlass import Publisher
     from windlass.publish.supervise import AgentSupervisor
 
-__all__ = ["end", "kept", "nothing", "ports_of", "remove", "restore"]
+__all__ = ["end", "kept", "ports_of", "remove", "restore"]
 
 log = logging.getLogger("windlass")
 
 
-def remove(publisher: Publisher, patience: float) -> None:
+def remove(publisher: Publisher, timeout: float) -> None:
     """Leaves the region and removes it, once the other ranks and the agent have left."""
     publisher.close()
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     while not _gone(publisher):
         if time.monotonic() >= until:
             log.info(
@@ -41,16 +41,12 @@ def _gone(publisher: Publisher) -> bool:
     try:
         return publisher.discard()
     except WindlassNotFound:
-        # Somebody else has removed it.
+        # Another process has removed it.
         return True
 
 
-def nothing() -> None:
-    """Ends nothing."""
-
-
 def end(publisher: Publisher, agent: AgentSupervisor | None, pid: int) -> None:
-    """For a manager that nobody closed. Forked children end nothing of their parent's."""
+    """For a manager that was never closed. A forked child ends nothing of its parent's."""
     if os.getpid() != pid:
         return
     if agent is not None:

@@ -228,12 +228,12 @@ class Gate:
 
     def flush(self, until: float) -> None:
         """Empties the prefix cache. Requests that were ended are waited for; a refusal beyond that is an error."""
-        patience = time.monotonic() + min(ENDING, short(until))
+        deadline = time.monotonic() + min(ENDING, short(until))
         while True:
             reply = self.engine.flush(timeout=short(until))
             if reply.ok:
                 return
-            if time.monotonic() >= patience:
+            if time.monotonic() >= deadline:
                 raise WindlassStale(
                     f"{self.name}: the prefix cache was not flushed: {reply.message}",
                     "requests are still running: pause with 'retract' or 'abort'",

@@ -559,5 +559,7 @@ def _refusal(e: Exception, answer: Any) -> Any:
     failure = Failure.of(e)
     if not isinstance(e, WindlassError):
         log.exception("windlass: a request failed")
-    status = {_Fenced: 503, _NoToken: 401}.get(type(e), HTTP_STATUS[failure.kind])
+    status = HTTP_STATUS[failure.kind]
+    if isinstance(e, (_Fenced, _NoToken)):
+        status = 503 if isinstance(e, _Fenced) else 401
     return answer({"error": {**failure.to_dict(), "name": getattr(e, "name", "")}}, status_code=status)

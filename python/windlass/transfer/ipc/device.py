@@ -1,10 +1,10 @@
 """Device memory behind the interface of arenas (:mod:`windlass.transfer.ipc.arena`): CUDA IPC.
 
 Owns: :class:`DeviceArena` of a sender and :class:`DeviceOpener` of an engine. The driver's part is in the extension
-(``windlass_data::cuda::ipc``); handles and descriptors travel by a door (:mod:`windlass.transfer.ipc.door`).
+(``windlass_data::cuda::ipc``); handles and descriptors travel over a unix socket (:mod:`windlass.transfer.ipc.handle_server`).
 
 **The arena** is one allocation of two halves, exported once. A bucket is gathered into a half by one launch on the
-trainer's stream, a *ready* signal is recorded behind it, and the request goes out at once; nobody waits for the GPU. The
+trainer's stream, a *ready* signal is recorded behind it, and the request goes out at once; no process waits for the GPU. The
 engine waits for the signal, starts its copies, records its own *done* signal behind them, and answers. Before a half is
 written again the sender
 
@@ -16,9 +16,9 @@ given, the sender is bound to find the signal, and to wait for the copies. If no
 engine says so. An engine that dies takes its copies with it; a trainer that dies is seen by the end of the
 connection.
 
-**A handle** is ``{"arena": path of the door, "half": 0, "turn": 3, "sync": 1, "table": 7}``. The table says where each
+**A handle** is ``{"arena": path of the socket, "half": 0, "turn": 3, "sync": 1, "table": 7}``. The table says where each
 tensor of the request is: in that half, or in memory of the trainer's own, because a parameter that lies contiguously where it
-lay before is not copied by the sender at all (:mod:`windlass.transfer.ipc.lending`). A table is had at the door when it is
+lay before is not copied by the sender at all (:mod:`windlass.transfer.ipc.lending`). The handle server gives out a table when it is
 first met, and so is an allocation, as a legacy handle or as descriptors of granules (expandable segments); it is kept open
 for as long as the sync before still used it. What cannot be exported is gathered into the arena; why is logged once.
 Tensors that were lent are kept until every engine is done with them: settled ones until the end of the sync, without a
@@ -50,7 +50,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 from windlass.transfer.ipc.arena import WHERE, Arena, Opener
-from windlass.transfer.ipc.door import PREFIX, Door, Guest, Visit
+from windlass.transfer.ipc.handle_server import PREFIX, HandleClient, HandleServer, HandleSession
 from windlass.transfer.ipc.lending import Ledger, Look, Rows, Table, table_file
 from windlass.transfer.request import IpcHandle
 
@@ -303,7 +303,7 @@ class DeviceArena(Arena):
 
 
 class _Share:
-    """What one process exports: memory, signals, turns, and the door at which they are had."""
+    """What one process exports: memory, signals, turns, and the server that gives them out."""
 
     def __init__(self, gpu: Any, folder: Path, half: int) -> None:
         self.half = half
@@ -323,11 +323,11 @@ class _Share:
         self._rows: dict[int, Rows] = {}
         self._made = 0
         try:
-            self._door = Door(folder, self._answer, self._left)
+            self._server = HandleServer(folder, self._answer, self._left)
         except BaseException:
             os.close(self._page)
             raise
-        self.path = self._door.path
+        self.path = self._server.path
 
     def place(self, half: int) -> tuple[int, int]:
         """Address and bytes of a half."""
@@ -338,19 +338,19 @@ class _Share:
 
     def wait(self, half: int, timeout: float) -> None:
         """Until every engine is done with the half."""
-        with self._door.visits() as visits:
-            for visit, descriptor in visits:
-                done = visit.kept.get("done")
+        with self._server.sessions() as sessions:
+            for session, descriptor in sessions:
+                done = session.kept.get("done")
                 if done is None:
                     continue
                 try:
                     done[half].wait(descriptor, timeout)
                 except (WindlassPeerLost, WindlassInvalid):
                     # It is gone, and its copies with it.
-                    log.info("process %d, which read from %s, is gone", visit.pid, self.path)
+                    log.info("process %d, which read from %s, is gone", session.pid, self.path)
                 except WindlassTimeout as e:
                     raise WindlassTimeout(
-                        f"process {visit.pid} still reads half {half} of {self.path} after {timeout:.0f} s"
+                        f"process {session.pid} still reads half {half} of {self.path} after {timeout:.0f} s"
                     ) from e
 
     def allocation(self, exported: Any) -> int:
@@ -383,9 +383,9 @@ class _Share:
             self._rows.pop(old, None)
         return self._made
 
-    def _answer(self, visit: Visit, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _answer(self, session: HandleSession, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if "done" in words:
-            return self._introduce(visit, words)
+            return self._introduce(session, words)
         if "table" in words:
             asked = words["table"]
             rows = self._rows.get(asked) if isinstance(asked, int) else None
@@ -402,7 +402,7 @@ class _Share:
             return {"handle": exported.handle.hex()}, []
         return {"granules": exported.granules}, exported.descriptors()
 
-    def _introduce(self, visit: Visit, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    def _introduce(self, session: HandleSession, words: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if words.get("gpu") != self._gpu.uuid:
             raise WindlassInvalid(
                 f"this memory is on {self._gpu.uuid}, and the engine on {words.get('gpu')!r}"
@@ -413,7 +413,7 @@ class _Share:
             raise WindlassInvalid(f"signals of an engine: {e}") from e
         if len(handles) != 2:
             raise WindlassInvalid(f"an engine has {len(handles)} signals, expected 2")
-        visit.kept["done"] = [_windlass.Signal(self._gpu, handle) for handle in handles]
+        session.kept["done"] = [_windlass.Signal(self._gpu, handle) for handle in handles]
         answer = {
             "memory": self._memory.handle.hex() if self._memory is not None else None,
             "half": self.half,
@@ -422,17 +422,17 @@ class _Share:
         }
         return answer, [os.dup(self._page)]
 
-    def _left(self, visit: Visit) -> None:
-        for signal in visit.kept.pop("done", ()):
+    def _left(self, session: HandleSession) -> None:
+        for signal in session.kept.pop("done", ()):
             signal.close()
 
     def close(self, timeout: float) -> None:
-        """Ends all visits once nobody reads, and frees the memory."""
+        """Ends all sessions once no process reads, and frees the memory."""
         try:
             for half in (0, 1):
                 self.wait(half, timeout)
         finally:
-            self._door.close()
+            self._server.close()
             for signal in self.ready:
                 signal.close()
             if self._memory is not None:
@@ -476,7 +476,7 @@ class _Known:
 class _Host:
     """A trainer's exports, as this engine has them open."""
 
-    guest: Guest
+    client: HandleClient
     memory: _Allocation | None
     ready: list[Any]
     done: list[Any]
@@ -496,7 +496,7 @@ class _Host:
                 signal.wait(None, 60.0)
         for allocation in (*self.allocations.values(), *([self.memory] if self.memory else [])):
             allocation.opened.close()
-        self.guest.close()
+        self.client.close()
         for signal in (*self.ready, *self.done):
             signal.close()
 
@@ -538,18 +538,18 @@ class DeviceOpener(Opener):
         """The table of a handle, with everything open that it needs, and passed."""
         host = self._host
         # Once for a request: its handles are of the same turn.
-        if host is None or host.guest.path != place.arena or host.passed[place.half] != place.turn:
+        if host is None or host.client.path != place.arena or host.passed[place.half] != place.turn:
             host = self._met(place.arena)
         self._check_turn(host, place)
         known = host.tables.get(place.table)
         if known is None:
-            known = host.tables[place.table] = _Known(self._fetch_table(host.guest, place.table))
+            known = host.tables[place.table] = _Known(self._fetch_table(host.client, place.table))
             if len(host.tables) > TABLES:
                 host.tables.popitem(last=False)
         if host.passed[place.half] != place.turn or place.half not in known.addresses:
             host.tables.move_to_end(place.table)
             self._open_all(host, place, known)
-            host.ready[place.half].wait(host.guest.fileno(), self._timeout)
+            host.ready[place.half].wait(host.client.fileno(), self._timeout)
             host.passed[place.half] = place.turn
         return known
 
@@ -592,7 +592,7 @@ class DeviceOpener(Opener):
         import torch
 
         place = self._read(handle)
-        if self._host is not None and self._host.guest.path == place.arena:
+        if self._host is not None and self._host.client.path == place.arena:
             host, stream = self._host, int(torch.cuda.current_stream(self._gpu.ordinal).cuda_stream)
             if host.streams[place.half] not in (None, stream):
                 # The trainer may still have to wait for what the signal stood for, and sees the last one only.
@@ -603,7 +603,7 @@ class DeviceOpener(Opener):
     def check(self, handle: IpcHandle) -> None:
         """Whether the half still has the handle's turn."""
         place = self._read(handle)
-        if self._host is None or self._host.guest.path != place.arena:
+        if self._host is None or self._host.client.path != place.arena:
             raise WindlassStale(f"{place.arena} was closed meanwhile")
         self._check_turn(self._host, place)
 
@@ -627,30 +627,32 @@ class DeviceOpener(Opener):
             not place.arena.startswith(f"{self._folder}/{PREFIX}")
             or "/" in place.arena[len(str(self._folder)) + 1 :]
         ):
-            raise WindlassInvalid(f"a handle names {place.arena!r}, which is no door in {self._folder}")
+            raise WindlassInvalid(
+                f"a handle names {place.arena!r}, which is no handle server in {self._folder}"
+            )
         return place
 
     def _met(self, path: str) -> _Host:
-        if self._host is not None and self._host.guest.path != path:
+        if self._host is not None and self._host.client.path != path:
             self.close()
         if self._host is None:
             self._host = self._meet(path)
-        if not self._host.guest.is_there():
+        if not self._host.client.is_there():
             self.close()
             raise WindlassPeerLost(
-                f"nobody is at {path} any more: the trainer that exported it is gone",
+                f"no process answers at {path}: the trainer that exported it is gone",
                 "sync again when it is back",
             )
         return self._host
 
     def _meet(self, path: str) -> _Host:
-        guest = Guest(path)
+        client = HandleClient(path)
         signals: list[Any] = []
         try:
             done = [_windlass.Signal(self._gpu), _windlass.Signal(self._gpu)]
             signals += done
             words = {"gpu": self.device, "done": [signal.handle.hex() for signal in done]}
-            answer, descriptors = guest.ask(words)
+            answer, descriptors = client.ask(words)
             try:
                 turns = mmap.mmap(descriptors[0], mmap.PAGESIZE, prot=mmap.PROT_READ)
             finally:
@@ -665,11 +667,11 @@ class DeviceOpener(Opener):
             half = int(answer["half"])
             if half < 0 or 2 * half > (0 if memory is None else memory.bytes):
                 raise WindlassInvalid(f"{path} says that a half has {half} bytes, and the arena has less")
-            return _Host(guest, memory, ready, done, turns, half)
+            return _Host(client, memory, ready, done, turns, half)
         except BaseException as e:
             for signal in signals:
                 signal.close()
-            guest.close()
+            client.close()
             if isinstance(e, (KeyError, IndexError, TypeError, ValueError)) and not isinstance(
                 e, WindlassInvalid
             ):
@@ -697,30 +699,32 @@ class DeviceOpener(Opener):
                 if old in known.table.allocations:
                     known.addresses.clear()
             host.allocations.pop(old).opened.close()
-        found = host.allocations[number] = self._fetch(host.guest, number)
+        found = host.allocations[number] = self._fetch(host.client, number)
         # Needed now: the next one that is fetched for the same table leaves it open.
         found.sync = place.sync
         return found
 
-    def _fetch_table(self, guest: Guest, number: int) -> Table:
-        _, descriptors = guest.ask({"table": number})
+    def _fetch_table(self, client: HandleClient, number: int) -> Table:
+        _, descriptors = client.ask({"table": number})
         try:
             if len(descriptors) != 1:
-                raise WindlassInvalid(f"{guest.path} gave {len(descriptors)} files for a table, expected one")
+                raise WindlassInvalid(
+                    f"{client.path} gave {len(descriptors)} files for a table, expected one"
+                )
             return Table.read(descriptors[0])
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _fetch(self, guest: Guest, number: int) -> _Allocation:
-        answer, descriptors = guest.ask({"allocation": number})
+    def _fetch(self, client: HandleClient, number: int) -> _Allocation:
+        answer, descriptors = client.ask({"allocation": number})
         try:
             if "handle" in answer:
                 return _allocation(_windlass.Opened.legacy(self._gpu, bytes.fromhex(answer["handle"])))
             sizes = [int(size) for size in answer["granules"]]
             return _allocation(_windlass.Opened.granules(self._gpu, descriptors, sizes))
         except (KeyError, TypeError) as e:
-            raise WindlassInvalid(f"{guest.path} answered what makes no sense: {e!r}") from e
+            raise WindlassInvalid(f"{client.path} answered what makes no sense: {e!r}") from e
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

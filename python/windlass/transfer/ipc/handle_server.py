@@ -1,6 +1,6 @@
 """A unix socket at which processes of one host and one user ask another for what only a socket can carry.
 
-Owns: :class:`Door`, the side that answers, and :class:`Guest`, the side that asks. Called by
+Owns: :class:`HandleServer`, the side that answers, and :class:`HandleClient`, the side that asks. Called by
 :mod:`windlass.transfer.ipc.device`. Must not: know what is asked for.
 
 The socket is a file of mode 0600 that keeps messages apart (``SOCK_SEQPACKET``). A message is a JSON object, at most
@@ -38,7 +38,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 
-__all__ = ["Door", "Guest", "Visit"]
+__all__ = ["HandleServer", "HandleClient", "HandleSession"]
 
 log = logging.getLogger("windlass")
 
@@ -48,7 +48,7 @@ PREFIX = "windlass-door-"
 #: The most bytes in the path of a socket.
 LONGEST = 107
 #: For a message of the other side, which does nothing else meanwhile.
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -78,13 +78,15 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not text:
             raise ConnectionError("the other side has hung up")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise WindlassInvalid("a message at a door is longer than it may be")
+            raise WindlassInvalid("a message to a handle server is longer than 64 KiB")
         words = json.loads(text)
         if not isinstance(words, dict):
-            raise WindlassInvalid("a message at a door is no object")
+            raise WindlassInvalid("a message to a handle server is no JSON object")
     except ValueError as e:
         _close(list(descriptors))
-        raise e if isinstance(e, WindlassInvalid) else WindlassInvalid(f"a message at a door: {e}") from e
+        raise (
+            e if isinstance(e, WindlassInvalid) else WindlassInvalid(f"a message to a handle server: {e}")
+        ) from e
     except BaseException:
         _close(list(descriptors))
         raise
@@ -97,8 +99,8 @@ def _close(descriptors: list[int]) -> None:
             os.close(descriptor)
 
 
-class Visit:
-    """A connection as the door sees it. ``kept`` is for whoever answers."""
+class HandleSession:
+    """A connection as the server sees it. ``kept`` belongs to the code that answers."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -107,13 +109,13 @@ class Visit:
 
 
 #: Answers a question with words and descriptors, which are closed afterwards.
-Answer = Callable[[Visit, dict[str, Any]], tuple[dict[str, Any], list[int]]]
+Answer = Callable[[HandleSession, dict[str, Any]], tuple[dict[str, Any], list[int]]]
 
 
-class Door:
-    """Answers at a socket, in a thread of its own, until it is closed. ``left`` is told of a visit that has ended."""
+class HandleServer:
+    """Answers at a socket, in a thread of its own, until it is closed. ``left`` is told of a session that has ended."""
 
-    def __init__(self, folder: Path, answer: Answer, left: Callable[[Visit], None]) -> None:
+    def __init__(self, folder: Path, answer: Answer, left: Callable[[HandleSession], None]) -> None:
         self._answer, self._left = answer, left
         sweep(folder)
         self.path = folder / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:16]}"
@@ -124,41 +126,41 @@ class Door:
                 "take a folder with a shorter path",
             )
         self._lock = threading.Lock()
-        self._visits: list[Visit] = []
+        self._visits: list[HandleSession] = []
         self._wake, self._woken = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._closed = False
         try:
             self._listener.bind(str(self.path))
-            # Before it listens nobody gets in, whatever the mask of this process is.
+            # No process can connect before the server listens, whatever the umask of this process.
             self.path.chmod(0o600)
             self._listener.listen(64)
         except BaseException:
             self._shut()
             raise
-        self._thread = threading.Thread(target=self._serve, name="windlass-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="windlass-handles", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
-    def visits(self) -> Iterator[list[tuple[Visit, int]]]:
+    def sessions(self) -> Iterator[list[tuple[HandleSession, int]]]:
         """Those who are there, each with a descriptor of its connection that stays one until the end."""
         with self._lock:
-            held = [(visit, os.dup(visit.connection.fileno())) for visit in self._visits]
+            held = [(session, os.dup(session.connection.fileno())) for session in self._visits]
         try:
             yield held
         finally:
             _close([descriptor for _, descriptor in held])
 
     def close(self) -> None:
-        """Lets nobody in any more and ends all visits."""
+        """Refuses new connections and ends all sessions."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
         self._thread.join()
-        for visit in list(self._visits):
-            self._end(visit)
+        for session in list(self._visits):
+            self._end(session)
         self._shut()
 
     def _shut(self) -> None:
@@ -166,11 +168,11 @@ class Door:
         for part in (self._listener, self._wake, self._woken):
             part.close()
 
-    def _end(self, visit: Visit) -> None:
+    def _end(self, session: HandleSession) -> None:
         with self._lock:
-            self._visits.remove(visit)
-            visit.connection.close()
-        self._left(visit)
+            self._visits.remove(session)
+            session.connection.close()
+        self._left(session)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as looking:
@@ -183,42 +185,42 @@ class Door:
                             looking.unregister(key.fileobj)
                             self._end(key.data)
                     elif key.fileobj is self._listener:
-                        visit = self._let_in()
-                        if visit is not None:
-                            looking.register(visit.connection, selectors.EVENT_READ, visit)
+                        session = self._let_in()
+                        if session is not None:
+                            looking.register(session.connection, selectors.EVENT_READ, session)
 
-    def _let_in(self) -> Visit | None:
+    def _let_in(self) -> HandleSession | None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return None
-        connection.settimeout(PATIENCE)
-        visit = Visit(connection)
-        if visit.uid != os.geteuid():
-            log.warning("user %d asked at %s, which is for user %d", visit.uid, self.path, os.geteuid())
+        connection.settimeout(TIMEOUT_S)
+        session = HandleSession(connection)
+        if session.uid != os.geteuid():
+            log.warning("user %d asked at %s, which is for user %d", session.uid, self.path, os.geteuid())
             connection.close()
             return None
         with self._lock:
-            self._visits.append(visit)
-        return visit
+            self._visits.append(session)
+        return session
 
-    def _hear(self, visit: Visit) -> bool:
+    def _hear(self, session: HandleSession) -> bool:
         """Answers one question; whether there may be another."""
         try:
-            words, given = _receive(visit.connection)
+            words, given = _receive(session.connection)
             _close(given)
         except (OSError, WindlassInvalid):
             return False
         descriptors: list[int] = []
         try:
-            answer, descriptors = self._answer(visit, words)
+            answer, descriptors = self._answer(session, words)
         except WindlassError as e:
             answer = {"error": type(e).__name__, "message": str(e)}
         except Exception as e:
             log.exception("a question at %s", self.path)
             answer = {"error": "WindlassBug", "message": f"{type(e).__name__}: {e}"}
         try:
-            _send(visit.connection, answer, descriptors)
+            _send(session.connection, answer, descriptors)
         except (OSError, WindlassError):
             return False
         finally:
@@ -226,13 +228,13 @@ class Door:
         return True
 
 
-class Guest:
-    """Asks at a door."""
+class HandleClient:
+    """A connection to the handle server of another process."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.settimeout(PATIENCE)
+        self._connection.settimeout(TIMEOUT_S)
         try:
             self._connect()
         except BaseException:
@@ -244,16 +246,18 @@ class Guest:
             self._connection.connect(self.path)
         except FileNotFoundError as e:
             raise WindlassNotFound(
-                f"there is no door {self.path}: the trainer has closed it, or has another /dev/shm",
+                f"there is no handle server {self.path}: the trainer has closed it, or has another /dev/shm",
                 "engines in containers need the trainer's /dev/shm (docker: --ipc) and processes (--pid)",
             ) from e
         except ConnectionRefusedError as e:
             raise WindlassPeerLost(
-                f"nobody is at {self.path} any more: the trainer that exported it is gone",
+                f"no process answers at {self.path}: the trainer that exported it is gone",
                 "sync again when it is back",
             ) from e
         except OSError as e:
-            raise WindlassInvalid(f"the door {self.path} cannot be reached: {e.strerror or e}") from e
+            raise WindlassInvalid(
+                f"the handle server {self.path} cannot be reached: {e.strerror or e}"
+            ) from e
         pid, uid = peer_of(self._connection)
         if uid not in (os.geteuid(), 0):
             raise WindlassDenied(
@@ -284,7 +288,7 @@ class Guest:
             answer, descriptors = _receive(self._connection)
         except TimeoutError as e:
             raise WindlassTimeout(
-                f"process {self.pid} did not answer at {self.path} for {PATIENCE:.0f} s"
+                f"process {self.pid} did not answer at {self.path} for {TIMEOUT_S:.0f} s"
             ) from e
         except OSError as e:
             raise WindlassPeerLost(
@@ -304,7 +308,7 @@ class Guest:
 
 
 def sweep(folder: Path) -> None:
-    """Removes doors that nobody answers at, of processes that were killed."""
+    """Removes the sockets of processes that were killed."""
     for path in folder.glob(f"{PREFIX}*"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, contextlib.suppress(OSError):
             probe.settimeout(1.0)
@@ -317,7 +321,7 @@ def sweep(folder: Path) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether the process in a door's name is gone."""
+    """Whether the process in a socket's name is gone."""
     try:
         os.kill(int(path.name[len(PREFIX) :].split("-")[0]), 0)
     except ProcessLookupError:

@@ -22,16 +22,16 @@ from windlass import WindlassInvalid, WindlassNotFound, WindlassPeerLost, Windla
 from windlass.load.planned import PlannedLoader
 from windlass.load.trace import Copy
 from windlass.transfer.ipc.device import DeviceOpener, namespaces, strided
-from windlass.transfer.ipc.door import PREFIX, Door, Guest, Visit
+from windlass.transfer.ipc.handle_server import PREFIX, HandleClient, HandleServer, HandleSession
 from windlass.transfer.request import IpcHandle
 
 SERVER = """
 import os, sys, tempfile, time
 from pathlib import Path
 from windlass.errors import WindlassStale
-from windlass.transfer.ipc.door import Door
+from windlass.transfer.ipc.handle_server import HandleServer
 left = []
-def answer(visit, words):
+def answer(session, words):
     if "fail" in words:
         raise WindlassStale("the wrong turn")
     if "crash" in words:
@@ -44,9 +44,9 @@ def answer(visit, words):
             f.write(b"number %d" % i)
             f.flush()
             made.append(os.dup(f.fileno()))
-    return {"pid": os.getpid(), "you": visit.pid, "open": len(os.listdir("/proc/self/fd"))}, made
-door = Door(Path(sys.argv[1]), answer, lambda visit: left.append(visit.pid))
-print(door.path, flush=True)
+    return {"pid": os.getpid(), "you": session.pid, "open": len(os.listdir("/proc/self/fd"))}, made
+server = HandleServer(Path(sys.argv[1]), answer, lambda session: left.append(session.pid))
+print(server.path, flush=True)
 time.sleep(600)
 """
 
@@ -84,11 +84,11 @@ def test_descriptors_travel_to_another_process_and_nobody_keeps_one(
 ) -> None:
     process, path = server
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    guest = Guest(path)
-    assert guest.pid == process.pid
+    client = HandleClient(path)
+    assert client.pid == process.pid
     before, opened = len(os.listdir("/proc/self/fd")), set()
     for count in (0, 1, 250, 3, 250):
-        answer, descriptors = guest.ask({"files": count})
+        answer, descriptors = client.ask({"files": count})
         opened.add(answer["open"])
         assert (answer["pid"], answer["you"], len(descriptors)) == (process.pid, os.getpid(), count)
         for i, descriptor in enumerate(descriptors):
@@ -98,51 +98,51 @@ def test_descriptors_travel_to_another_process_and_nobody_keeps_one(
     assert len(os.listdir("/proc/self/fd")) == before
     # The descriptors of an answer are open while it is counted, and not one of the answers before.
     assert max(opened) - min(opened) == 250
-    guest.close()
-    again = Guest(path)
+    client.close()
+    again = HandleClient(path)
     until(lambda: again.ask({"left": 1})[0]["left"] == [os.getpid()])
     again.close()
 
 
 def test_errors_keep_their_kind_through_a_door(server: tuple[subprocess.Popen[str], str]) -> None:
-    guest = Guest(server[1])
+    client = HandleClient(server[1])
     with pytest.raises(WindlassStale, match="the wrong turn"):
-        guest.ask({"fail": 1})
+        client.ask({"fail": 1})
     with pytest.raises(Exception, match="ZeroDivisionError: oops"):
-        guest.ask({"crash": 1})
-    assert guest.ask({})[0]["pid"] == server[0].pid
-    guest.close()
+        client.ask({"crash": 1})
+    assert client.ask({})[0]["pid"] == server[0].pid
+    client.close()
 
 
 def test_a_killed_host_is_noticed_and_its_door_removed_by_the_next(
     server: tuple[subprocess.Popen[str], str], folder: Path
 ) -> None:
     process, path = server
-    guest = Guest(path)
-    assert guest.is_there()
+    client = HandleClient(path)
+    assert client.is_there()
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
-    until(lambda: not guest.is_there())
+    until(lambda: not client.is_there())
     with pytest.raises(WindlassPeerLost, match=f"process {process.pid}"):
-        guest.ask({})
-    guest.close()
+        client.ask({})
+    client.close()
     with pytest.raises(WindlassPeerLost, match="the trainer that exported it is gone"):
-        Guest(path)
-    other = Door(folder, lambda v, w: ({}, []), lambda v: None)
+        HandleClient(path)
+    other = HandleServer(folder, lambda v, w: ({}, []), lambda v: None)
     assert not Path(path).exists()
     other.close()
     assert list(folder.iterdir()) == []
-    with pytest.raises(WindlassNotFound, match="no door"):
-        Guest(path)
+    with pytest.raises(WindlassNotFound, match="no handle server"):
+        HandleClient(path)
 
 
 def test_a_process_is_told_that_it_cannot_open_its_own_memory(folder: Path) -> None:
-    door = Door(folder, lambda v, w: ({}, []), lambda v: None)
+    server = HandleServer(folder, lambda v, w: ({}, []), lambda v: None)
     try:
         with pytest.raises(WindlassUnsupported, match="of this very process"):
-            Guest(str(door.path))
+            HandleClient(str(server.path))
     finally:
-        door.close()
+        server.close()
 
 
 def test_nonsense_at_a_door_ends_the_visit_and_not_the_door(
@@ -154,33 +154,33 @@ def test_nonsense_at_a_door_ends_the_visit_and_not_the_door(
             rude.connect(server[1])
             rude.send(words)
             assert rude.recv(100) == b""
-    guest = Guest(server[1])
-    assert guest.ask({})[0]["pid"] == server[0].pid
-    guest.close()
+    client = HandleClient(server[1])
+    assert client.ask({})[0]["pid"] == server[0].pid
+    client.close()
 
 
 def test_a_closed_door_has_ended_its_visits_and_threads(folder: Path) -> None:
     import threading
 
-    visits: list[Visit] = []
-    door = Door(folder, lambda v, w: ({}, []), visits.append)
+    sessions: list[HandleSession] = []
+    server = HandleServer(folder, lambda v, w: ({}, []), sessions.append)
     program = (
         "import socket,sys; s=socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]);"
         "s.send(b'{}'); print(s.recv(99), flush=True); print(s.recv(99), flush=True)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(door.path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(server.path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "b'{}'\n"
-    with door.visits() as held:
-        assert [visit.pid for visit, _ in held] == [process.pid]
-    door.close()
-    door.close()
+    with server.sessions() as held:
+        assert [session.pid for session, _ in held] == [process.pid]
+    server.close()
+    server.close()
     assert process.stdout.readline() == "b''\n"
     assert process.wait(timeout=30) == 0
-    assert len(visits) == 1
-    assert not any(t.name == "windlass-door" for t in threading.enumerate())
+    assert len(sessions) == 1
+    assert not any(t.name == "windlass-handles" for t in threading.enumerate())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,11 @@ def test_a_closed_door_has_ended_its_visits_and_threads(folder: Path) -> None:
     [
         ("vmm_fd", b"not json", "says nothing of an arena"),
         ("vmm_fd", b"[]", "says nothing of an arena"),
-        ("vmm_fd", b'{"arena": "/etc/passwd", "half": 0, "turn": 1, "sync": 0, "table": 1}', "no door in"),
+        (
+            "vmm_fd",
+            b'{"arena": "/etc/passwd", "half": 0, "turn": 1, "sync": 0, "table": 1}',
+            "no handle server in",
+        ),
         (
             "vmm_fd",
             b'{"arena": "/dev/shm/windlass-door-x", "half": 2, "turn": 1, "sync": 0, "table": 1}',
@@ -197,7 +201,7 @@ def test_a_closed_door_has_ended_its_visits_and_threads(folder: Path) -> None:
         (
             "vmm_fd",
             b'{"arena": "/dev/shm/windlass-arena-x", "half": 0, "turn": 1, "sync": 0, "table": 1}',
-            "no door in",
+            "no handle server in",
         ),
         ("legacy", bytes(64), "says nothing of when"),
     ],
@@ -266,4 +270,4 @@ def test_a_folder_with_too_long_a_path_is_named(folder: Path) -> None:
     deep = folder / ("d" * 90)
     deep.mkdir()
     with pytest.raises(WindlassInvalid, match="allows 107"):
-        Door(deep, lambda v, w: ({}, []), lambda v: None)
+        HandleServer(deep, lambda v, w: ({}, []), lambda v: None)
