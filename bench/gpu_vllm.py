@@ -126,11 +126,11 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    import windlass
+    from windlass.transfer.facts import gpu_facts
 
     devices = [given.device, given.trainer_device]
     if any(d.startswith("cuda") for d in devices):
-        facts = windlass.gpu_facts()
+        facts = gpu_facts()
         if facts["cuda"]["unusable"]:
             raise Missing(f"no CUDA: {facts['cuda']['unusable']} (--device cpu --size tiny needs none)")
         if not torch.cuda.is_available():

@@ -11,7 +11,7 @@ stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
 - a Python test: what pytest collects from test_*.py below tests/python and tests/engines, once however many parameters it has;
-- a Python doc test, by the dotted name of what it documents: `windlass.strategy.choose`.
+- a Python doc test, by the dotted name of what it documents: `windlass.transfer.base.choose`.
 
 What may not run with the others proves nothing and does not count: a test under `#[ignore]`, one marked `skip`,
 `skipif` or `xfail`, a doc test whose every line is skipped. With a module before it, the test must be in a file or

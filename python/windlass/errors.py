@@ -100,3 +100,19 @@ class WindlassCancelled(WindlassError, RuntimeError):
 
 class WindlassBug(WindlassError, RuntimeError):
     """A defect in Windlass."""
+
+
+#: The HTTP status of an answer that carries an error, by its kind. The same as in ``crates/windlass-core/src/error.rs``.
+HTTP_STATUS = {
+    "invalid": 400,
+    "not_found": 404,
+    "stale": 409,
+    "corrupt": 422,
+    "timeout": 504,
+    "peer_lost": 502,
+    "exhausted": 507,
+    "unsupported": 501,
+    "denied": 403,
+    "cancelled": 499,
+    "bug": 500,
+}

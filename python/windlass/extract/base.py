@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 
 from windlass import _windlass
-from windlass.chunk import WeightChunk
 from windlass.dtypes import Dtype, dtype_name
 from windlass.errors import WindlassBug, WindlassInvalid, WindlassUnsupported
+from windlass.extract.chunk import WeightChunk
 from windlass.extract.pieces import Pieces, Views
 from windlass.names import DtypeRules
 
@@ -514,11 +514,11 @@ def settings(config: Any) -> dict[str, Any]:
     >>> settings({})
     {'group_by_module': False, 'threshold_gb': None}
     """
-    from windlass.strategies.document import flat
+    from windlass.document import flat
 
     said = {key: value for key, value in flat(config) if value is not None}
     backend = said.get("generator.weight_sync_backend")
-    # As windlass.strategies.document has it: whoever demands IPC shares devices.
+    # As windlass.document has it: whoever demands IPC shares devices.
     shared = said.get("trainer.placement.colocate_all", backend == "cuda_ipc")
     colocated = backend in ("nccl", "cuda_ipc") and bool(shared)
     threshold = said.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)

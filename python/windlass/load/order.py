@@ -22,7 +22,7 @@ from windlass.errors import WindlassError, WindlassInvalid
 from windlass.plain import Plain
 
 if TYPE_CHECKING:
-    from windlass.receiver import Image
+    from windlass.receive.receiver import Image
 
 __all__ = [
     "DeltaFiles",
