@@ -18,14 +18,14 @@ use crate::error::{Error, advised};
 
 /// One run of the command.
 #[derive(Clone, Debug)]
-pub struct Session {
+pub(crate) struct Session {
     json: bool,
     cancel: Stop,
 }
 
 impl Session {
     /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
-    pub fn start(json: bool) -> Result<Session, Error> {
+    pub(crate) fn start(json: bool) -> Result<Session, Error> {
         // Not one flag: others set `stop` too, and the first signal after that is still the first.
         let (stop, signalled) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -43,17 +43,17 @@ impl Session {
     }
 
     /// Whether to speak JSON.
-    pub fn json(&self) -> bool {
+    pub(crate) fn json(&self) -> bool {
         self.json
     }
 
     /// Set by Ctrl-C; has no deadline.
-    pub fn cancel(&self) -> &Stop {
+    pub(crate) fn cancel(&self) -> &Stop {
         &self.cancel
     }
 
     /// Prints the result: the object in JSON mode, otherwise what `human` writes.
-    pub fn finish(&self, object: Value, human: impl FnOnce(&mut String)) -> Result<(), Error> {
+    pub(crate) fn finish(&self, object: Value, human: impl FnOnce(&mut String)) -> Result<(), Error> {
         let text = if self.json {
             format!("{object}\n")
         } else {
@@ -65,14 +65,14 @@ impl Session {
     }
 
     /// Something that happened in a command that runs for long: a line of JSON, or what `human` says.
-    pub fn event(&self, object: &Value, human: impl FnOnce() -> String) {
+    pub(crate) fn event(&self, object: &Value, human: impl FnOnce() -> String) {
         let line = if self.json { object.to_string() } else { human() };
         // Whoever listened is gone; the work goes on.
         let _ = print(&format!("{line}\n"));
     }
 
     /// Calls `end` when standard input ends: whoever started this is gone. What is said there is ignored.
-    pub fn with_parent(&self, end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    pub(crate) fn with_parent(end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let watch = move || {
             // A failed read says as much as the end.
             let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
@@ -84,7 +84,7 @@ impl Session {
     }
 
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
-    pub fn progress(&self, what: &'static str, total: u64) -> Progress {
+    pub(crate) fn progress(&self, what: &'static str, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
         }
@@ -97,7 +97,7 @@ impl Session {
     }
 
     /// A bar over steps with a word about the present one. Hidden like [`Session::progress`].
-    pub fn steps(&self, total: u64) -> Progress {
+    pub(crate) fn steps(&self, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
         }
@@ -109,7 +109,7 @@ impl Session {
     }
 
     /// A line about what is going on, for people only.
-    pub fn note(&self, text: &str) {
+    pub(crate) fn note(&self, text: &str) {
         if !self.json {
             let _ = writeln!(io::stderr().lock(), "{text}");
         }
@@ -117,7 +117,7 @@ impl Session {
 }
 
 /// Writes to standard output.
-pub fn print(text: &str) -> Result<(), Error> {
+pub(crate) fn print(text: &str) -> Result<(), Error> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         // A reader such as `head` that has seen enough is not a failure.
@@ -130,7 +130,7 @@ pub fn print(text: &str) -> Result<(), Error> {
 
 /// Prints a failure and gives the exit code. Where the JSON cannot be written, that is the failure to tell; where
 /// standard error cannot be written to, the exit code still says what happened.
-pub fn report(error: &Error, json: bool) -> u8 {
+pub(crate) fn report(error: &Error, json: bool) -> u8 {
     let row = error.kind().row();
     if json {
         let object = json!({ "error": {
@@ -151,17 +151,17 @@ pub fn report(error: &Error, json: bool) -> u8 {
 
 /// A progress bar that disappears when dropped.
 #[derive(Debug)]
-pub struct Progress(ProgressBar);
+pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
     /// What is going on.
-    pub fn say(&self, text: &str) {
+    pub(crate) fn say(&self, text: &str) {
         self.0.set_message(text.to_owned());
         self.0.tick();
     }
 
     /// So many bytes or steps more.
-    pub fn add(&self, bytes: u64) {
+    pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
 }
@@ -177,22 +177,22 @@ const MIN_NAME: usize = 16;
 
 /// A table for people: the first column to the left, the others to the right.
 #[derive(Debug)]
-pub struct Table(Vec<Vec<String>>);
+pub(crate) struct Table(Vec<Vec<String>>);
 
 impl Table {
     /// A table with these headings.
-    pub fn new<const N: usize>(head: [&str; N]) -> Table {
+    pub(crate) fn new<const N: usize>(head: [&str; N]) -> Table {
         Table(vec![head.map(str::to_owned).to_vec()])
     }
 
     /// Adds a row.
-    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+    pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
         self.0.push(cells.to_vec());
     }
 
     /// Appends the table to `out`, indented by two spaces. On a terminal that is too narrow for it, the middle of
     /// long names in the first column is left out.
-    pub fn write(&self, out: &mut String) {
+    pub(crate) fn write(&self, out: &mut String) {
         let size = terminal_size::terminal_size_of(io::stdout());
         self.write_within(out, size.map_or(usize::MAX, |(w, _)| w.0.into()));
     }
@@ -232,30 +232,30 @@ fn shorten(text: &str, width: usize) -> String {
 }
 
 /// An error of clap's on one line, without its pointer to help, which is the advice.
-pub fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     let text = text.strip_prefix("error: ").unwrap_or(text);
     let kept = text.lines().filter(|l| !l.starts_with("For more information"));
     kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
 }
 
 /// Four significant digits or so: more would be noise.
-pub fn round(x: f64) -> f64 {
+pub(crate) fn round(x: f64) -> f64 {
     let scale = 10f64.powf(3.0 - x.abs().max(1e-300).log10().floor());
     if x == 0.0 { 0.0 } else { (x * scale).round() / scale }
 }
 
 /// Bytes for people: `1.50 GiB`.
-pub fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()
 }
 
 /// Counts for people: `1,234,567`.
-pub fn count(n: u64) -> String {
+pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
 /// Shares for people: `1.53 %`.
-pub fn percent(share: f64) -> String {
+pub(crate) fn percent(share: f64) -> String {
     format!("{:.*} %", if share > 0.0 && share < 0.001 { 4 } else { 2 }, share * 100.0)
 }
 

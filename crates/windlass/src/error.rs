@@ -301,7 +301,7 @@ impl Error {
                 "compare versions of one model, saved with the same tensors and dtypes".into()
             }
             Error::WrongBase { .. } => {
-                "nothing was changed; apply it to the version that `windlass delta show` names as its base"
+                "nothing was changed; apply the delta to its base, which `windlass inspect` names"
                     .into()
             }
             Error::Digest { .. } => {
@@ -344,7 +344,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// A text with its advice on a line below, if there is any.
-pub fn advised(text: &str, advice: &str) -> String {
+pub(crate) fn advised(text: &str, advice: &str) -> String {
     if advice.is_empty() { text.to_owned() } else { format!("{text}\n  {advice}") }
 }
 

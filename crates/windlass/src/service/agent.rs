@@ -28,8 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -53,54 +52,54 @@ use windlass_data::tcp::SenderConfig;
 use windlass_data::tls::{Certificate, Trust};
 
 use crate::console::Session;
-use crate::error::Error;
+use crate::error::{Error, chain};
 use crate::service::agent_address::{self, AgentAddress};
 use crate::service::control::HttpControl;
-use crate::service::http::{self, Failure, Limits, MAX_POLL};
+use crate::service::http::{self, Body, Failure, Limits, MAX_POLL, Params};
 use crate::service::tls;
 use crate::service::token;
 
 /// The checked arguments of `agent`.
 #[derive(Clone, Debug)]
-pub struct Agent {
+pub(crate) struct Agent {
     /// The region to serve.
-    pub region: PathBuf,
+    pub(crate) region: PathBuf,
     /// The address to listen on, for control and data.
-    pub bind: IpAddr,
+    pub(crate) bind: IpAddr,
     /// The first and the last port to try for requests; zeros mean any.
-    pub ports: (u16, u16),
+    pub(crate) ports: (u16, u16),
     /// The same for data.
-    pub data_ports: (u16, u16),
+    pub(crate) data_ports: (u16, u16),
     /// The host that others are told; that of `bind` if not given.
-    pub advertise_host: Option<Host>,
+    pub(crate) advertise_host: Option<Host>,
     /// The token; read or made in the region's directory if not given.
-    pub token: Option<Token>,
+    pub(crate) token: Option<Token>,
     /// Where the token is read from or made.
-    pub token_file: Option<PathBuf>,
+    pub(crate) token_file: Option<PathBuf>,
     /// How many deltas are kept.
-    pub history: usize,
+    pub(crate) history: usize,
     /// How many bytes of deltas are kept.
-    pub history_bytes: u64,
+    pub(crate) history_bytes: u64,
     /// How often the bytes of a version that was handed out by delta are summed; 0 for never.
-    pub check_every: u64,
+    pub(crate) check_every: u64,
     /// Threads of the sealer.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// Streams of a transfer.
-    pub streams: u16,
+    pub(crate) streams: u16,
     /// How long a transfer may take.
-    pub timeout: Duration,
+    pub(crate) timeout: Duration,
     /// Agents that hold the other parts.
-    pub peers: Vec<String>,
+    pub(crate) peers: Vec<String>,
     /// The files with the certificate and its key, for TLS.
-    pub tls: Option<(PathBuf, PathBuf)>,
+    pub(crate) tls: Option<(PathBuf, PathBuf)>,
     /// Whom to trust among the peers; those whom the system trusts if not given.
-    pub trust: Option<Trust>,
+    pub(crate) trust: Option<Trust>,
     /// How long to wait for the region to be made.
-    pub wait: Duration,
+    pub(crate) wait: Duration,
     /// End when standard input ends: the parent is gone.
-    pub with_parent: bool,
+    pub(crate) with_parent: bool,
     /// The ports of an earlier agent for requests and data: tried first, if they are among those above.
-    pub again: Option<(u16, u16)>,
+    pub(crate) again: Option<(u16, u16)>,
 }
 
 /// How long a holder of a life with a greater number waits for a version.
@@ -108,7 +107,7 @@ const OTHER_LIFE: Duration = Duration::from_secs(1);
 
 impl Agent {
     /// Serves until it is told to end.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let advertise_host = match &self.advertise_host {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
@@ -124,7 +123,7 @@ impl Agent {
         if self.with_parent {
             // Before anything is waited for: a parent may die while the region is not there yet.
             let cancel = session.cancel().clone();
-            session.with_parent(move || cancel.set())?;
+            Session::with_parent(move || cancel.set())?;
         }
         let (mut wait, mut again) = (Some(self.wait), self.again);
         loop {
@@ -411,13 +410,7 @@ fn routes(shared: Shared) -> Router {
 fn failure(error: ServeError) -> Failure {
     // Before the first version the service is there and has nothing to give: 503, as documented.
     let status = matches!(error, ServeError::NothingYet { .. }).then_some(StatusCode::SERVICE_UNAVAILABLE);
-    let mut message = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(c) = cause {
-        let _ = write!(message, ": {c}");
-        cause = c.source();
-    }
-    Failure { kind: error.kind(), message, status }
+    Failure { kind: error.kind(), message: chain(&error), status }
 }
 
 /// Runs what may take long on a thread of its own.
@@ -430,16 +423,6 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
-fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
-    let status = |r: &JsonRejection| r.status();
-    json.map(|Json(value)| value)
-        .map_err(|r| Failure { status: Some(status(&r)), ..Failure::new(Kind::Invalid, r.body_text()) })
-}
-
-fn query<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, Failure> {
-    query.map(|Query(value)| value).map_err(|r| Failure::new(Kind::Invalid, r.body_text()))
-}
-
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct VersionQuery {
@@ -450,9 +433,8 @@ struct VersionQuery {
 
 async fn get_version(
     State(shared): State<Shared>,
-    asked: Result<Query<VersionQuery>, QueryRejection>,
+    Params(query): Params<VersionQuery>,
 ) -> Result<Json<VersionInfo>, Failure> {
-    let query = query(asked)?;
     let mut versions = shared.versions.clone();
     if query.newer_than.is_none() && query.incarnation.is_none() {
         // The server itself, not the channel: nobody may be told less than was already sealed.
@@ -496,9 +478,9 @@ struct SumsQuery {
 
 async fn get_sums(
     State(shared): State<Shared>,
-    asked: Result<Query<SumsQuery>, QueryRejection>,
+    Params(query): Params<SumsQuery>,
 ) -> Result<Response, Failure> {
-    let sums = shared.server.sums(query(asked)?.version).map_err(failure)?;
+    let sums = shared.server.sums(query.version).map_err(failure)?;
     Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
 }
 
@@ -512,9 +494,8 @@ struct PartQuery {
 
 async fn get_part(
     State(shared): State<Shared>,
-    asked: Result<Query<PartQuery>, QueryRejection>,
+    Params(query): Params<PartQuery>,
 ) -> Result<Response, Failure> {
-    let query = query(asked)?;
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
     let part = blocking(move || server.part(query.version, query.base, &stop)).await?;
@@ -523,20 +504,15 @@ async fn get_part(
 
 async fn share_ticket(
     State(shared): State<Shared>,
-    json: Result<Json<SharedTicket>, JsonRejection>,
+    Body(body): Body<SharedTicket>,
 ) -> Result<Response, Failure> {
-    let ticket = body(json)?;
     let stop = shared.stop.with_timeout(Limits::default().request);
-    blocking(move || shared.server.share(ticket, &stop)).await?;
+    blocking(move || shared.server.share(body, &stop)).await?;
     Ok(Json(json!({ "ok": true })).into_response())
 }
 
-async fn register(
-    State(shared): State<Shared>,
-    json: Result<Json<Registration>, JsonRejection>,
-) -> Result<Response, Failure> {
-    let registration = body(json)?;
-    let registered = shared.server.register(&registration, shared.port).map_err(failure)?;
+async fn register(State(shared): State<Shared>, Body(body): Body<Registration>) -> Result<Response, Failure> {
+    let registered = shared.server.register(&body, shared.port).map_err(failure)?;
     let mut answer = serde_json::to_value(registered).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
     if let Some(fields) = answer.as_object_mut() {
         // Existing clients look for these. Nobody is let at the trainer's memory itself, so there is nothing in them.
@@ -548,19 +524,18 @@ async fn register(
 
 async fn request_transfer(
     State(shared): State<Shared>,
-    json: Result<Json<TransferRequest>, JsonRejection>,
+    Body(body): Body<TransferRequest>,
 ) -> Result<Response, Failure> {
-    let request = body(json)?;
     let stop = shared.stop.with_timeout(Limits::default().request);
-    let answer = blocking(move || shared.server.request(&request, &stop)).await?;
+    let answer = blocking(move || shared.server.request(&body, &stop)).await?;
     Ok(Json(answer).into_response())
 }
 
 async fn transfer_done(
     State(shared): State<Shared>,
-    json: Result<Json<TransferDone>, JsonRejection>,
+    Body(body): Body<TransferDone>,
 ) -> Result<Response, Failure> {
-    shared.server.completed(&body(json)?).map_err(failure)?;
+    shared.server.completed(&body).map_err(failure)?;
     Ok(Json(json!({ "ok": true })).into_response())
 }
 

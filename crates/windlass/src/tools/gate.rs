@@ -23,16 +23,16 @@ const AWAY: Span = Span { first_ms: 100, cap_ms: 2_000 };
 
 /// The checked arguments of `gate`.
 #[derive(Debug)]
-pub struct WaitAtGate {
-    pub controller: ControllerClient,
+pub(crate) struct WaitAtGate {
+    pub(crate) controller: ControllerClient,
     /// What to wait for.
-    pub gate: Gate,
-    pub timeout: Duration,
+    pub(crate) gate: Gate,
+    pub(crate) timeout: Duration,
 }
 
 impl WaitAtGate {
     /// Returns when the gate is open; what keeps it shut when the time is over is the error.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let begun = Instant::now();
         let service = self.wait(session, begun)?;
         let served =

@@ -18,13 +18,13 @@ use crate::console::{Session, bytes, print};
 use crate::error::Error;
 
 /// What the directory of a demo is called, before the number of its process.
-pub const HOME: &str = "windlass-demo-";
+pub(crate) const HOME: &str = "windlass-demo-";
 
 /// The file in that directory with the token of all processes of a demo.
-pub const TOKEN: &str = "token";
+pub(crate) const TOKEN: &str = "token";
 
 /// The directories in `dir` of demos that were killed before they could remove them.
-pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+pub(crate) fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(Error::io("read", dir))? {
         let entry = entry.map_err(Error::io("read", dir))?;
@@ -46,14 +46,14 @@ const TOO_WIDE: [&str; 17] = [
 
 /// The checked arguments of `gc`.
 #[derive(Debug)]
-pub struct Gc {
+pub(crate) struct Gc {
     /// Where regions and images are kept, or one of them.
-    pub dir: PathBuf,
+    pub(crate) dir: PathBuf,
     /// Say what would go, and leave it.
-    pub dry_run: bool,
-    pub yes: bool,
+    pub(crate) dry_run: bool,
+    pub(crate) yes: bool,
     /// Images of stopped receivers go too.
-    pub images: bool,
+    pub(crate) images: bool,
 }
 
 /// Something to remove.
@@ -85,7 +85,7 @@ impl Item {
 
 impl Gc {
     /// Removes what no living process has open, once that is agreed to.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         // The library takes a directory that is not there for an empty one; somebody who names it mistyped.
         let dir = fs::canonicalize(&self.dir).map_err(Error::io("read", &self.dir))?;
         if TOO_WIDE.iter().any(|wide| dir == Path::new(wide)) {

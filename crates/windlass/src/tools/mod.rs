@@ -13,13 +13,13 @@
 //! | [`limits`] | how fast this machine reads, copies and sends |
 //! | [`outfile`] | output files that are whole or absent |
 
-pub mod delta;
-pub mod diff;
-pub mod doctor;
-pub mod gate;
-pub mod gc;
-pub mod inspect;
-pub mod limits;
-pub mod outfile;
-pub mod top;
-pub mod verify;
+pub(crate) mod delta;
+pub(crate) mod diff;
+pub(crate) mod doctor;
+pub(crate) mod gate;
+pub(crate) mod gc;
+pub(crate) mod inspect;
+pub(crate) mod limits;
+pub(crate) mod outfile;
+pub(crate) mod top;
+pub(crate) mod verify;

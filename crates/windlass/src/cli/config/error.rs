@@ -10,7 +10,7 @@ use crate::error::Error;
 
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub(in crate::cli) enum ConfigError {
     #[error("cannot read the configuration {}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("the configuration {} has more than {MOST} bytes", path.display())]
@@ -42,7 +42,7 @@ pub enum ConfigError {
 
 impl ConfigError {
     /// The kind of failure.
-    pub fn kind(&self) -> Kind {
+    pub(in crate::cli) fn kind(&self) -> Kind {
         match self {
             ConfigError::Read { source, .. } => windlass_data::file::io_kind(source),
             ConfigError::TooLong { .. }
@@ -58,7 +58,7 @@ impl ConfigError {
     }
 
     /// What to do next.
-    pub fn advice(&self) -> String {
+    pub(in crate::cli) fn advice(&self) -> String {
         match self {
             ConfigError::Read { .. } => {
                 format!(
@@ -84,7 +84,7 @@ impl ConfigError {
 
 /// Where a value stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(in crate::cli) enum Place {
     CommandLine,
     /// In an environment variable.
     Environment(String),
@@ -95,7 +95,7 @@ pub enum Place {
 }
 
 impl Place {
-    pub(super) fn word(&self) -> &'static str {
+    pub(in crate::cli) fn word(&self) -> &'static str {
         match self {
             Place::CommandLine => "command line",
             Place::Environment(_) => "environment",
@@ -118,11 +118,11 @@ impl fmt::Display for Place {
 
 /// The name that may be meant by one that is not known, as the end of a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nearest(pub(super) Option<String>);
+pub(in crate::cli) struct Nearest(pub(in crate::cli) Option<String>);
 
 impl Nearest {
     /// The most similar of the known names, if one is similar at all.
-    pub(super) fn of(name: &str, known: impl IntoIterator<Item = String>) -> Nearest {
+    pub(in crate::cli) fn of(name: &str, known: impl IntoIterator<Item = String>) -> Nearest {
         let plain = |s: &str| s.to_lowercase().replace('_', "-");
         let name = plain(name);
         let scored = known.into_iter().map(|k| (strsim::osa_distance(&name, &plain(&k)), k));

@@ -55,15 +55,15 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::service::program;
 
-pub use self::error::{ConfigError, Nearest, Place};
-pub use self::show::Show;
+pub(super) use self::error::{ConfigError, Nearest, Place};
+pub(super) use self::show::Show;
 
 /// The file that is read if it is in the current directory.
-pub const FILE: &str = "windlass.toml";
+pub(super) const FILE: &str = "windlass.toml";
 /// The variable that names another file.
-pub const VARIABLE: &str = program::CONFIG;
+pub(super) const VARIABLE: &str = program::CONFIG;
 /// Flags that have one variable for all commands that have them.
-pub const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
+pub(super) const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
 /// What every variable begins with.
 const PREFIX: &str = "WINDLASS_";
 /// The longest file that is read.
@@ -75,16 +75,16 @@ const SHOW: &str = "config";
 
 /// What lies around a command: its directory and its environment.
 #[derive(Clone, Debug, Default)]
-pub struct Surroundings {
+pub(super) struct Surroundings {
     /// Where [`FILE`] is looked for.
-    pub directory: PathBuf,
+    pub(super) directory: PathBuf,
     /// The variables.
-    pub environment: Vec<(OsString, OsString)>,
+    pub(super) environment: Vec<(OsString, OsString)>,
 }
 
 impl Surroundings {
     /// Those of this process.
-    pub fn here() -> Surroundings {
+    pub(super) fn here() -> Surroundings {
         let ours = |(name, _): &(OsString, OsString)| name.to_str().is_some_and(|n| n.starts_with(PREFIX));
         Surroundings { directory: PathBuf::new(), environment: std::env::vars_os().filter(ours).collect() }
     }
@@ -139,16 +139,16 @@ impl Given {
 
 /// Arguments with what file and environment add to them.
 #[derive(Debug)]
-pub struct Completed {
+pub(super) struct Completed {
     /// The arguments.
-    pub arguments: Vec<OsString>,
+    pub(super) arguments: Vec<OsString>,
     /// What was added: the flag and its place.
-    pub added: Vec<(String, Place)>,
+    pub(super) added: Vec<(String, Place)>,
 }
 
 impl Completed {
     /// What was added, for the end of a message about arguments that do not fit together.
-    pub fn note(&self) -> Option<String> {
+    pub(super) fn note(&self) -> Option<String> {
         let added = self.added.iter().map(|(key, place)| format!("--{key} from {place}"));
         (!self.added.is_empty()).then(|| format!("with {}", added.collect::<Vec<_>>().join(", ")))
     }
@@ -156,7 +156,7 @@ impl Completed {
 
 /// Adds to the arguments what file and environment say about flags that are not among them. Arguments that do not parse
 /// are given back as they are: the parser will say why.
-pub fn complete(
+pub(super) fn complete(
     root: &Command,
     arguments: Vec<OsString>,
     around: &Surroundings,

@@ -16,11 +16,11 @@ use crate::error::Error;
 
 /// The checked arguments of `config`.
 #[derive(Clone, Debug)]
-pub struct Show {
+pub(in crate::cli) struct Show {
     /// A command and its arguments; none for all commands.
-    pub words: Vec<OsString>,
+    pub(in crate::cli) words: Vec<OsString>,
     /// The file that `--config-file` names.
-    pub file: Option<PathBuf>,
+    pub(in crate::cli) file: Option<PathBuf>,
 }
 
 /// One value, as `windlass config` prints it.
@@ -41,7 +41,12 @@ struct Listing {
 
 impl Show {
     /// Prints the values of a command, or what is set of all.
-    pub fn run(&self, root: &Command, around: &Surroundings, session: &Session) -> Result<(), Error> {
+    pub(in crate::cli) fn run(
+        &self,
+        root: &Command,
+        around: &Surroundings,
+        session: &Session,
+    ) -> Result<(), Error> {
         let mut words = vec![OsString::from("windlass")];
         words.extend(self.file.iter().flat_map(|f| [format!("--{FLAG}").into(), f.clone().into_os_string()]));
         words.extend(self.words.iter().cloned());

@@ -1,7 +1,7 @@
 //! The other end of the controller's endpoints, for receivers, `windlass top` and tests.
 //!
 //! Owns: [`ControllerClient`] and what can go wrong with a request. Blocking; every call ends with its [`Stop`], or after
-//! the time it asks to wait and [`PATIENCE`] (see [`crate::service::client`]). A token that is refused is read again from its file. Must not: retry; callers know what a refusal means to
+//! the time it asks to wait and [`TIMEOUT`] (see [`crate::service::client`]). A token that is refused is read again from its file. Must not: retry; callers know what a refusal means to
 //! them (see [`super::wire`] on what to tell apart).
 
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::service::control::refusal;
 use crate::service::token::{self, Held};
 
 /// How long a request may take, on top of what it asks to wait.
-pub const PATIENCE: Duration = Duration::from_secs(15);
+pub const TIMEOUT: Duration = Duration::from_secs(15);
 /// The longest answer: the status of thousands of receivers.
 const MAX_ANSWER: u64 = 256 << 20;
 
@@ -195,7 +195,7 @@ impl ControllerClient {
     ) -> Result<T, ControllerError> {
         let peer = || self.endpoint.to_string();
         let url = format!("{}{path}", self.endpoint.as_str());
-        let timeout = PATIENCE.saturating_add(Duration::from_millis(wait_ms));
+        let timeout = TIMEOUT.saturating_add(Duration::from_millis(wait_ms));
         let lost = |(kind, why)| ControllerError::Lost { peer: peer(), what, why, kind };
         let send = |token: &Token| {
             let bearer = Some(token.expose());

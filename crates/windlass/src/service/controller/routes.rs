@@ -8,8 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{FromRequest, Query, Request, State};
+use axum::extract::{FromRequest, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -32,7 +31,7 @@ use super::wire::{
 };
 use super::{events, metrics, openapi, page};
 use crate::service::control::HttpControl;
-use crate::service::http::Failure;
+use crate::service::http::{Failure, Params};
 
 /// How long a request's body may take to arrive.
 const BODY: Duration = Duration::from_secs(5);
@@ -97,10 +96,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
                 ..Failure::new(Kind::Timeout, message)
             });
         };
-        let Json(mut value) = read.map_err(|r: JsonRejection| Failure {
-            status: Some(r.status()),
-            ..Failure::new(Kind::Invalid, r.body_text())
-        })?;
+        let Json(mut value) = read?;
         whole_numbers(&mut value);
         serde_json::from_value(value).map(Body).map_err(|e| Failure {
             status: Some(StatusCode::UNPROCESSABLE_ENTITY),
@@ -327,11 +323,7 @@ async fn trainer_left(State(hub): Shared, Body(left): Body<TrainerLeft>) -> Resu
     Ok(Json(Done { ok: true }))
 }
 
-async fn service_version(
-    State(hub): Shared,
-    query: Result<Query<Gate>, QueryRejection>,
-) -> Result<Json<Service>, Failure> {
-    let Query(gate) = query.map_err(|r| invalid(r.body_text()))?;
+async fn service_version(State(hub): Shared, Params(gate): Params<Gate>) -> Result<Json<Service>, Failure> {
     let lineage = match (&gate.model_id, gate.incarnation) {
         (Some(model), Some(incarnation)) => Some((model.clone(), incarnation)),
         (None, Some(_)) => return Err(invalid("incarnation without model_id: name the model it belongs to")),
@@ -343,7 +335,7 @@ async fn service_version(
     let set = known_set(&hub, &gate, begun + timeout).await?;
     if let Some(at_least) = gate.at_least {
         let left = timeout.saturating_sub(begun.elapsed()).as_millis() as u64;
-        let who = super::record::cut(gate.who.as_deref().unwrap_or("somebody who does not say"), MAX_WHO);
+        let who = super::record::cut(gate.who.as_deref().unwrap_or("unnamed"), MAX_WHO);
         let (id, channel) = hub.change(|state, now| {
             state.wait(now, who, |id| Event::GateWait {
                 id,

@@ -5,7 +5,7 @@
 //!
 //! | bound | value |
 //! |---|---|
-//! | connections | [`Limits::connections`]; see `places` for who goes when there are more |
+//! | connections | [`Limits::connections`]; see `connections` for which is closed when there are more |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
 //! | time that a peer may take none of an answer | [`Limits::stall`] |
@@ -21,7 +21,7 @@
 //! Requests and connections with the token and those without are counted apart: strangers cannot use up what receivers need.
 //! Of a request without the token the body is not read.
 
-mod places;
+mod connections;
 
 use std::convert::Infallible;
 use std::io;
@@ -31,8 +31,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use axum::body::{Body, HttpBody as _};
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::body::HttpBody as _;
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{DefaultBodyLimit, FromRequest, FromRequestParts, Query, Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -40,6 +42,7 @@ use axum::{Json, Router};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -50,28 +53,28 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_data::tls::Certificate;
 
-use self::places::{Place, Places};
+use self::connections::{Connections, Slot};
 use crate::service::token;
 
 /// The bounds of a service.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Connections at a time.
-    pub connections: usize,
+    pub(crate) connections: usize,
     /// How long a request's head may take to arrive.
-    pub head: Duration,
+    pub(crate) head: Duration,
     /// How long a request may take.
-    pub request: Duration,
+    pub(crate) request: Duration,
     /// How much longer one may take that waits for something.
-    pub poll: Duration,
+    pub(crate) poll: Duration,
     /// How long a peer may take none of what is sent to it.
-    pub stall: Duration,
-    pub body: usize,
+    pub(crate) stall: Duration,
+    pub(crate) body: usize,
     /// Bytes of the bodies that are larger than 64 KiB and in memory at a time.
-    pub bodies: usize,
-    pub rate: f64,
+    pub(crate) bodies: usize,
+    pub(crate) rate: f64,
     /// Requests per second without the token.
-    pub strangers: f64,
+    pub(crate) strangers: f64,
 }
 
 impl Default for Limits {
@@ -91,21 +94,21 @@ impl Default for Limits {
 }
 
 /// The longest that a long-poll of an agent may ask to wait.
-pub const MAX_POLL: Duration = Duration::from_secs(60);
+pub(crate) const MAX_POLL: Duration = Duration::from_secs(60);
 
 /// A failed request.
 #[derive(Debug)]
-pub struct Failure {
+pub(crate) struct Failure {
     /// What sort of failure.
-    pub kind: Kind,
-    pub message: String,
+    pub(crate) kind: Kind,
+    pub(crate) message: String,
     /// The status, where it is not that of the kind.
-    pub status: Option<StatusCode>,
+    pub(crate) status: Option<StatusCode>,
 }
 
 impl Failure {
     /// A failure of a kind, with its status.
-    pub fn new(kind: Kind, message: impl Into<String>) -> Failure {
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Failure {
         Failure { kind, message: message.into(), status: None }
     }
 }
@@ -119,6 +122,42 @@ impl IntoResponse for Failure {
             "error": { "kind": self.kind, "message": self.message, "advice": self.kind.advice() },
         });
         (self.status.unwrap_or(status), Json(body)).into_response()
+    }
+}
+
+impl From<JsonRejection> for Failure {
+    fn from(r: JsonRejection) -> Failure {
+        Failure { status: Some(r.status()), ..Failure::new(Kind::Invalid, r.body_text()) }
+    }
+}
+
+impl From<QueryRejection> for Failure {
+    fn from(r: QueryRejection) -> Failure {
+        Failure::new(Kind::Invalid, r.body_text())
+    }
+}
+
+/// A request's body as JSON. A body that is not `T` is answered with a [`Failure`].
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Body<T>, Failure> {
+        let Json(value) = Json::from_request(request, state).await?;
+        Ok(Body(value))
+    }
+}
+
+/// A request's query. A query that is not `T` is answered with a [`Failure`].
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Params<T>, Failure> {
+        let Query(value) = Query::from_request_parts(parts, state).await?;
+        Ok(Params(value))
     }
 }
 
@@ -166,7 +205,7 @@ impl Bucket {
 
 /// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` and the paths in `open` need
 /// no token.
-pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
+pub(crate) fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
     let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.strangers));
     let bodies = Semaphore::new(limits.bodies.max(limits.body) / UNIT as usize + 1);
     let guard = Arc::new(Guard { token, open, limits, known, strangers, bodies });
@@ -186,8 +225,8 @@ pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limi
 async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     let given = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
     let known = token::accepts(&guard.token, given);
-    if let Some(place) = request.extensions().get::<Arc<Place>>().filter(|_| known) {
-        place.accept();
+    if let Some(slot) = request.extensions().get::<Arc<Slot>>().filter(|_| known) {
+        slot.accept();
     }
     let bucket = if known { &guard.known } else { &guard.strangers };
     if !bucket.admit() {
@@ -227,7 +266,7 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
 }
 
 /// Binds the first free port of a range on one address; port 0 means any.
-pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
+pub(crate) async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
     let mut last = None;
     for port in ports.0..=ports.1 {
         match TcpListener::bind(SocketAddr::new(address, port)).await {
@@ -328,7 +367,7 @@ pub(crate) fn raise_descriptors() {
 }
 
 /// Serves until `ended` is true, then gives open requests `grace`. With a certificate, inside TLS.
-pub async fn serve(
+pub(crate) async fn serve(
     listener: TcpListener,
     tls: Option<&Certificate>,
     router: Router,
@@ -336,7 +375,7 @@ pub async fn serve(
     mut ended: watch::Receiver<bool>,
     grace: Duration,
 ) {
-    let places = Places::new(limits.connections);
+    let connections = Connections::new(limits.connections);
     let tls = tls.map(|certificate| TlsAcceptor::from(certificate.http()));
     let mut tasks = JoinSet::new();
     loop {
@@ -349,19 +388,19 @@ pub async fn serve(
             Err(error) => {
                 tracing::warn!(%error, "cannot accept connections");
                 // Perhaps there are no descriptors left.
-                places.shed();
+                connections.shed();
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
-        let Some(place) = places.take(peer.ip()) else { continue };
-        let place = Arc::new(place);
+        let Some(slot) = connections.take(peer.ip()) else { continue };
+        let slot = Arc::new(slot);
         let _ = stream.set_nodelay(true);
         let (router, tls, ended) = (router.clone(), tls.clone(), ended.clone());
         while tasks.try_join_next().is_some() {}
         tasks.spawn(async move {
             let end = Ending { ended, grace };
-            let service = Served { router, place: Arc::clone(&place) };
+            let service = Served { router, slot: Arc::clone(&slot) };
             // What went wrong on a connection concerns the peer alone.
             let conversation = async {
                 match tls {
@@ -371,7 +410,7 @@ pub async fn serve(
             };
             tokio::select! {
                 () = conversation => {}
-                () = place.shed() => {}
+                () = slot.shed() => {}
             }
         });
     }
@@ -385,7 +424,7 @@ pub async fn serve(
 #[derive(Clone)]
 struct Served {
     router: Router,
-    place: Arc<Place>,
+    slot: Arc<Slot>,
 }
 
 impl hyper::service::Service<hyper::Request<Incoming>> for Served {
@@ -394,7 +433,7 @@ impl hyper::service::Service<hyper::Request<Incoming>> for Served {
     type Future = <TowerToHyperService<Router> as hyper::service::Service<hyper::Request<Incoming>>>::Future;
 
     fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
-        request.extensions_mut().insert(Arc::clone(&self.place));
+        request.extensions_mut().insert(Arc::clone(&self.slot));
         TowerToHyperService::new(self.router.clone()).call(request)
     }
 }
@@ -457,8 +496,8 @@ async fn until(ended: &mut watch::Receiver<bool>) {
 }
 
 /// A body of bytes.
-pub fn octets(bytes: Vec<u8>) -> Response {
-    ([(header::CONTENT_TYPE, "application/octet-stream")], Body::from(bytes)).into_response()
+pub(crate) fn octets(bytes: Vec<u8>) -> Response {
+    ([(header::CONTENT_TYPE, "application/octet-stream")], bytes).into_response()
 }
 
 #[cfg(test)]
@@ -666,7 +705,7 @@ mod tests {
         let mut deaf = service.connect();
         let token = format!("authorization: Bearer {TOKEN}");
         deaf.write_all(format!("GET /long HTTP/1.1\r\nhost: h\r\n{token}\r\n\r\n").as_bytes()).unwrap();
-        // Its first bytes: it has the one place.
+        // Its first bytes: it has the one slot.
         let mut first = [0; 8];
         deaf.read_exact(&mut first).unwrap();
         let until = Instant::now() + Duration::from_secs(10);

@@ -27,9 +27,9 @@ use windlass_core::identity::ModelId;
 use windlass_data::stop::Stop;
 
 use super::Receive;
-use super::model::{EngineLoad, EngineLoads, Model, Opening, Sending, Took};
+use super::model::{EngineLoad, EngineLoads, Interval, Model, Opening, Sending};
+use super::rendezvous::Rendezvous;
 use super::retry::CONFIRM;
-use super::together::Together;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::controller::client::{ControllerClient, ControllerError};
@@ -38,15 +38,15 @@ use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 
 /// The controller that a receiver follows.
 #[derive(Clone, Debug)]
-pub struct Controlled {
-    pub url: String,
-    pub token: Token,
+pub(crate) struct Controlled {
+    pub(crate) url: String,
+    pub(crate) token: Token,
     /// The token of the agents that its orders name.
-    pub agents: Token,
+    pub(crate) agents: Token,
     /// What it calls this receiver. Stays the same across restarts.
-    pub id: ReceiverId,
+    pub(crate) id: ReceiverId,
     /// The models that this receiver serves.
-    pub models: Vec<ModelId>,
+    pub(crate) models: Vec<ModelId>,
 }
 
 /// How long to rest before a controller that is away is asked again: at first, and at most until one has said how long
@@ -363,11 +363,11 @@ impl Member<'_> {
             }
             Task::Load { order, set, identities } => {
                 let ours: Vec<_> = identities.iter().filter_map(|i| Some((model(&i.model_id)?, i))).collect();
-                let together = Arc::new(Together::new(ours.len()));
+                let rendezvous = Arc::new(Rendezvous::new(ours.len()));
                 for (model, identity) in ours {
                     let identities = vec![identity.clone()];
                     let load = Task::Load { order: *order, set: set.clone(), identities };
-                    model.take_load(&load, *order, &together);
+                    model.take_load(&load, *order, &rendezvous);
                 }
             }
             Task::Live { set, live, why, .. } => {
@@ -461,7 +461,7 @@ impl Reporter<'_> {
     fn deliver(&self, sending: &Sending) -> bool {
         let (mut pause, mut refused) = (PAUSE.0, 0);
         while self.life.load(Ordering::Acquire) == sending.session {
-            let spans = sending.took.iter().take(MAX_SPANS).map(Took::span).collect();
+            let spans = sending.intervals.iter().take(MAX_SPANS).map(Interval::span).collect();
             let report = Report {
                 peer: Peer { receiver: self.id.clone(), session: sending.session },
                 order: sending.answer.order,

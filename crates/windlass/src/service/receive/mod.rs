@@ -18,18 +18,18 @@
 //! |---|---|
 //! | `member` | the life with a controller |
 //! | `model` | one model's image and engines, and the threads that work for them |
-//! | `together` | the models of one load order, which are loaded together |
-//! | `desk` | a controller's orders about one model, and what to do next |
+//! | `rendezvous` | the models of one load order wait for each other |
+//! | `order_queue` | a controller's orders about one model, and the next step |
 //! | `retry` | rests after failures that pass |
 //!
 //! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
 //! versions and did not is interrupted.
 
-mod desk;
 mod member;
 mod model;
+mod order_queue;
+mod rendezvous;
 mod retry;
-mod together;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,12 +58,12 @@ use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 
-pub use self::member::Controlled;
-use self::retry::{Attempts, Standing, patiently};
+pub(crate) use self::member::Controlled;
+use self::retry::{Attempts, Standing, retry_transient};
 
 /// Who is followed.
 #[derive(Clone, Debug)]
-pub enum Publisher {
+pub(crate) enum Publisher {
     /// The agent at an endpoint, and its token.
     Endpoint(String, Token),
     /// Whatever agent serves a region on this host, and the token if that is in no file.
@@ -71,47 +71,47 @@ pub enum Publisher {
 }
 
 impl Publisher {
-    fn control(&self, patience: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
+    fn control(&self, timeout: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
         let control = match self {
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(control.with_trust(trust.cloned()).with_patience(patience))
+        Ok(control.with_trust(trust.cloned()).with_timeout(timeout))
     }
 }
 
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
-pub struct Receive {
-    pub publishers: Vec<Publisher>,
+pub(crate) struct Receive {
+    pub(crate) publishers: Vec<Publisher>,
     /// Regions on this host whose slots are read in place.
-    pub in_place: Vec<PathBuf>,
+    pub(crate) in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
-    pub dir: PathBuf,
+    pub(crate) dir: PathBuf,
     /// What people call this receiver.
-    pub name: String,
+    pub(crate) name: String,
     /// How to be served.
-    pub mode: RequestMode,
+    pub(crate) mode: RequestMode,
     /// Streams of a transfer.
-    pub streams: Option<u16>,
+    pub(crate) streams: Option<u16>,
     /// Threads for sums and deltas.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// How long one transfer may take.
-    pub timeout: Duration,
+    pub(crate) timeout: Duration,
     /// End after this many new versions of each model.
-    pub versions: Option<u64>,
+    pub(crate) versions: Option<u64>,
     /// End once this version is there.
-    pub until: Option<u64>,
+    pub(crate) until: Option<u64>,
     /// The image is readable by the group.
-    pub group: bool,
+    pub(crate) group: bool,
     /// End when standard input ends: the parent is gone.
-    pub with_parent: bool,
+    pub(crate) with_parent: bool,
     /// The engines that load what is received, and how.
-    pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
     /// Whom to trust among agents and controllers; those whom the system trusts if not given.
-    pub trust: Option<Trust>,
+    pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
-    pub controller: Option<Controlled>,
+    pub(crate) controller: Option<Controlled>,
 }
 
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
@@ -122,11 +122,11 @@ const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
 
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let stop = session.cancel();
         if self.with_parent {
             let stop = stop.clone();
-            session.with_parent(move || stop.set())?;
+            Session::with_parent(move || stop.set())?;
         }
         self.check_dir()?;
         let endless = self.versions.is_none() && self.until.is_none();
@@ -213,10 +213,10 @@ impl Receive {
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
         let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
         let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
-        let mut model_id = patiently(Standing::New, session, stop, name)?;
+        let mut model_id = retry_transient(Standing::New, session, stop, name)?;
         // Everything else is checked against the name, and one flipped bit makes another name.
         loop {
-            let again = patiently(Standing::Proven, session, stop, name)?;
+            let again = retry_transient(Standing::Proven, session, stop, name)?;
             if std::mem::replace(&mut model_id, again) == model_id {
                 break;
             }
@@ -243,7 +243,7 @@ impl Receive {
         let (mut got, mut attempts) = (0, Attempts::default());
         let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
         while !self.enough(got, receiver.current()) {
-            let news = patiently(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
+            let news = retry_transient(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
             stop.check().map_err(|_| Error::Cancelled)?;
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
@@ -284,7 +284,7 @@ impl Receive {
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
     fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let mut region = patiently(Standing::New, session, stop, || local::attach(dir))?;
+        let mut region = retry_transient(Standing::New, session, stop, || local::attach(dir))?;
         let (mut seen, mut got) = (0, 0);
         let mut known: Option<Known> = None;
         let mut heard = Instant::now();
@@ -295,7 +295,7 @@ impl Receive {
                 // this one has been let go of.
                 let was = region.incarnation();
                 drop(region);
-                region = patiently(Standing::Proven, session, stop, || local::attach(dir))?;
+                region = retry_transient(Standing::Proven, session, stop, || local::attach(dir))?;
                 heard = Instant::now();
                 seen = if region.incarnation() == was { seen } else { 0 };
             }
@@ -316,7 +316,7 @@ impl Receive {
                 }
             };
             let found = windlass_data::seal::sums_of_all(
-                crate::kernels(),
+                windlass_data::simd::kernels(),
                 region.manifest(),
                 lease.data(),
                 (self.threads, stop),

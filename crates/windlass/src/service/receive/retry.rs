@@ -1,6 +1,6 @@
 //! What a receiver does about failures that pass: it rests, and tries again.
 //!
-//! Owns: which failures pass ([`Passing`]), waiting for a publisher that is away ([`patiently`]), and the rests between two
+//! Owns: which failures pass ([`Transient`]), waiting for a publisher that is away ([`retry_transient`]), and the rests between two
 //! attempts at a version that could not be brought here ([`Attempts`]). Called by [`super::Receive`]; with a controller
 //! it is the controller that says when to try again. Must not: say over and over that it goes on as before: people are
 //! told at the first failure and then once a minute, programs whenever the rests have become longer.
@@ -42,11 +42,11 @@ pub(super) const CONFIRM: u32 = 3;
 const GLANCE: Duration = Duration::from_millis(500);
 
 /// A failure that may be over when the publisher is back.
-pub(super) trait Passing: std::error::Error + Into<Error> {
+pub(super) trait Transient: std::error::Error + Into<Error> {
     /// Whether it is.
-    fn passes(&self) -> bool;
+    fn is_transient(&self) -> bool;
     /// Whether it is this host that lacks something.
-    fn is_ours(&self) -> bool;
+    fn is_local(&self) -> bool;
 }
 
 /// Whether what is tried has succeeded before.
@@ -66,7 +66,7 @@ struct Failures {
 
 impl Failures {
     /// How long to rest after this failure, which is said if that has become longer; or the failure, if it is the end.
-    fn failed<E: Passing>(
+    fn failed<E: Transient>(
         &mut self,
         error: E,
         standing: Standing,
@@ -74,18 +74,18 @@ impl Failures {
         session: &Session,
     ) -> Result<Duration, Error> {
         let text = crate::error::chain(&error);
-        let (passes, ours) = (error.passes(), error.is_ours());
+        let (is_transient, local) = (error.is_transient(), error.is_local());
         let error: Error = error.into();
-        self.firm = if passes { 0 } else { self.firm + 1 };
+        self.firm = if is_transient { 0 } else { self.firm + 1 };
         let span = match standing {
-            Standing::New if !passes && (ours || self.firm >= CONFIRM) => return Err(error),
-            Standing::Proven if !passes && ours => LACKING,
+            Standing::New if !is_transient && (local || self.firm >= CONFIRM) => return Err(error),
+            Standing::Proven if !is_transient && local => LACKING,
             Standing::New | Standing::Proven => span,
         };
         let rest = self.backoff.failed(span, salt());
         let due = self.told.is_none_or(|told| told.elapsed() >= REMINDER);
         // What will be the end if it is said again is not told twice.
-        if (due || rest.longer && session.json()) && (passes || standing == Standing::Proven) {
+        if (due || rest.longer && session.json()) && (is_transient || standing == Standing::Proven) {
             self.told = Some(Instant::now());
             let event = json!({
                 "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
@@ -99,8 +99,8 @@ impl Failures {
     }
 }
 
-impl Passing for ReceiverError {
-    fn passes(&self) -> bool {
+impl Transient for ReceiverError {
+    fn is_transient(&self) -> bool {
         if let ReceiverError::Image(ImageError::Region(RegionError::Live { .. })) = self {
             // An engine is reading the image that another layout takes the place of.
             return true;
@@ -115,13 +115,13 @@ impl Passing for ReceiverError {
         }
     }
 
-    fn is_ours(&self) -> bool {
+    fn is_local(&self) -> bool {
         matches!(self, ReceiverError::Image(_) | ReceiverError::Memory { .. })
     }
 }
 
-impl Passing for LocalError {
-    fn passes(&self) -> bool {
+impl Transient for LocalError {
+    fn is_transient(&self) -> bool {
         match self {
             // Nobody listens there, or not any more.
             LocalError::Io { source, .. } => source.kind() != std::io::ErrorKind::PermissionDenied,
@@ -132,7 +132,7 @@ impl Passing for LocalError {
         }
     }
 
-    fn is_ours(&self) -> bool {
+    fn is_local(&self) -> bool {
         matches!(self, LocalError::TooLong { .. })
     }
 }
@@ -143,7 +143,7 @@ fn salt() -> u64 {
 }
 
 /// Repeats what fails because the publisher is away, until it is back.
-pub(super) fn patiently<T, E: Passing>(
+pub(super) fn retry_transient<T, E: Transient>(
     standing: Standing,
     session: &Session,
     stop: &Stop,

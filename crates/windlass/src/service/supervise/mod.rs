@@ -238,16 +238,16 @@ impl Supervisor {
         Ok(self.shared.state().status.clone())
     }
 
-    /// Ends the agent: by the end of its input, after `patience` or when `stop` is set by SIGTERM, a little later by
+    /// Ends the agent: by the end of its input, after `grace` or when `stop` is set by SIGTERM, a little later by
     /// SIGKILL. Returns when it is gone and so is the thread. Again is nothing.
-    pub fn stop(&self, patience: Duration, stop: &Stop) -> Result<(), SuperviseError> {
+    pub fn stop(&self, grace: Duration, stop: &Stop) -> Result<(), SuperviseError> {
         self.check_home()?;
-        self.end(patience, stop);
+        self.end(grace, stop);
         Ok(())
     }
 
-    fn end(&self, patience: Duration, stop: &Stop) {
-        let hurry = stop.with_timeout(patience);
+    fn end(&self, grace: Duration, stop: &Stop) {
+        let hurry = stop.with_timeout(grace);
         self.shared.change(|state| {
             state.end.get_or_insert_with(Stop::never);
         });

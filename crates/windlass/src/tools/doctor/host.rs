@@ -24,7 +24,7 @@ const LONG_AGO: u64 = 1_700_000_000;
 const FIRST_PIDS: &str = "pid:[4026531836]";
 
 /// The processor.
-pub fn cpu() -> Check {
+pub(crate) fn cpu() -> Check {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     judge_cpu(cores, windlass_data::simd::kernels_name())
 }
@@ -42,7 +42,7 @@ fn judge_cpu(cores: usize, kernels: &str) -> Check {
 }
 
 /// All other checks of the host.
-pub fn checks(system: &System) -> Vec<Check> {
+pub(crate) fn checks(system: &System) -> Vec<Check> {
     let mut checks = vec![descriptors(getrlimit(Resource::Nofile))];
     checks.extend(buffers(system));
     checks.extend([congestion(system), container(system), clock(system, SystemTime::now())]);

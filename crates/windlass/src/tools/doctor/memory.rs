@@ -8,7 +8,7 @@ use super::{Check, LEAST, ROOM};
 use crate::console::bytes;
 
 /// All checks of memory.
-pub fn checks(system: &System) -> Vec<Check> {
+pub(crate) fn checks(system: &System) -> Vec<Check> {
     vec![
         memory(system),
         cgroup(system),
@@ -22,7 +22,7 @@ pub fn checks(system: &System) -> Vec<Check> {
 }
 
 /// Memory that a measurement may use, if that is known.
-pub fn spare(system: &System) -> Option<u64> {
+pub(crate) fn spare(system: &System) -> Option<u64> {
     let group = system.group().map(|g| g.limit.saturating_sub(g.used));
     [system.available(), group].into_iter().flatten().min()
 }

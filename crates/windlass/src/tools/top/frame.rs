@@ -14,7 +14,7 @@ use windlass_core::barrier::{Awaited, Mode, Phase};
 
 /// Whether to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Style {
+pub(crate) enum Style {
     Plain,
     /// With colours and weights.
     Colour,
@@ -22,7 +22,7 @@ pub enum Style {
 
 impl Style {
     /// Colours on a terminal, unless `NO_COLOR` is set.
-    pub fn of_stdout() -> Style {
+    pub(crate) fn of_stdout() -> Style {
         let plain = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
         if std::io::stdout().is_terminal() && !plain { Style::Colour } else { Style::Plain }
     }
@@ -43,7 +43,7 @@ enum Tone {
 
 /// A place to draw in.
 #[derive(Clone, Copy, Debug)]
-pub struct Frame<'a> {
+pub(crate) struct Frame<'a> {
     url: &'a str,
     rows: usize,
     columns: usize,
@@ -90,12 +90,12 @@ impl Columns {
 
 impl<'a> Frame<'a> {
     /// A frame of this many rows and columns.
-    pub fn new(url: &'a str, (rows, columns): (usize, usize), style: Style) -> Frame<'a> {
+    pub(crate) fn new(url: &'a str, (rows, columns): (usize, usize), style: Style) -> Frame<'a> {
         Frame { url, rows, columns: columns.max(40), style }
     }
 
     /// The document as text. `lost` says why it is not of now.
-    pub fn draw(&self, status: &Status, lost: Option<&str>) -> String {
+    pub(crate) fn draw(&self, status: &Status, lost: Option<&str>) -> String {
         let mut head = self.head(status, lost);
         for set in &status.sets {
             head.push(String::new());
@@ -402,7 +402,7 @@ fn version(version: Option<u64>) -> String {
 }
 
 /// A time for people, from milliseconds.
-pub fn took(ms: f64) -> String {
+pub(crate) fn took(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
         ms if ms < 1e3 => format!("{ms:.0} ms"),
@@ -422,7 +422,7 @@ fn ago(now: u64, at: u64) -> String {
 }
 
 /// Without characters that a terminal would obey.
-pub fn clean(text: &str) -> String {
+pub(crate) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
 }
 

@@ -4,8 +4,8 @@
 //! for once per interval and drawn by [`frame`]; on a terminal in place, otherwise one frame after the other. A controller
 //! that cannot be reached is told above the last frame and asked again, except with `--once`, which fails.
 
-pub mod frame;
-pub mod trace;
+pub(crate) mod frame;
+pub(crate) mod trace;
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -27,19 +27,19 @@ const PLAIN: (usize, usize) = (usize::MAX, 1000);
 
 /// The checked arguments of `top`.
 #[derive(Debug)]
-pub struct Top {
-    pub controller: ControllerClient,
+pub(crate) struct Top {
+    pub(crate) controller: ControllerClient,
     /// One frame, not many.
-    pub once: bool,
+    pub(crate) once: bool,
     /// The time between two frames.
-    pub interval: Duration,
+    pub(crate) interval: Duration,
     /// Where to write the syncs as a trace, instead of showing anything.
-    pub trace: Option<PathBuf>,
+    pub(crate) trace: Option<PathBuf>,
 }
 
 impl Top {
     /// Shows frames until Ctrl-C.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         if let Some(file) = &self.trace {
             return self.write_trace(file, session);
         }

@@ -12,7 +12,7 @@ use crate::service::controller::status::{SetStatus, Status};
 use crate::service::controller::wire::Lane;
 
 /// Every span that the controller still knows.
-pub fn events(status: &Status) -> Value {
+pub(crate) fn events(status: &Status) -> Value {
     let syncs = status.sets.iter().flat_map(|set| &set.syncs);
     let starts = syncs.flat_map(|sync| {
         let spans = sync.spans.iter().map(|span| sync.at as f64 + span.from_ms);

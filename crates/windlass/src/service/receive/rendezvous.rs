@@ -1,6 +1,6 @@
 //! The models of one load order meet before the first engine is touched.
 //!
-//! Owns: [`Together`]. Each model's loader applies its own image, then comes here; engines are told only when all have
+//! Owns: [`Rendezvous`]. Each model's loader applies its own image, then comes here; engines are told only when all have
 //! come. If one cannot, none of them goes on: engines that serve one version of the set stay there, rather than some of
 //! them being a step ahead of the others.
 
@@ -10,7 +10,7 @@ use windlass_data::stop::Stop;
 
 /// Where so many loaders meet.
 #[derive(Debug)]
-pub(super) struct Together {
+pub(super) struct Rendezvous {
     count: usize,
     state: Mutex<Meeting>,
     changed: Condvar,
@@ -22,9 +22,9 @@ struct Meeting {
     missing: Option<String>,
 }
 
-impl Together {
-    pub(super) fn new(count: usize) -> Together {
-        Together { count, state: Mutex::new(Meeting::default()), changed: Condvar::new() }
+impl Rendezvous {
+    pub(super) fn new(count: usize) -> Rendezvous {
+        Rendezvous { count, state: Mutex::new(Meeting::default()), changed: Condvar::new() }
     }
 
     /// Says that one cannot come.
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn loaders_of_one_order_go_on_together_or_not_at_all() {
         let stop = Stop::after(Duration::from_secs(20));
-        let meeting = Arc::new(Together::new(3));
+        let meeting = Arc::new(Rendezvous::new(3));
         let others: Vec<_> = (0..2)
             .map(|_| {
                 let (meeting, stop) = (Arc::clone(&meeting), stop.clone());
@@ -80,7 +80,7 @@ mod tests {
         for other in others {
             assert_eq!(other.join().unwrap(), Ok(()));
         }
-        let meeting = Arc::new(Together::new(2));
+        let meeting = Arc::new(Rendezvous::new(2));
         let waiting = {
             let (meeting, stop) = (Arc::clone(&meeting), stop.clone());
             std::thread::spawn(move || meeting.meet(&stop))
@@ -88,10 +88,10 @@ mod tests {
         meeting.fail("verifier");
         assert!(waiting.join().unwrap().unwrap_err().contains("verifier"));
         // One that waits in vain takes the others along.
-        let meeting = Together::new(2);
+        let meeting = Rendezvous::new(2);
         let why = meeting.meet(&Stop::after(Duration::from_millis(10))).unwrap_err();
         assert!(why.contains("1 other"), "{why}");
         assert!(meeting.meet(&stop).is_err());
-        assert_eq!(Together::new(1).meet(&stop), Ok(()));
+        assert_eq!(Rendezvous::new(1).meet(&stop), Ok(()));
     }
 }

@@ -1,6 +1,6 @@
 //! The orders of a controller about one model, and what to do about them next.
 //!
-//! Owns: [`Desk`], which takes orders in and says what is to be staged and what is to be loaded, and what to answer. It
+//! Owns: [`OrderQueue`], which takes orders in and says what is to be staged and what is to be loaded, and what to answer. It
 //! knows what the image holds and what waits in memory, because it is told. Called by [`super::member`], whose threads
 //! do the work. Must not: know the network, files or engines; time is an argument.
 //!
@@ -18,17 +18,17 @@
 //!
 //! # Rules
 //!
-//! - D-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
-//! - D-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
+//! - ORDER-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
+//! - ORDER-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
 //!   the answer names that.
-//! - D-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
-//! - D-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
-//!   for [`PATIENCE`] at most: a controller does not say what it has given up after it was answered.
-//! - D-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
+//! - ORDER-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
+//! - ORDER-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
+//!   for [`STAGED_GRACE`] at most: a controller does not say what it has given up after it was answered.
+//! - ORDER-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
 //!   was taken up is ignored; a newer one takes the place of one that has not begun.
-//! - D-6 A new session ([`Desk::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
+//! - ORDER-6 A new session ([`OrderQueue::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
 //!   in the queue stays, and so does a pull under way.
-//! - D-7 What is said to be served ([`Desk::serves`]) is what the image holds, if a load permitted that. Image bytes end
+//! - ORDER-7 What is said to be served ([`OrderQueue::serves`]) is what the image holds, if a load permitted that. Image bytes end
 //!   it as soon as they begin to come.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -41,7 +41,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use crate::service::controller::wire::{Outcome, Task};
 
 /// How long image bytes wait for a staged version to be loaded before they take its place.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const STAGED_GRACE: Duration = Duration::from_secs(30);
 
 /// An answer to an order, without what it took.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,14 +57,14 @@ pub(super) enum Staging {
     /// It is there already, or something newer is: say so.
     Held(Answer),
     /// Fetch the delta to this version from what is there last.
-    Fetch(Stage),
+    Fetch(StageOrder),
     /// Bring the image to this version, or the newest.
-    Whole(Stage),
+    Whole(StageOrder),
 }
 
 /// A stage order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stage {
+pub(super) struct StageOrder {
     pub(super) order: Order,
     pub(super) identity: Identity,
     pub(super) endpoint: String,
@@ -104,7 +104,7 @@ struct Waiting<T> {
 
 /// See the module's documentation. `T` is a delta in memory.
 #[derive(Debug)]
-pub(super) struct Desk<T> {
+pub(super) struct OrderQueue<T> {
     /// How many bytes may wait in the queue.
     room: u64,
     stages: BTreeMap<(At, Order), Open>,
@@ -121,10 +121,10 @@ pub(super) struct Desk<T> {
     loaded: Option<Identity>,
 }
 
-impl<T> Desk<T> {
-    /// A desk without orders. The image is what it was when this receiver last ended, and counts as loaded.
-    pub(super) fn new(image: Option<Identity>, room: u64) -> Desk<T> {
-        Desk {
+impl<T> OrderQueue<T> {
+    /// A queue without orders. The image is what it was when this receiver last ended, and counts as loaded.
+    pub(super) fn new(image: Option<Identity>, room: u64) -> OrderQueue<T> {
+        OrderQueue {
             room,
             stages: BTreeMap::new(),
             staging: None,
@@ -264,7 +264,7 @@ impl<T> Desk<T> {
             self.promised.insert(at(&held), (order, now));
             return Some(Staging::Held(Answer { order, identity: held, outcome: Outcome::Staged }));
         }
-        let stage = Stage { order, identity, endpoint: open.endpoint.clone() };
+        let stage = StageOrder { order, identity, endpoint: open.endpoint.clone() };
         let last = self.queue.back().map(|w| &w.identity).or(self.image.as_ref());
         let leads_on = last.is_some_and(|i| i.incarnation == newest);
         let staging = if leads_on && !open.whole {
@@ -282,9 +282,9 @@ impl<T> Desk<T> {
         staging
     }
 
-    /// When [`Desk::next_stage`] may have another answer though nothing has happened.
+    /// When [`OrderQueue::next_stage`] may have another answer though nothing has happened.
     pub(super) fn ripe(&self) -> Option<Instant> {
-        self.promised.values().map(|(_, since)| *since + PATIENCE).max()
+        self.promised.values().map(|(_, since)| *since + STAGED_GRACE).max()
     }
 
     /// What is there of a version, or the oldest that is newer.
@@ -303,7 +303,7 @@ impl<T> Desk<T> {
         let waits = self
             .promised
             .iter()
-            .any(|(at, (_, since))| at.0 == incarnation && now.duration_since(*since) < PATIENCE);
+            .any(|(at, (_, since))| at.0 == incarnation && now.duration_since(*since) < STAGED_GRACE);
         let ordered = self.load.as_ref().is_some_and(|(_, _, i)| i.incarnation == incarnation);
         if waits || ordered {
             return false;
@@ -318,7 +318,7 @@ impl<T> Desk<T> {
         self.queue.back()?.delta.as_ref()
     }
 
-    /// The deltas that a load applies. They stay in the queue by name until [`Desk::applied`].
+    /// The deltas that a load applies. They stay in the queue by name until [`OrderQueue::applied`].
     pub(super) fn take_deltas(&mut self, count: usize) -> Vec<T> {
         self.queue.iter_mut().take(count).filter_map(|w| w.delta.take()).collect()
     }
