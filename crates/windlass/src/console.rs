@@ -1,7 +1,7 @@
-//! How a command talks: tables and progress bars for people, one JSON object for machines.
+//! Output of a command: tables and progress bars for people, one JSON object for programs.
 //!
 //! Owns: standard output, standard error, and the flag that Ctrl-C sets. In JSON mode the last line of
-//! standard output is one JSON object, also when the command fails, and nothing else is printed. Otherwise
+//! standard output is one JSON object, even if the command fails, and nothing else is printed. Otherwise
 //! results go to standard output and progress and errors to standard error. Progress bars show only on a
 //! terminal.
 
@@ -24,9 +24,9 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
+    /// A session that stops on Ctrl-C or SIGTERM. A second signal ends the process at once.
     pub(crate) fn start(json: bool) -> Result<Session, Error> {
-        // Not one flag: others set `stop` too, and the first signal after that is still the first.
+        // Two flags: other code sets `stop` too, and the next signal must still count as the first.
         let (stop, signalled) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             // The order matters: the first signal finds the flag unset, sets it, and only the next one exits.
@@ -35,14 +35,14 @@ impl Session {
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
                 .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         }
-        // A file that grows beyond the limit on file sizes (`ulimit -f`) is a write that fails, as on a full disk; without a
-        // handler it is the end of the process. Python ignores the signal by itself.
+        // With a handler, a write beyond the file size limit (`ulimit -f`) fails as on a full disk. Without one, the signal ends
+        // the process. Python ignores it by default.
         signal_hook::flag::register(libc::SIGXFSZ, Arc::default())
             .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         Ok(Session { json, cancel: Stop::from_flag(stop) })
     }
 
-    /// Whether to speak JSON.
+    /// Whether output is JSON.
     pub(crate) fn json(&self) -> bool {
         self.json
     }
@@ -64,21 +64,21 @@ impl Session {
         print(&text)
     }
 
-    /// Something that happened in a command that runs for long: a line of JSON, or what `human` says.
+    /// Reports an event of a long-running command: a line of JSON, or the text of `human`.
     pub(crate) fn event(&self, object: &Value, human: impl FnOnce() -> String) {
         let line = if self.json { object.to_string() } else { human() };
-        // Whoever listened is gone; the work goes on.
+        // If the reader is gone, the work continues.
         let _ = print(&format!("{line}\n"));
     }
 
-    /// Calls `end` when standard input ends: whoever started this is gone. What is said there is ignored.
+    /// Calls `end` when standard input closes, that is, when the parent process exits. Ignores the input itself.
     pub(crate) fn with_parent(end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let watch = move || {
-            // A failed read says as much as the end.
+            // A failed read means the same as end of file.
             let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
             end();
         };
-        // Ends with the process: nothing can take it out of that read.
+        // The thread ends with the process: nothing can interrupt that read.
         let thread = std::thread::Builder::new().name("windlass-parent".into()).spawn(watch);
         thread.map(drop).map_err(|e| Error::Bug(format!("no thread: {e}")))
     }
@@ -96,7 +96,7 @@ impl Session {
         Progress(bar)
     }
 
-    /// A bar over steps with a word about the present one. Hidden like [`Session::progress`].
+    /// A bar over steps with a message about the current one. Hidden like [`Session::progress`].
     pub(crate) fn steps(&self, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
@@ -108,7 +108,7 @@ impl Session {
         Progress(bar)
     }
 
-    /// A line about what is going on, for people only.
+    /// Prints a line on progress, for people only.
     pub(crate) fn note(&self, text: &str) {
         if !self.json {
             let _ = writeln!(io::stderr().lock(), "{text}");
@@ -120,7 +120,7 @@ impl Session {
 pub(crate) fn print(text: &str) -> Result<(), Error> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // A reader such as `head` that has seen enough is not a failure.
+        // A closed pipe, as by `head`, is not a failure.
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
         }
@@ -128,8 +128,8 @@ pub(crate) fn print(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Prints a failure and gives the exit code. Where the JSON cannot be written, that is the failure to tell; where
-/// standard error cannot be written to, the exit code still says what happened.
+/// Prints a failure and returns the exit code. If the JSON cannot be written, that failure is reported instead. If standard
+/// error is closed, the exit code remains.
 pub(crate) fn report(error: &Error, json: bool) -> u8 {
     let row = error.kind().row();
     if json {
@@ -154,13 +154,13 @@ pub(crate) fn report(error: &Error, json: bool) -> u8 {
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// What is going on.
+    /// Sets the message.
     pub(crate) fn say(&self, text: &str) {
         self.0.set_message(text.to_owned());
         self.0.tick();
     }
 
-    /// So many bytes or steps more.
+    /// Advances by bytes or steps.
     pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
@@ -172,10 +172,10 @@ impl Drop for Progress {
     }
 }
 
-/// Names are not made shorter than this, however narrow the terminal.
+/// The shortest width of a name, on any terminal.
 const MIN_NAME: usize = 16;
 
-/// A table for people: the first column to the left, the others to the right.
+/// A table for people: the first column is left-aligned, the others right-aligned.
 #[derive(Debug)]
 pub(crate) struct Table(Vec<Vec<String>>);
 

@@ -1,24 +1,24 @@
 //! `windlass agent`: serves a region to receivers.
 //!
 //! Owns: the HTTP endpoints in front of [`windlass_data::serve::Server`], the process around it (signals, the pipe of
-//! its parent, files that say where it is), and its metrics. Started by the first rank on a node and restarted by it
-//! if it dies; everything it needs to go on is in the region. Must not: touch a slot.
+//! its parent, files that say where it is), and its metrics. The first rank on a node starts it and
+//! restarts it if it dies; all its state is in the region. Must not: write to a slot.
 //!
 //! # Endpoints
 //!
-//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (what is known about
-//! receivers and the newest delta) and `/healthz`. All but `/healthz` want the token.
+//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (receivers
+//! and the newest delta) and `/healthz`. All but `/healthz` require the token.
 //!
-//! # Where it is
+//! # Address
 //!
-//! `agent.json` in the region's directory holds the endpoint that others should use, the data port and the path of
-//! the token, for processes on the same host. It is removed at a regular end.
+//! `agent.json` in the region's directory holds the endpoint, the data port and the path of the token, for processes on
+//! the same host. The agent removes it at a regular end.
 //!
-//! # One life after the other
+//! # Successive trainers
 //!
-//! An agent that its trainer did not start outlives it, and goes on to serve the last version. When the next trainer waits
-//! for the place ([`Region::is_wanted`]), the agent lets go of what the dead one left, waits for the new region and serves
-//! that, at the same ports if it can.
+//! An agent that its trainer did not start outlives the trainer and keeps serving the last version. When the next trainer
+//! waits to create its region ([`Region::is_wanted`]), the agent releases the old one, waits for the new region and serves
+//! it, at the same ports if possible.
 
 use std::fmt::Write as _;
 use std::io;
@@ -92,7 +92,7 @@ pub(crate) struct Agent {
     pub(crate) peers: Vec<String>,
     /// The files with the certificate and its key, for TLS.
     pub(crate) tls: Option<(PathBuf, PathBuf)>,
-    /// Whom to trust among the peers; those whom the system trusts if not given.
+    /// Authorities to trust for peers; by default the system's.
     pub(crate) trust: Option<Trust>,
     /// How long to wait for the region to be made.
     pub(crate) wait: Duration,
@@ -183,7 +183,7 @@ impl Agent {
         let local = match LocalServer::start(Arc::clone(&region)) {
             Ok(local) => Some(local),
             Err(error) => {
-                tracing::warn!(%error, "receivers on this host will copy instead of mapping the slots");
+                tracing::warn!(%error, "receivers on this host must copy the slots instead of mapping them");
                 None
             }
         };
@@ -253,7 +253,7 @@ impl Agent {
         let stop = wait.map_or_else(|| session.cancel().clone(), |w| session.cancel().with_timeout(w));
         let mut said = false;
         loop {
-            // Whoever opens what a dead trainer left keeps the next one from making its own.
+            // An open region of a dead trainer would block the next trainer's region.
             let found = if Region::is_wanted(&self.region) {
                 Err(RegionError::Absent { dir: self.region.clone() })
             } else {
@@ -355,7 +355,7 @@ pub(crate) async fn answer(
             newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
         }
     });
-    // Whoever waits for something is answered at once when the end comes: the watcher closes the channel.
+    // At the end, the watcher closes the channel, which answers all waiting requests at once.
     let (mut told, at_end) = (ended.clone(), stop.clone());
     let ending = tokio::spawn(async move {
         let _ = told.wait_for(|e| *e).await;
@@ -408,12 +408,12 @@ fn routes(shared: Shared) -> Router {
 }
 
 fn failure(error: ServeError) -> Failure {
-    // Before the first version the service is there and has nothing to give: 503, as documented.
+    // Before the first version the answer is 503, as documented.
     let status = matches!(error, ServeError::NothingYet { .. }).then_some(StatusCode::SERVICE_UNAVAILABLE);
     Failure { kind: error.kind(), message: chain(&error), status }
 }
 
-/// Runs what may take long on a thread of its own.
+/// Runs blocking work on its own thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ServeError> + Send + 'static,
 ) -> Result<T, Failure> {
@@ -437,18 +437,18 @@ async fn get_version(
 ) -> Result<Json<VersionInfo>, Failure> {
     let mut versions = shared.versions.clone();
     if query.newer_than.is_none() && query.incarnation.is_none() {
-        // The server itself, not the channel: nobody may be told less than was already sealed.
+        // Asks the server, not the channel, which may be behind the last sealed version.
         return Ok(Json(shared.server.version()));
     }
     let own = versions.borrow().incarnation;
     let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
     let mut wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     if seen.0 > own {
-        // Nothing newer by number will come from here. The asker may find out that this life is newer all the same.
+        // The client knows a newer incarnation, so no newer version will come from here soon.
         wait = wait.min(OTHER_LIFE);
     }
     let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
-    // Time out with what there is: the asker compares.
+    // On timeout, answers the current version; the client compares.
     let _ = tokio::time::timeout(wait, newer).await;
     Ok(Json(shared.server.version()))
 }
@@ -515,7 +515,7 @@ async fn register(State(shared): State<Shared>, Body(body): Body<Registration>) 
     let registered = shared.server.register(&body, shared.port).map_err(failure)?;
     let mut answer = serde_json::to_value(registered).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
     if let Some(fields) = answer.as_object_mut() {
-        // Existing clients look for these. Nobody is let at the trainer's memory itself, so there is nothing in them.
+        // Existing clients expect these fields. They are empty: the trainer's memory is not exposed.
         fields.insert("trainer_session_ids".into(), json!([]));
         fields.insert("trainer_buffer_ptr".into(), json!(0));
     }
@@ -577,9 +577,9 @@ fn metrics_text(server: &Server) -> String {
         "Newest sealed version; -1 before the first.",
         info.version.map_or(-1.0, |v| v as f64),
     );
-    put("incarnation", "gauge", "Life of the publisher.", info.incarnation.0 as f64);
-    put("receivers", "gauge", "Receivers that are known.", server.instances().len() as f64);
-    put("transfers_open", "gauge", "Transfers under way.", server.open_transfers() as f64);
+    put("incarnation", "gauge", "Incarnation of the publisher.", info.incarnation.0 as f64);
+    put("receivers", "gauge", "Known receivers.", server.instances().len() as f64);
+    put("transfers_open", "gauge", "Open transfers.", server.open_transfers() as f64);
     let delta = server.delta();
     put("delta_bytes", "gauge", "Size of the newest delta.", delta.map_or(0.0, |d| d.bytes as f64));
     put(
@@ -588,7 +588,7 @@ fn metrics_text(server: &Server) -> String {
         "Elements changed by the newest delta.",
         delta.map_or(0.0, |d| d.changes as f64),
     );
-    put("delta_seconds", "gauge", "Time to make the newest delta.", delta.map_or(0.0, |d| d.seconds));
+    put("delta_seconds", "gauge", "Time to encode the newest delta.", delta.map_or(0.0, |d| d.seconds));
     put("image_bytes", "gauge", "Bytes of one image.", server.region().manifest().data_bytes() as f64);
     put("sealed_total", "counter", "Versions sealed.", n(&c.sealed));
     put(
@@ -599,19 +599,24 @@ fn metrics_text(server: &Server) -> String {
     );
     put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
     put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
-    put("joined_total", "counter", "Versions served by delta before their slot was whole.", n(&c.joined));
+    put("joined_total", "counter", "Versions served by delta before their slot was complete.", n(&c.joined));
     put(
         "parts_refused_total",
         "counter",
-        "Versions whose deltas by ranks were not used.",
+        "Versions whose deltas from ranks were not used.",
         n(&c.parts_refused),
     );
-    put("sealed_early_total", "counter", "Versions sealed by the sums of their ranks.", n(&c.sealed_early));
-    put("checked_total", "counter", "Slots among those whose bytes were summed.", n(&c.checked));
+    put(
+        "sealed_early_total",
+        "counter",
+        "Versions sealed from the hashes of their ranks.",
+        n(&c.sealed_early),
+    );
+    put("checked_total", "counter", "Versions among those whose slot was re-hashed.", n(&c.checked));
     put(
         "contradictions_total",
         "counter",
-        "Times that something handed out was not what it should be.",
+        "Re-hashed slots that contradicted their published hashes.",
         n(&c.contradictions),
     );
     put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));

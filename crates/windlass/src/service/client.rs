@@ -61,7 +61,7 @@ impl Default for Client {
     }
 }
 
-/// Whom to trust, which is found out when it is first needed.
+/// The trusted authorities, loaded at first use.
 #[derive(Debug)]
 struct Trusted {
     given: Option<Trust>,
@@ -79,7 +79,7 @@ impl Trusted {
 }
 
 impl Client {
-    /// Trusts `trust`, or those whom the system does.
+    /// Trusts `trust`, or the system's authorities.
     pub fn new(trust: Option<Trust>) -> Client {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
@@ -95,7 +95,7 @@ impl Client {
         Client { agent, trust }
     }
 
-    /// Whom it trusts.
+    /// The trusted authorities.
     pub fn trust(&self) -> Result<Trust, TlsError> {
         self.trust.get().cloned()
     }
@@ -225,7 +225,7 @@ impl<T: Transport> Transport for Glance<T> {
 }
 
 /// Puts connections to `https://` URLs inside TLS. The handshake is over when the connection is made, so that nothing is
-/// sent to anybody who is not trusted.
+/// sent to an untrusted peer.
 #[derive(Debug)]
 struct Securing(Arc<Trusted>);
 

@@ -89,13 +89,13 @@ impl HttpControl {
         HttpControl { source, client: Client::default(), timeout: TIMEOUT, https: AtomicBool::new(false) }
     }
 
-    /// Trusts `trust` where the agent has a certificate; without it, those whom the system trusts.
+    /// Trusts `trust` if the agent has a certificate. The default is the system's authorities.
     #[must_use]
     pub fn with_trust(self, trust: Option<Trust>) -> HttpControl {
         HttpControl { client: Client::new(trust), ..self }
     }
 
-    /// Gives every request so long, and at most [`TIMEOUT`].
+    /// Sets the timeout of every request, at most [`TIMEOUT`].
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> HttpControl {
         HttpControl { timeout: timeout.min(TIMEOUT), ..self }

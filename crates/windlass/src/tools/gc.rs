@@ -1,4 +1,4 @@
-//! `windlass gc`: removes what dead processes left, at any depth below a directory.
+//! `windlass gc`: removes regions and images of dead processes, at any depth below a directory.
 //!
 //! Owns: what is said and asked about it, which directories are refused, what is kept, and the directories of killed demos.
 //! What is dead is decided by [`windlass_data::region::sweep`] alone, by its lock. Must not: follow links, enter other file
@@ -38,7 +38,7 @@ pub(crate) fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(found)
 }
 
-/// Directories that are the system's, or everybody's: whoever names one mistyped.
+/// System directories, which are surely a mistake.
 const TOO_WIDE: [&str; 17] = [
     "/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/mnt", "/opt", "/proc", "/root",
     "/sbin", "/srv", "/sys", "/usr", "/var",
@@ -86,7 +86,7 @@ impl Item {
 impl Gc {
     /// Removes what no living process has open, once that is agreed to.
     pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
-        // The library takes a directory that is not there for an empty one; somebody who names it mistyped.
+        // The library treats an absent directory as empty, but here it is surely a mistake.
         let dir = fs::canonicalize(&self.dir).map_err(Error::io("read", &self.dir))?;
         if TOO_WIDE.iter().any(|wide| dir == Path::new(wide)) {
             return Err(Error::TooWide { dir });
@@ -110,7 +110,7 @@ impl Gc {
         if agreed {
             let mut removed = Vec::new();
             for item in goes {
-                // What somebody has opened meanwhile stays.
+                // A region that a process has opened meanwhile stays.
                 if item.remove()? {
                     removed.push(item);
                 }
@@ -159,7 +159,7 @@ fn list(out: &mut String, each: &str, items: &[Item]) {
     }
 }
 
-/// Whether the person at the terminal agrees; an error where there is nobody to ask.
+/// Asks for confirmation; fails if standard input is not a terminal.
 fn ask(items: &[Item], session: &Session) -> Result<bool, Error> {
     let mut text = String::new();
     list(&mut text, "would remove", items);
@@ -170,7 +170,7 @@ fn ask(items: &[Item], session: &Session) -> Result<bool, Error> {
         let n = items.len();
         let how = "give --yes to remove what --dry-run lists";
         return Err(Error::Usage(format!(
-            "nothing was removed: {n} would be, and there is nobody to ask: {how}"
+            "nothing was removed: {n} would be, but there is no terminal for confirmation: {how}"
         )));
     }
     print(&text)?;

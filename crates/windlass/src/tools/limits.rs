@@ -286,10 +286,10 @@ mod tests {
     fn a_stream_that_stalls_gives_up() {
         let (out, back) = connect(1, Duration::from_millis(50)).unwrap().remove(0);
         let file = in_memory(&vec![1; 64 << 20]);
-        // Nobody reads: the socket's buffers fill up.
+        // No reader: the socket's buffers fill up.
         let error = send_range(&out, &file, 0, 64 << 20).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        // And nobody writes to an end that is read.
+        // No writer: the read times out.
         let error = (&back).read_to_end(&mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }

@@ -1,8 +1,8 @@
-//! Commands that look at files, hosts and services, and end.
+//! Commands on files, hosts and services that run to an end.
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`delta`] | `windlass delta make`, `apply`, `show` |
+//! | [`delta`] | `windlass delta make`, `apply` |
 //! | [`diff`] | `windlass diff` |
 //! | [`inspect`] | `windlass inspect` |
 //! | [`verify`] | `windlass verify` |
@@ -11,7 +11,7 @@
 //! | [`top`] | `windlass top` |
 //! | [`doctor`] | `windlass doctor` |
 //! | [`limits`] | how fast this machine reads, copies and sends |
-//! | [`outfile`] | output files that are whole or absent |
+//! | [`outfile`] | atomic output files |
 
 pub(crate) mod delta;
 pub(crate) mod diff;

@@ -1,4 +1,4 @@
-//! Output files that are whole or absent.
+//! Atomic output files.
 //!
 //! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file beside the target,
 //! `.NAME.windlass-tmp`; [`OutFile::commit`] makes them durable and renames it into place. A command that fails
@@ -47,7 +47,7 @@ impl OutFile {
         Ok(OutFile { file, temp, target, mode: None, committed: false })
     }
 
-    /// Gives the file the mode of `source` when it is in its place, and nobody else a look at it before.
+    /// Gives the file the mode of `source` at its commit. Until then only the owner can read it.
     pub(crate) fn with_mode_of(mut self, source: &File) -> Result<OutFile, Error> {
         let mode = source.metadata().map_err(Error::io("read", &self.target))?.mode() & 0o777;
         self.mode = Some(mode);
@@ -142,7 +142,7 @@ impl Drop for OutDir {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.temp);
         }
-        // The lock is still held here; whoever opened the file meanwhile sees that its name is gone.
+        // The lock is still held here. A process that opened the file meanwhile sees that its name is gone.
         let _ = fs::remove_file(&self.lock_path);
     }
 }

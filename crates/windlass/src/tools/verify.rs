@@ -24,12 +24,12 @@ pub(crate) struct Verify {
 }
 
 impl Verify {
-    /// Sums the whole image and prints its digest.
+    /// Hashes the whole image and prints its digest.
     pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         crate::tools::delta::journal::refuse_unfinished(&self.path)?;
         let image = Checkpoint::open(&self.path)?;
         let manifest = image.manifest();
-        let progress = session.progress("summing", manifest.data_bytes());
+        let progress = session.progress("hashing", manifest.data_bytes());
         let digest = digest(&image, self.threads, session.cancel(), &progress)?;
         drop(progress);
         if let Some(expected) = self.expect.filter(|&e| e != digest) {

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, and where.
+//! Errors of a configuration, and sources of values.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,20 +16,20 @@ pub(in crate::cli) enum ConfigError {
     #[error("the configuration {} has more than {MOST} bytes", path.display())]
     TooLong { path: PathBuf },
     #[error("{at}: {message}")]
-    Syntax { at: Place, message: String },
+    Syntax { at: Source, message: String },
     #[error("{at}: no command {name:?} for the table [{name}]{nearest}")]
-    Table { at: Place, name: String, nearest: Nearest },
+    Table { at: Source, name: String, nearest: Nearest },
     /// A value where a table of a command should be.
     #[error("{at}: {name:?} stands outside of a command's table{nearest}")]
-    Loose { at: Place, name: String, nearest: Nearest },
+    Loose { at: Source, name: String, nearest: Nearest },
     #[error("{at}: [{table}] has no key {key:?}{nearest}")]
-    Key { at: Place, table: String, key: String, nearest: Nearest },
+    Key { at: Source, table: String, key: String, nearest: Nearest },
     /// A value of a sort that the flag does not take.
     #[error("{at}: {key} must be {wanted}, not {found}")]
-    Sort { at: Place, key: String, wanted: &'static str, found: &'static str },
+    Sort { at: Source, key: String, wanted: &'static str, found: &'static str },
     #[error("{at}: {message}")]
     Value {
-        at: Place,
+        at: Source,
         /// What the parser says, with the flag and the value.
         message: String,
     },
@@ -65,8 +65,10 @@ impl ConfigError {
                     "check the path of --{FLAG} or {VARIABLE}; without them ./{FILE} is read if it exists"
                 )
             }
-            ConfigError::TooLong { path } => format!("{} is something else; name another", path.display()),
-            ConfigError::Syntax { .. } => "mend it; tables and keys are those of `windlass config`".into(),
+            ConfigError::TooLong { path } => {
+                format!("{} is no configuration; give another file", path.display())
+            }
+            ConfigError::Syntax { .. } => "correct it; `windlass config` lists tables and keys".into(),
             ConfigError::Table { .. } | ConfigError::Loose { .. } | ConfigError::Command { .. } => {
                 "tables are named after commands, such as [receive] or [bench.codec]; see `windlass --help`"
                     .into()
@@ -76,47 +78,47 @@ impl ConfigError {
                 format!("keys are the long flags of the command: see `windlass config {command}`")
             }
             ConfigError::Sort { .. } | ConfigError::Value { .. } | ConfigError::Encoding { .. } => {
-                "correct the value, or take it out for the default".into()
+                "correct the value, or remove it for the default".into()
             }
         }
     }
 }
 
-/// Where a value stands.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::cli) enum Place {
+pub(in crate::cli) enum Source {
     CommandLine,
     /// In an environment variable.
     Environment(String),
     File(PathBuf, usize),
-    /// Nowhere; the command has it built in.
+    /// The default of the command.
     Default,
     Unset,
 }
 
-impl Place {
+impl Source {
     pub(in crate::cli) fn word(&self) -> &'static str {
         match self {
-            Place::CommandLine => "command line",
-            Place::Environment(_) => "environment",
-            Place::File(..) => "file",
-            Place::Default => "default",
-            Place::Unset => "unset",
+            Source::CommandLine => "command line",
+            Source::Environment(_) => "environment",
+            Source::File(..) => "file",
+            Source::Default => "default",
+            Source::Unset => "unset",
         }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Environment(name) => f.write_str(name),
-            Place::File(path, line) => write!(f, "{}:{line}", path.display()),
-            Place::CommandLine | Place::Default | Place::Unset => f.write_str(self.word()),
+            Source::Environment(name) => f.write_str(name),
+            Source::File(path, line) => write!(f, "{}:{line}", path.display()),
+            Source::CommandLine | Source::Default | Source::Unset => f.write_str(self.word()),
         }
     }
 }
 
-/// The name that may be meant by one that is not known, as the end of a sentence.
+/// A suggestion for an unknown name, as the end of a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cli) struct Nearest(pub(in crate::cli) Option<String>);
 

@@ -61,7 +61,7 @@ impl BenchDir {
 
 impl Drop for BenchDir {
     fn drop(&mut self) {
-        // What cannot be removed stays; a bench has nobody to tell.
+        // A leftover is harmless, and a benchmark has no error to report.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -214,7 +214,7 @@ impl<'a> Publisher<'a> {
     }
 }
 
-/// A certificate for 127.0.0.1 whose key everybody knows, and those who trust it: for nothing but measuring.
+/// A certificate for 127.0.0.1 whose key is public, and its authority: for measurements only.
 pub(crate) fn certificate(place: &BenchDir) -> Result<(Certificate, Privacy), Error> {
     let write = |name: &str, pem: &str| {
         let path = place.join(name);

@@ -86,7 +86,7 @@ impl ControllerClient {
         Ok(ControllerClient { endpoint, token: Held::new(token), client: Client::default() })
     }
 
-    /// Trusts `trust` where the controller has a certificate; without it, those whom the system trusts.
+    /// Trusts `trust` if the controller has a certificate. The default is the system's authorities.
     #[must_use]
     pub fn with_trust(self, trust: Option<Trust>) -> ControllerClient {
         ControllerClient { client: Client::new(trust), ..self }

@@ -28,12 +28,12 @@ pub(super) const IDLE: Duration = Duration::from_secs(2);
 /// After this long without a document a listener gets a comment.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
-/// Makes documents as long as somebody listens, until it is dropped.
+/// Publishes documents while there are listeners, until it is dropped.
 pub(super) async fn publish(hub: &Hub) {
     let mut changed = hub.changed.subscribe();
     loop {
         if hub.listeners.available_permits() == MAX_LISTENERS {
-            // Nobody is there. The first listener changes something by coming.
+            // No listeners. The first one changes the state by connecting.
             hub.document.send_replace("".into());
             if changed.changed().await.is_err() {
                 return;

@@ -1,8 +1,7 @@
-//! What happened lately, for people: syncs, errors, and what trainers and receivers said about themselves.
+//! Recent history for people: syncs, errors, and the reports of trainers and receivers.
 //!
-//! Owns: the memory of the live page, of `windlass top` and of the metrics. Everything in it is bounded: [`SYNCS`] syncs of
-//! a set, [`SPANS`] spans of a sync and those of the newest [`WITH_SPANS`] only, [`ERRORS`] errors. Nothing here decides
-//! anything; the barrier does not look at it.
+//! Owns: the data behind the live page, `windlass top` and the metrics. All of it is bounded: [`SYNCS`] syncs per set,
+//! [`SPANS`] spans per sync for the newest [`WITH_SPANS`] syncs, [`ERRORS`] errors. The barrier does not use it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -13,13 +12,13 @@ use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use super::status::{ErrorEntry, Sync, SyncModel, SyncSpan, SyncState, Unix};
 use super::wire::{Doing, Join, Lane, NotifyVersion, Outcome, Report, Span};
 
-/// Syncs that are remembered of each set.
+/// Syncs kept per set.
 pub(super) const SYNCS: usize = 50;
-/// Of so many of them, the newest, what took how long is remembered too.
+/// Syncs whose spans are kept, newest first.
 pub(super) const WITH_SPANS: usize = 10;
-/// Spans that are remembered of one sync.
+/// Spans kept per sync.
 pub(super) const SPANS: usize = 200;
-/// Errors that are remembered.
+/// Errors kept.
 pub(super) const ERRORS: usize = 50;
 
 /// What is remembered.
@@ -365,7 +364,7 @@ impl Entry {
         Entry { at, fates: Vec::new(), sync }
     }
 
-    /// Puts spans on the controller's clock: whoever sent them says how long ago they were.
+    /// Converts spans to the controller's clock: senders give times as durations ago.
     fn add_spans(&mut self, now: Millis, model: &ModelId, who: &str, spans: &[Span]) {
         let sent = now as f64 - self.at as f64;
         for span in spans {

@@ -1,4 +1,4 @@
-//! The controller's endpoints: what is said to it becomes an event, and what it waits for becomes an answer.
+//! The controller's endpoints: requests become events of the barrier, and its outcomes become answers.
 //!
 //! Owns: the checks of what comes in that the types do not make, and the statuses. Every length and number from outside is
 //! bounded here or by its type before it goes further. Must not: keep anything.
@@ -35,7 +35,7 @@ use crate::service::http::{Failure, Params};
 
 /// How long a request's body may take to arrive.
 const BODY: Duration = Duration::from_secs(5);
-/// Longer than the barrier lets anybody wait.
+/// Longer than the barrier's longest wait.
 const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
@@ -45,7 +45,7 @@ const ASK: Duration = Duration::from_secs(10);
 const RECALL: Duration = Duration::from_secs(3);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
-/// The longest name of somebody who waits.
+/// The longest name of a waiter.
 const MAX_WHO: usize = 200;
 /// The longest ago that something in a message may be: ten days.
 const MAX_AGO: f64 = 864_000_000.0;
@@ -74,7 +74,7 @@ pub(super) fn routes(hub: Arc<Hub>) -> Router {
         .with_state(hub)
 }
 
-/// Counts answers by their status. Goes around everything else.
+/// Counts answers by status. The outermost layer.
 pub(super) async fn count(State(hub): Shared, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     hub.with(|state, _| state.counters.answered(response.status().as_u16()));
@@ -140,9 +140,9 @@ fn invalid(message: impl Into<String>) -> Failure {
     Failure::new(Kind::Invalid, message)
 }
 
-/// The controller is told to end while somebody waits.
+/// The answer to a waiting request when the controller ends.
 fn ending() -> Failure {
-    let failure = Failure::new(Kind::PeerLost, "the controller is ending: ask again when it is back");
+    let failure = Failure::new(Kind::PeerLost, "the controller is shutting down: retry when it is back");
     Failure { status: Some(StatusCode::SERVICE_UNAVAILABLE), ..failure }
 }
 
@@ -169,7 +169,7 @@ fn check_share(name: &str, value: Option<f64>, most: f64) -> Result<(), Failure>
     }
 }
 
-/// An answer that somebody waits for. Whoever stops waiting takes the wait with him.
+/// A pending answer. Dropping it cancels the wait.
 struct Waiting {
     hub: Arc<Hub>,
     id: WaitId,
@@ -248,7 +248,7 @@ async fn notify_version(
     })?;
     let Some((id, channel)) = wait else { return Ok(Json(answer)) };
     let mut waiting = Waiting { hub: Arc::clone(&hub), id, answer: channel };
-    // The barrier gives the load and the eval a time each; whoever asked gave one for both.
+    // The barrier has a timeout each for load and eval; the request has one for both.
     let most = notify.timeout_ms.map_or(NEVER, Duration::from_millis);
     let outcome = match within(&hub, begun + most.min(NEVER), waiting.answer()).await? {
         Some(Ok(Answer::Notify(outcome))) => outcome,
@@ -294,9 +294,9 @@ async fn recall(hub: &Hub, notify: &NotifyVersion) {
         // Another life, whose own notify asks, or an earlier release.
         Ok(Ok(_)) => {}
         Ok(Err(error)) => {
-            tracing::info!(%model_id, %error, "its agent does not say which versions it has; the next notify asks again");
+            tracing::info!(%model_id, %error, "the agent did not report its versions; the next notify asks again");
         }
-        Err(error) => tracing::error!(%model_id, %error, "its agent was not asked"),
+        Err(error) => tracing::error!(%model_id, %error, "the agent could not be asked"),
     }
 }
 

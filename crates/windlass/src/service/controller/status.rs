@@ -50,10 +50,10 @@ pub struct Status {
     pub waiting: Vec<WaitStatus>,
 }
 
-/// Somebody who waits.
+/// A client that waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitStatus {
-    /// What he calls himself.
+    /// Name the waiter gave itself.
     pub who: String,
     /// At the gate, for the load of what was announced, or for an eval.
     pub what: Awaited,
@@ -310,7 +310,7 @@ pub fn required_text(required: Required) -> String {
 /// What the document is made from, beside the barrier's snapshot.
 pub(super) struct About<'a> {
     pub(super) record: &'a Record,
-    /// After how long a silence somebody may be dead.
+    /// Silence after which a client may be dead.
     pub(super) heartbeat: Millis,
     /// The point in time of the barrier's zero.
     pub(super) base: Unix,

@@ -1,9 +1,9 @@
-//! Who may stay connected.
+//! Which connections a service keeps.
 //!
-//! Owns: the connections of a service's connections. A connection is a stranger's until a request with the token was accepted on
-//! it. When all connections are taken, a new connection gets that of a stranger: the oldest one of the address that has the most
-//! of them, so that no address can push out another. Only if everybody who is connected has the token, the new connection is
-//! closed. Must not: know what is said on a connection.
+//! Owns: the slots of a service's connections. A connection is a stranger until a request with the token was accepted on it.
+//! If all slots are taken, a new connection replaces a stranger: the oldest of the address with the most strangers, so that
+//! no address can push out another. If all connections have the token, the new one is closed. Must not: know what is sent on
+//! a connection.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-/// How often it is said that connections were closed.
+/// Minimum interval between log lines on closed connections.
 const SAY_AGAIN: Duration = Duration::from_secs(10);
 
 /// The connections of a service.
@@ -29,7 +29,7 @@ struct Counts {
     known: usize,
     /// By address, oldest first.
     strangers: HashMap<IpAddr, BTreeMap<u64, Arc<Notify>>>,
-    /// Closed since it was said, and when that was.
+    /// Connections closed since the last log line, and its time.
     closed: u64,
     said: Option<Instant>,
 }
@@ -75,7 +75,7 @@ impl Connections {
         self.state().shed();
     }
 
-    /// A place for a connection from `address`; `None` if everybody who is here has the token.
+    /// A slot for a connection from `address`; `None` if all connections have the token.
     pub(super) fn take(self: &Arc<Connections>, address: IpAddr) -> Option<Slot> {
         let mut state = self.state();
         let mut is_free = true;
@@ -104,7 +104,7 @@ impl Connections {
     }
 }
 
-/// Whose an address is: hosts have whole networks of IPv6.
+/// The network of an address: an IPv6 host has a whole /64.
 fn home(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
@@ -112,7 +112,7 @@ fn home(address: IpAddr) -> IpAddr {
     }
 }
 
-/// The place of one connection, until it is dropped.
+/// The slot of one connection, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Slot {
     connections: Arc<Connections>,
@@ -133,7 +133,7 @@ impl Slot {
         }
     }
 
-    /// Returns when the place is wanted for somebody else.
+    /// Returns when another connection takes the slot.
     pub(super) async fn shed(&self) {
         self.shed.notified().await;
     }

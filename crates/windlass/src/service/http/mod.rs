@@ -1,25 +1,25 @@
-//! HTTP as all services of Windlass speak it: bounded, authenticated, with errors that say what to do.
+//! The HTTP server of all services: bounded, authenticated, with errors that carry advice.
 //!
 //! Owns: the accept loop with its limits, the check of the token, the rate limit, and the JSON form of errors. Called
-//! by the agent and the controller with a router. Must not: know what the endpoints do.
+//! by the agent and the controller with a router. Must not: know the endpoints.
 //!
 //! | bound | value |
 //! |---|---|
 //! | connections | [`Limits::connections`]; see `connections` for which is closed when there are more |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
-//! | time that a peer may take none of an answer | [`Limits::stall`] |
+//! | time without progress while a peer reads an answer | [`Limits::stall`] |
 //! | head | 64 KiB |
 //! | body | [`Limits::body`] |
 //! | large bodies at a time, in bytes | [`Limits::bodies`]; the next one waits |
 //! | requests per second with the token, all connections together | [`Limits::rate`], with bursts of twice that |
-//! | the same without it | [`Limits::strangers`] |
+//! | the same without the token | [`Limits::strangers`] |
 //!
-//! With a certificate every connection is inside TLS. Its handshake must be over within [`Limits::head`] and counts as a
-//! connection from its first byte on. A request without TLS is answered with an error that says so, and nothing else.
+//! With a certificate, every connection uses TLS. The handshake must finish within [`Limits::head`]; the connection counts
+//! from its first byte. A request without TLS is answered with an error that says so.
 //!
-//! Requests and connections with the token and those without are counted apart: strangers cannot use up what receivers need.
-//! Of a request without the token the body is not read.
+//! Requests and connections with and without the token are counted separately, so that strangers cannot exhaust the limits
+//! of receivers. The server does not read the body of a request without the token.
 
 mod connections;
 
@@ -65,12 +65,12 @@ pub(crate) struct Limits {
     pub(crate) head: Duration,
     /// How long a request may take.
     pub(crate) request: Duration,
-    /// How much longer one may take that waits for something.
+    /// Additional time for long polls.
     pub(crate) poll: Duration,
-    /// How long a peer may take none of what is sent to it.
+    /// How long a peer may read nothing of an answer.
     pub(crate) stall: Duration,
     pub(crate) body: usize,
-    /// Bytes of the bodies that are larger than 64 KiB and in memory at a time.
+    /// Total bytes of bodies larger than 64 KiB in memory.
     pub(crate) bodies: usize,
     pub(crate) rate: f64,
     /// Requests per second without the token.
@@ -93,7 +93,7 @@ impl Default for Limits {
     }
 }
 
-/// The longest that a long-poll of an agent may ask to wait.
+/// The longest wait of an agent's long poll.
 pub(crate) const MAX_POLL: Duration = Duration::from_secs(60);
 
 /// A failed request.
@@ -178,7 +178,7 @@ const UNIT: u64 = 1 << 10;
 /// The longest head of a request.
 const HEAD: usize = 64 << 10;
 
-/// So many requests a second.
+/// A token bucket of requests per second.
 struct Bucket {
     rate: f64,
     room: Mutex<(f64, Instant)>,
@@ -189,7 +189,7 @@ impl Bucket {
         Bucket { rate, room: Mutex::new((rate, Instant::now())) }
     }
 
-    /// Takes one request out of the bucket.
+    /// Admits a request if the rate allows it.
     fn admit(&self) -> bool {
         let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -230,7 +230,7 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
     }
     let bucket = if known { &guard.known } else { &guard.strangers };
     if !bucket.admit() {
-        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
+        let failure = Failure::new(Kind::Exhausted, "too many requests: wait a second");
         let mut response = Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         return response;
@@ -239,23 +239,23 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
     if !known && path != "/healthz" && !guard.open.contains(&path) {
         let failure = Failure::new(
             Kind::Denied,
-            "the token is missing or wrong: send that of this service as `Authorization: Bearer …`",
+            "the token is missing or wrong: send this service's token as `Authorization: Bearer …`",
         );
         let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         if !request.body().is_end_stream() {
-            // Its body is not read, so nothing can come after it.
+            // The body is not read, so the connection cannot be reused.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         return response;
     }
     let most = guard.limits.request + guard.limits.poll;
-    // How long it is at most; one without a length may be as long as is allowed.
+    // A body without a length counts as the longest allowed.
     let longest = guard.limits.body as u64;
     let length = request.body().size_hint().upper().unwrap_or(longest).min(longest);
     let answer = async {
         let units = u32::try_from(length / UNIT).unwrap_or(u32::MAX);
-        // Held until the request is answered. Never closed, so it is had in the end.
+        // Held until the request is answered. The semaphore is never closed.
         let _room = if length > SMALL { guard.bodies.acquire_many(units).await.ok() } else { None };
         next.run(request).await
     };
@@ -277,18 +277,18 @@ pub(crate) async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpLi
     Err(last.unwrap_or_else(|| io::Error::other("the port range is empty")))
 }
 
-/// What a client without TLS is told on a port with it. Whatever it has sent, others may have read.
+/// The answer to a client without TLS on a TLS port. Others may have read its token.
 fn without_tls() -> Router {
     Router::new().fallback(async || {
-        let message = "this port speaks TLS: use https:// in place of http://, and take another token if this one went \
-                       over a network that is not trusted";
+        let message = "this port speaks TLS: use https:// instead of http://, and change the token if this one was sent \
+                       over an untrusted network";
         let mut response = Failure::new(Kind::Invalid, message).into_response();
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         response
     })
 }
 
-/// Whether a connection begins as a request without TLS does: with a letter. Waits for its first byte.
+/// Whether a connection begins like a request without TLS: with a letter. Waits for the first byte.
 async fn begins_plain(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0];
     match stream.peek(&mut first).await? {
@@ -297,8 +297,8 @@ async fn begins_plain(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// A stream whose writes fail once the peer has taken nothing for [`Limits::stall`]: one that sends requests and never
-/// reads the answers would hold its connection for ever.
+/// A stream whose writes fail once the peer has read nothing for [`Limits::stall`]. Otherwise a peer that never reads its
+/// answers would hold the connection forever.
 struct Moving {
     stream: TcpStream,
     most: Duration,
@@ -357,12 +357,12 @@ impl AsyncWrite for Moving {
     }
 }
 
-/// Each receiver has connections, and each connection a descriptor: as many as the system allows.
+/// Raises the descriptor limit to the maximum: every connection of a receiver needs a descriptor.
 pub(crate) fn raise_descriptors() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, "cannot raise the number of descriptors; few receivers may be all that can connect");
+        tracing::warn!(%error, "cannot raise the descriptor limit; only a few receivers may be able to connect");
     }
 }
 
@@ -387,7 +387,7 @@ pub(crate) async fn serve(
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept connections");
-                // Perhaps there are no descriptors left.
+                // The descriptors may be exhausted.
                 connections.shed();
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
@@ -401,7 +401,7 @@ pub(crate) async fn serve(
         tasks.spawn(async move {
             let end = Ending { ended, grace };
             let service = Served { router, slot: Arc::clone(&slot) };
-            // What went wrong on a connection concerns the peer alone.
+            // Errors of a connection concern its peer only.
             let conversation = async {
                 match tls {
                     Some(tls) => secret(stream, tls, service, limits, end).await,
@@ -415,12 +415,12 @@ pub(crate) async fn serve(
         });
     }
     drop(listener);
-    // Each ends by itself within the grace; what does not is dropped with the set.
+    // Connections end within the grace period; the rest is dropped with the set.
     let all = async { while tasks.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(grace + Duration::from_millis(100), all).await;
 }
 
-/// What answers the requests of one connection, and its place among the others.
+/// The service of one connection, and its slot.
 #[derive(Clone)]
 struct Served {
     router: Router,
@@ -438,7 +438,7 @@ impl hyper::service::Service<hyper::Request<Incoming>> for Served {
     }
 }
 
-/// When a connection ends, and how long it has for that.
+/// The signal to end a connection, and its grace period.
 struct Ending {
     ended: watch::Receiver<bool>,
     grace: Duration,
@@ -490,7 +490,7 @@ where
     }
 }
 
-/// Returns when the value is true, or nobody can set it any more.
+/// Returns when the value is true, or the sender is gone.
 async fn until(ended: &mut watch::Receiver<bool>) {
     let _ = ended.wait_for(|e| *e).await;
 }
@@ -613,7 +613,7 @@ mod tests {
     fn silent_connections_are_closed_and_more_than_allowed_are_not_kept() {
         let service = Service::start(Limits { head: Duration::from_secs(600), ..small() });
         let mut silent: Vec<TcpStream> = (0..3).map(|_| service.connect()).collect();
-        // They are not in the way of whoever has the token: the oldest is closed instead, long before its time is over.
+        // They do not block clients with the token: the oldest is closed, long before its timeout.
         for _ in 0..2 {
             assert_eq!(service.ask("GET /healthz", b""), Some(200));
         }

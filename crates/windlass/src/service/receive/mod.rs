@@ -1,29 +1,30 @@
-//! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
+//! `windlass receive`: keeps local images of models up to date with their publishers.
 //!
-//! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
-//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
-//! grows, and that is said. A publisher that cannot be followed from the beginning (a wrong token, no space for its image)
-//! is given up at once, and said; the others are followed on. Once it was followed, nothing ends that (`retry`).
+//! Owns: one thread per publisher, its loop of waiting and syncing, and its output. Engines read the image in place under
+//! map leases. Must not: end because a publisher is unreachable; the receiver retries with a growing backoff and reports
+//! it. If a publisher cannot be followed at the start (a wrong token, no space for its image), the receiver gives it up and
+//! reports it, and follows the others. After the first success no failure ends that (`retry`).
 //!
-//! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
+//! In JSON mode every version is one line: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
 //!
-//! With engines, every whole version is loaded by each of them when it is free ([`crate::service::engines`]), while the next one
-//! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
+//! With engines, each engine loads complete versions as it becomes free ([`crate::service::engines`]) while the receiver
+//! fetches the next one; these events are lines too. With `--versions` or `--until`, the receiver ends when its engines have
+//! loaded the versions.
 //!
-//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
-//! once; it names the agents, too.
+//! With a controller (`member`), orders say which version to stage from which agent and when to load it, for several
+//! models.
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | `member` | the life with a controller |
+//! | `member` | sessions with a controller |
 //! | `model` | one model's image and engines, and the threads that work for them |
 //! | `rendezvous` | the models of one load order wait for each other |
 //! | `order_queue` | a controller's orders about one model, and the next step |
-//! | `retry` | rests after failures that pass |
+//! | `retry` | backoff after transient failures |
 //!
-//! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
-//! versions and did not is interrupted.
+//! A receiver without an end exits with code 0 when it is interrupted. With `--versions` or `--until`, an interrupt before the
+//! last version is a failure.
 
 mod member;
 mod model;
@@ -108,7 +109,7 @@ pub(crate) struct Receive {
     pub(crate) with_parent: bool,
     /// The engines that load what is received, and how.
     pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
-    /// Whom to trust among agents and controllers; those whom the system trusts if not given.
+    /// Authorities to trust for agents and controllers; by default the system's.
     pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
     pub(crate) controller: Option<Controlled>,
@@ -291,7 +292,7 @@ impl Receive {
         while !self.enough(got, known.as_ref()) {
             stop.check().map_err(|_| Error::Cancelled)?;
             if heard.elapsed() > SILENCE {
-                // Nobody says so when a publisher dies; its successor makes another region in the same place, once
+                // No message tells that a publisher died; its successor creates another region in the same place, once
                 // this one has been let go of.
                 let was = region.incarnation();
                 drop(region);
@@ -310,7 +311,7 @@ impl Receive {
                 Ok(lease) => lease,
                 Err(e) if e.kind() == Kind::Stale => continue,
                 Err(e) => {
-                    tracing::warn!(error = %e, "the slot cannot be leased now");
+                    tracing::warn!(error = %e, "cannot lease the slot");
                     region.wait(bell, stop.nap());
                     continue;
                 }
@@ -388,7 +389,7 @@ fn bring(
             receiver.show(vec![fetched], stop)
         }
         Err(error) => {
-            tracing::info!(version = to.1, %error, "the delta could not be fetched by itself");
+            tracing::info!(version = to.1, %error, "could not fetch the delta separately");
             receiver.sync(stop)
         }
     }

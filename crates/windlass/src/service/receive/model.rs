@@ -1,8 +1,8 @@
 //! One model of a receiver that follows a controller: its image, its engines, and the two threads that work for them.
 //!
-//! Owns: the [`OrderQueue`] of the model and everything that carries out what it says: the stager fetches, the loader applies
-//! and lets the engines load, both at the same time. Called by [`super::member`], which brings orders and takes reports
-//! away. Must not: speak to the controller.
+//! Owns: the [`OrderQueue`] of the model and the threads that carry out its steps: the stager fetches; the loader applies
+//! and has the engines load, concurrently. Called by [`super::member`], which passes orders in and reports out. Must not:
+//! talk to the controller.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
@@ -157,7 +157,7 @@ pub(super) struct Opening<'a> {
     pub(super) index: usize,
     pub(super) config: ReceiverConfig,
     pub(super) token: &'a Token,
-    /// Whom to trust among them.
+    /// Authorities to trust for them.
     pub(super) trust: Option<&'a Trust>,
     /// What this receiver is called by the controller.
     pub(super) name: &'a str,
@@ -173,7 +173,7 @@ impl Model {
     ) -> Result<Model, Error> {
         let Opening { id, index, config, token, trust, name, session, stop } = opening;
         let timeout = config.transfer_timeout;
-        let receiver = Receiver::open(config, Arc::new(Nobody), None, stop)?;
+        let receiver = Receiver::open(config, Arc::new(NoAgent), None, stop)?;
         let known = receiver.current().map(|k| k.identity.clone());
         if let Some(image) = receiver.current() {
             let event = json!({ "event": "found", "receiver": name, "image": image });
@@ -253,7 +253,7 @@ impl Model {
         truth
     }
 
-    /// Whether something else is served than the controller was told, and nobody is about to tell it.
+    /// Whether the controller does not know the served version and no report about it is pending.
     pub(super) fn differs(&self) -> Option<String> {
         let mut state = self.state();
         if state.orders.is_loading() || state.unsent > 0 {
@@ -488,7 +488,7 @@ impl Model {
                 self.state().progress = Some(fetch.status());
                 Ok(Some(fetch.run(stop)?))
             }
-            // Image bytes are the newest. Whoever serves something does not give it up for a version that it was not told
+            // Image bytes are the newest. A receiver that serves a version does not give it up for one that it was not told
             // to bring here: it would be out of the pool until all the others are there.
             Start::Whole { why, newest } if newest > stage.identity.version && self.serves_life(stage) => {
                 Err(Error::Plane {
@@ -498,7 +498,7 @@ impl Model {
                 })
             }
             Start::Whole { why, .. } => {
-                tracing::info!(identity = %stage.identity, why, "no delta serves; the image is fetched");
+                tracing::info!(identity = %stage.identity, why, "no usable delta; fetching the full image");
                 Ok(None)
             }
         }
@@ -814,7 +814,7 @@ impl Model {
                 self.session.event(&event, || format!("{identity}: {reason}"));
             }
         }
-        // Nobody is there to take it when the receiver ends.
+        // The channel is closed when the receiver ends.
         let _ = out.send(Sending { model: self.index, session, answer, mode, intervals, pause_ms });
     }
 }
@@ -826,42 +826,42 @@ fn room(receiver: &Receiver) -> u64 {
 
 /// Before the first order there is no publisher to speak to.
 #[derive(Debug)]
-struct Nobody;
+struct NoAgent;
 
-impl Nobody {
+impl NoAgent {
     fn lost<T>(what: &'static str) -> Result<T, ControlError> {
         let why = "no order has named an agent yet".into();
-        Err(ControlError::Lost { peer: "nobody".into(), what, why, kind: Kind::NotFound })
+        Err(ControlError::Lost { peer: "no agent".into(), what, why, kind: Kind::NotFound })
     }
 }
 
-impl Control for Nobody {
+impl Control for NoAgent {
     fn peer(&self) -> String {
-        "nobody".into()
+        "no agent".into()
     }
 
     fn version(&self, _: Option<(Incarnation, Version)>, _: &Stop) -> Result<VersionInfo, ControlError> {
-        Nobody::lost("get the version")
+        NoAgent::lost("get the version")
     }
 
     fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
-        Nobody::lost("get the manifest")
+        NoAgent::lost("get the manifest")
     }
 
     fn sums(&self, _: &Identity, _: &Stop) -> Result<Vec<windlass_core::digest::BlockSum>, ControlError> {
-        Nobody::lost("get the sums")
+        NoAgent::lost("get the sums")
     }
 
     fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
-        Nobody::lost("register")
+        NoAgent::lost("register")
     }
 
     fn request(&self, _: &TransferRequest, _: &Stop) -> Result<TransferAnswer, ControlError> {
-        Nobody::lost("request a transfer")
+        NoAgent::lost("request a transfer")
     }
 
     fn done(&self, _: &TransferDone, _: &Stop) -> Result<(), ControlError> {
-        Nobody::lost("report a transfer")
+        NoAgent::lost("report a transfer")
     }
 }
 

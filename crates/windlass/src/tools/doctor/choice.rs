@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 use windlass_core::choose::{Backend, Choice, Cuda, Facts, Overrides, Peer, Placement, choose};
 
-/// The arena of packed IPC where nobody says how large buckets are.
+/// The arena of packed IPC with the default bucket size.
 const ARENA: u64 = 2 << 30;
 
 /// Engines at one place, and what follows.

@@ -115,7 +115,7 @@ fn device(device: &Device) -> Check {
         .advise(device.memory.is_err(), device.memory.as_ref().err().map_or("", |e| e.as_str()))
 }
 
-/// No verdict: nothing needs it, and whoever wonders about a topology sees it.
+/// Informational: Windlass does not need peer access.
 fn peers(survey: &Survey) -> Check {
     let name = "gpu peer access";
     let count = survey.devices.len();
@@ -314,7 +314,7 @@ mod tests {
         let hung = || Err(CudaError::Stopped { stage: "looking at the GPUs", stopped: Stopped::Deadline });
         let hung = driver(&look(&[MODULE, LIBRARY], hung));
         assert!(hung.value.ends_with("does not answer") && advice(&hung).contains("dmesg"), "{hung:?}");
-        // The loader finds libraries where nobody looked.
+        // The loader finds libraries in other directories too.
         let elsewhere =
             driver(&look(&[], || Err(CudaError::NoFunction { name: "cuInit", needs: NEEDS_DRIVER })));
         assert!(advice(&elsewhere).contains("cuInit"), "{elsewhere:?}");

@@ -33,11 +33,13 @@ fn judge_cpu(cores: usize, kernels: &str) -> Check {
     Check::ok("cpu", format!("{cores} cores, {kernels}"))
         .advise(
             kernels == "portable",
-            "no vector instructions are used; encoding and applying take several times as long",
+            "this CPU has no supported vector instructions; encoding and applying are several times slower",
         )
         .advise(
             cores < CORES,
-            format!("with fewer than {CORES} cores sealing does not keep up with memory; give Windlass more"),
+            format!(
+                "with fewer than {CORES} cores, sealing does not reach memory bandwidth; give Windlass more"
+            ),
         )
 }
 
@@ -57,7 +59,7 @@ fn descriptors(limit: Rlimit) -> Check {
         _ => "raise it with `ulimit -n 65536`",
     };
     Check::ok(name, soft.to_string())
-        .advise(soft < DESCRIPTORS, format!("each receiver takes about eight; {raise}"))
+        .advise(soft < DESCRIPTORS, format!("each receiver uses about eight descriptors; {raise}"))
         .problem(soft < LEAST_DESCRIPTORS, Kind::Exhausted, format!("not enough for one transfer; {raise}"))
 }
 
@@ -124,7 +126,7 @@ fn clock(system: &System, now: SystemTime) -> Check {
     Check::ok("clock", format!("{source}, {seconds} s since 1970"))
         .advise(
             seconds < LONG_AGO,
-            "the clock is wrong; a trainer that starts anew after it is set back looks older than before",
+            "the clock is wrong; if it is set back, a restarted trainer gets an older incarnation than before",
         )
         .advise(
             matches!(source, "hpet" | "acpi_pm" | "jiffies"),

@@ -1,4 +1,4 @@
-//! `windlass doctor`: what this machine can do, and what stands in the way.
+//! `windlass doctor`: checks this machine and gives advice.
 //!
 //! Owns: the list of checks, what is good enough and why, and one line of advice for each thing that is not.
 //! Called by `cli`. Must not: change anything on the machine (one file of no bytes is made in the region directory
@@ -18,7 +18,7 @@
 //! | [`region_dir`] | the region directory |
 //! | [`speed`] | copying, reading two streams, loopback |
 //!
-//! [`choice`] checks nothing: it says which way weights would take from trainers here, and why.
+//! [`choice`] checks nothing: it explains which transport would be chosen for trainers on this machine.
 
 pub(crate) mod choice;
 pub(crate) mod gpu;
@@ -57,33 +57,32 @@ pub(crate) struct Doctor {
     pub(crate) model_bytes: Option<u64>,
 }
 
-/// Whether something is as it should be.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It is, or nobody knows.
+    /// Good, or unknown.
     Ok,
-    /// It could be better, and how.
+    /// Can be improved, with advice.
     Advice(String),
-    /// Windlass cannot be used, and what to do.
+    /// Windlass cannot be used, with advice.
     Problem(Kind, String),
 }
 
-/// One thing that was looked at.
+/// One check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Check {
     pub(crate) name: Cow<'static, str>,
     pub(crate) value: String,
-    /// What to think of it.
     pub(crate) verdict: Verdict,
 }
 
 impl Check {
-    /// Something that is as it should be.
+    /// A check without findings.
     pub(crate) fn ok(name: impl Into<Cow<'static, str>>, value: impl Into<String>) -> Check {
         Check { name: name.into(), value: value.into(), verdict: Verdict::Ok }
     }
 
-    /// Something that cannot be found out.
+    /// A value that cannot be determined.
     pub(crate) fn unknown(name: impl Into<Cow<'static, str>>) -> Check {
         Check::ok(name, "unknown")
     }

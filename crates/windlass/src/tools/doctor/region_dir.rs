@@ -33,7 +33,7 @@ pub(crate) fn checks(dir: &Path, available: Option<u64>) -> Vec<Check> {
         Ok(place) => place.judge(dir, available),
         Err(e) => {
             let check = Check::ok("region directory", format!("{}: {e}", dir.display()));
-            let advice = "make it, or name another one with --region-dir";
+            let advice = "create it, or give another one with --region-dir";
             vec![check.problem(true, io_kind(&e), advice)]
         }
     }
@@ -63,7 +63,9 @@ impl RegionDir {
             "slots would be written back to a disk; use a directory on tmpfs, such as /dev/shm",
         );
         if let Err(e) = &self.writable {
-            let advice = format!("cannot make a file there ({e}); change its mode, or set --region-dir");
+            let advice = format!(
+                "cannot create a file there ({e}); change its mode, or give another one with --region-dir"
+            );
             place = place.problem(true, io_kind(e), advice);
         }
         vec![place, self.space(available)]
@@ -86,7 +88,7 @@ impl RegionDir {
                 free < ROOM,
                 format!("the largest model that fits with two slots has {}; {grow}", bytes(free / 2)),
             )
-            .problem(free < HEADER, Kind::Exhausted, format!("no region can be made there; {grow}"))
+            .problem(free < HEADER, Kind::Exhausted, format!("no region fits there; {grow}"))
     }
 }
 

@@ -76,7 +76,7 @@ impl Speed {
 
     /// The checks of what was measured.
     pub(crate) fn checks(&self) -> Vec<Check> {
-        let machine = "see whether others use it now, or whether few of its memory channels are filled";
+        let machine = "check for other load on the machine, and for empty memory channels";
         let memory = |name, rate: &io::Result<f64>, bar| match rate {
             Ok(rate) => Check::ok(name, gbps(*rate)).advise(
                 *rate < bar,
@@ -97,7 +97,7 @@ impl Speed {
             Ok(rate) => {
                 return Check::ok(name, format!("{}, {STREAMS} streams", gbps(*rate))).advise(
                     *rate < SLOW_LOOPBACK,
-                    "TCP within this machine is slow; a sandbox's network stack or a firewall's rules may cost it",
+                    "loopback TCP is slow; a sandbox's network stack or firewall rules may be the cause",
                 );
             }
             Err(e) => e,

@@ -103,7 +103,9 @@ impl<'a> Frame<'a> {
         }
         if status.sets.is_empty() {
             head.push(String::new());
-            head.push("  Nothing has been announced yet: a trainer does it with notify_version.".into());
+            head.push(
+                "  No version has been announced yet: trainers announce versions with notify_version.".into(),
+            );
         }
         head.extend(self.waiting(status));
         let errors = self.errors(status);
@@ -124,9 +126,7 @@ impl<'a> Frame<'a> {
         let up = took(status.now.saturating_sub(status.started) as f64);
         let line = format!("windlass {}  {}  up {up}  {errors}", clean(&status.release), self.url);
         let mut lines = vec![self.tone(Tone::Strong, &self.cut(&line))];
-        lines.extend(
-            lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; asking again", clean(why))))),
-        );
+        lines.extend(lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; retrying", clean(why))))));
         lines
     }
 
@@ -594,6 +594,6 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
         assert!(text.contains("notify_version") && text.contains("windlass receive --controller"), "{text}");
         let status: Status = serde_json::from_value(document).unwrap();
         let lost = Frame::new("http://c:1", (24, 80), Style::Plain).draw(&status, Some("it is\x07 gone"));
-        assert!(lost.lines().nth(1).unwrap().starts_with("it is· gone; asking again"), "{lost}");
+        assert!(lost.lines().nth(1).unwrap().starts_with("it is· gone; retrying"), "{lost}");
     }
 }

@@ -72,7 +72,7 @@ impl Top {
         self.controller.status(session.cancel())
     }
 
-    /// Frame after frame, for files and pipes. Ends with an interrupt, or with whoever read it.
+    /// Prints frame after frame, for files and pipes, until an interrupt or a closed pipe.
     fn list(&self, session: &Session) -> Result<(), Error> {
         loop {
             match self.next(session)? {

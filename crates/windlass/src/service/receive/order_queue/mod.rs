@@ -1,15 +1,15 @@
-//! The orders of a controller about one model, and what to do about them next.
+//! A controller's orders about one model, and the next step.
 //!
-//! Owns: [`OrderQueue`], which takes orders in and says what is to be staged and what is to be loaded, and what to answer. It
-//! knows what the image holds and what waits in memory, because it is told. Called by [`super::member`], whose threads
+//! Owns: [`OrderQueue`], which takes orders and decides what to stage, what to load, and what to report. Its caller tells it
+//! what the image holds and which deltas are in memory. Called by [`super::member`], whose threads
 //! do the work. Must not: know the network, files or engines; time is an argument.
 //!
 //! # Two places
 //!
 //! What engines read is the *image*, and it holds one version. Deltas are fetched into memory and wait in the *queue*,
-//! each leading on from the one before, the first from the image. A load applies those up to its version. So whoever
-//! reads the image while versions are being staged (an engine that was restarted, a program of one's own) finds the one
-//! that may be served.
+//! each leading on from the one before, the first from the image. A load applies those up to its version. So a
+//! process that reads the image while versions are staged (a restarted engine, another program) finds the version that may
+//! be served.
 //!
 //! Image bytes cannot be staged like that: there is no room for a second image, so they go into the image itself. That is
 //! needed at the start, after an incarnation change, and where the publisher's history does not reach back far enough.
@@ -40,7 +40,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 
 use crate::service::controller::wire::{Outcome, Task};
 
-/// How long image bytes wait for a staged version to be loaded before they take its place.
+/// How long a full image waits for a staged version to be loaded before it replaces it.
 pub(super) const STAGED_GRACE: Duration = Duration::from_secs(30);
 
 /// An answer to an order, without what it took.
@@ -51,12 +51,12 @@ pub(super) struct Answer {
     pub(super) outcome: Outcome,
 }
 
-/// What the stager is to do.
+/// The stager's next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Staging {
-    /// It is there already, or something newer is: say so.
+    /// This version, or a newer one, is already here: report it.
     Held(Answer),
-    /// Fetch the delta to this version from what is there last.
+    /// Fetch the delta to this version from the last one here.
     Fetch(StageOrder),
     /// Bring the image to this version, or the newest.
     Whole(StageOrder),
@@ -70,12 +70,12 @@ pub(super) struct StageOrder {
     pub(super) endpoint: String,
 }
 
-/// What the loader is to do.
+/// The loader's next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Loading {
     /// Apply so many deltas of the queue, then let the engines load.
     Load { order: Order, set: SetName, identity: Identity, apply: usize },
-    /// It is not there.
+    /// The version is not here.
     Missing(Answer),
 }
 
@@ -149,7 +149,7 @@ impl<T> OrderQueue<T> {
         self.loaded.as_ref()
     }
 
-    /// What whoever reads the image finds there by permission; what engines hold is another question.
+    /// The version that readers of the image may see. Engines may hold another.
     pub(super) fn serves(&self) -> Option<&Identity> {
         self.loaded.as_ref().filter(|l| self.image.as_ref() == Some(*l))
     }
@@ -333,7 +333,7 @@ impl<T> OrderQueue<T> {
         }
     }
 
-    /// A delta from `base` was fetched. Answers what to report, unless nobody wants to know. It is of no use if
+    /// A delta from `base` was fetched. Returns the report, unless the controller no longer wants one. It is of no use if
     /// something else has become of its base, and then it is fetched again.
     pub(super) fn fetched(
         &mut self,
@@ -353,7 +353,7 @@ impl<T> OrderQueue<T> {
         self.staged(order, got, now)
     }
 
-    /// The image was brought to a version. Answers what to report, unless nobody wants to know.
+    /// The image was brought to a version. Returns the report, unless the controller no longer wants one.
     pub(super) fn replaced(&mut self, order: Order, got: &Identity, now: Instant) -> Option<Answer> {
         self.image = Some(got.clone());
         self.staged(order, got, now)
