@@ -1,4 +1,4 @@
-//! Images of made-up models, in memory.
+//! Images of synthetic models, in memory.
 //!
 //! Owns: making one from a [`Synth`] and applying a delta to one, with several threads. Called by `bench` and
 //! `demo`.
@@ -18,7 +18,7 @@ use crate::console::Progress;
 use crate::error::Error;
 use crate::lab::synth::{Synth, SynthError};
 
-/// The layout of a made-up model.
+/// The layout of a synthetic model.
 pub(crate) fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
     let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
     Manifest::new(specs, BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))

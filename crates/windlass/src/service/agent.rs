@@ -102,7 +102,7 @@ pub(crate) struct Agent {
     pub(crate) again: Option<(u16, u16)>,
 }
 
-/// How long a holder of a life with a greater number waits for a version.
+/// How long a client that knows a newer incarnation waits for a version.
 const OTHER_LIFE: Duration = Duration::from_secs(1);
 
 impl Agent {

@@ -6,7 +6,7 @@
 //!
 //! An `https://` URL is reached through TLS or not at all: the certificate must be trusted and be for the host of the URL
 //! ([`windlass_data::tls`]). The library below has TLS of its own, which is not used: data connections and requests
-//! shall trust the same certificates, and fail in the same words.
+//! shall trust the same certificates, and fail with the same messages.
 //!
 //! Blocking; every request ends with its [`Stop`] or after the time it is given. The library below knows deadlines but
 //! no flags, so waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is

@@ -1,10 +1,10 @@
 //! Atomic output files.
 //!
-//! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file beside the target,
+//! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file next to the target,
 //! `.NAME.windlass-tmp`; [`OutFile::commit`] makes them durable and renames it into place. A command that fails
 //! or is interrupted removes it; one that is killed leaves it, and the next run for the same target takes it
 //! over. A lock keeps two runs for the same target apart: on the temporary file itself, or for a directory on
-//! `.NAME.windlass-lock` beside it.
+//! `.NAME.windlass-lock` next to it.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
@@ -186,7 +186,7 @@ fn lock_named(file: &File, path: &Path, target: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The name of a file of ours beside `target`: `.NAME.windlass-WHAT`.
+/// The path of a helper file next to `target`: `.NAME.windlass-WHAT`.
 pub(crate) fn beside(target: &Path, what: &str) -> Result<PathBuf, Error> {
     let Some(name) = target.file_name() else {
         return Err(Error::Usage(format!("{} does not name a file to write", target.display())));

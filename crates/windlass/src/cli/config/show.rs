@@ -71,7 +71,7 @@ impl Show {
     }
 }
 
-/// Every value of the command that the words ask for.
+/// Every value of the command that the words name.
 fn list(
     lenient: &Command,
     words: Vec<OsString>,

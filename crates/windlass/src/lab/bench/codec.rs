@@ -1,4 +1,4 @@
-//! `bench codec`: encoding and applying, beside reading two images, copying one, and simpler encodings.
+//! `bench codec`: encoding and applying, against reading two images, copying one, and simpler encodings.
 //!
 //! *Encode* is what the agent does at seal time when it knows the sums of the base: diff and encode, the new sums
 //! included. *Seal* sums the base too. *Apply* changes an image in memory with the sums of its blocks at hand,

@@ -1,4 +1,4 @@
-//! `bench digest`: block sums and state digest of an image, beside reading it once.
+//! `bench digest`: block sums and state digest of an image, against reading it once.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,4 @@
-//! `bench fanout`: one version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry.
+//! `bench fanout`: one version to 1, 2, 4, 8 and 16 receivers at once, against the link's bandwidth.
 //!
 //! A round gives every receiver a thread, which asks for a ticket and pulls it; the clock runs from the first until
 //! the last is done. It is done with the full image, checked, and with the delta from the version before. The

@@ -1,4 +1,4 @@
-//! `bench load`: an image into the parameters of an engine by a load plan, beside copying the same bytes.
+//! `bench load`: an image into the parameters of an engine by a load plan, against copying the same bytes.
 //!
 //! Three loads, each the whole call with its checks. *Large*: a decoder as an engine of two workers holds it, with
 //! queries, keys and values in one parameter, gates and ups in another, and the matrices that are cut by columns in

@@ -1,4 +1,4 @@
-//! Benches: each measures a part of Windlass beside the machine's own limit, in the same run.
+//! Benchmarks: each measures a component of Windlass against the machine's limit, in the same run.
 //!
 //! Owns: what is measured and how, and the bars. Figures are ratios to a limit measured with the same threads
 //! on the same memory, because machines differ; rates are GB (10⁹ bytes) of one image a second. All memory is

@@ -1,10 +1,10 @@
-//! `bench offload`: tensors in host memory into a slot, until it is committed, beside copying the same bytes.
+//! `bench offload`: tensors in host memory into a slot, until it is committed, against copying the same bytes.
 //!
 //! Each thread is a rank with its own [`Writer`] and holds a share of every large tensor, cut on no particular
 //! boundary, and every so-manieth of the small ones. A round is the whole attempt: guard, join, write, done, commit.
 //! It is run on the layout of the model and again on as many bytes in small tensors of odd size. The limit copies the
 //! image with the same threads into memory that was touched before; so were both slots, because the first write to
-//! a page costs several times as much and happens once in the life of a region.
+//! a page costs several times as much and happens once per region.
 //!
 //! Small tensors have a figure and no bar. Copies of a few KiB go through the cache, so that each line of the slot is
 //! read before it is written, and they end before the processor's prefetch has begun to pay: about half of the limit,

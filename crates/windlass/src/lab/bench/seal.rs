@@ -1,4 +1,4 @@
-//! `bench seal`: a version becomes a delta file and a table of sums, beside reading both images.
+//! `bench seal`: a delta file and a hash table from two images, against reading both.
 //!
 //! What the agent does at every commit: one pass with the sums of the base at hand ([`windlass_data::seal`]), the
 //! file included, which is made in the region's directory and replaced every round.

@@ -1,4 +1,4 @@
-//! `bench sync`: one step of training from its commit to the receiver's image, beside the sum of its parts.
+//! `bench sync`: one step of training from its commit to the receiver's image, against the sum of its parts.
 //!
 //! A round writes a version into the region of a served publisher, and a receiver that waits for it brings its
 //! image there: seal, ask, pull the delta, open, apply, finish, all of it real and in one process. The clock runs

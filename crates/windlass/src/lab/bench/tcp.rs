@@ -1,4 +1,4 @@
-//! `bench tcp`: a full image from a server to a receiver's image over loopback, beside bare `sendfile` and `recv`.
+//! `bench tcp`: a full image from a server to a receiver's image over loopback, against bare `sendfile` and `recv`.
 //!
 //! A round is one pull of one ticket ([`windlass_data::tcp::pull`]), dialling and handshakes included, from the slot of
 //! a served region into a receiver's image. It is run with the sums checked, as always outside of this bench, and

@@ -3,7 +3,7 @@
 //! Owns: how often it is made, and the stream to each listener. One task makes the document for all of them: not more often
 //! than every [`PACE`], when something changed, and every [`IDLE`] when receivers were only heard of. A listener that
 //! takes long gets the newest document next, and those in between never. After [`KEEP_ALIVE`] without news a comment
-//! shows that the connection lives.
+//! shows that the connection is alive.
 
 use std::pin::Pin;
 use std::sync::Arc;

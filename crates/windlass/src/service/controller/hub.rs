@@ -100,7 +100,7 @@ pub(super) struct State {
     pub(super) record: Record,
     pub(super) counters: Counters,
     template: Option<SetConfig>,
-    /// The lives whose agents have said what they can still give.
+    /// Incarnations whose agents have reported their versions.
     asked: HashMap<ModelId, Incarnation>,
     outboxes: HashMap<ReceiverId, Outbox>,
     waiters: HashMap<WaitId, Waiter>,
@@ -220,7 +220,7 @@ impl Hub {
     }
 }
 
-/// The first number of a wait: another one in each life of the controller, so that the result of an eval that an earlier
+/// The first number of a wait: different after each restart of the controller, so that the result of an eval that an earlier
 /// one asked for is not taken for that of another. Fits into what JavaScript can count to.
 fn first_wait(unix: Duration) -> u64 {
     (unix.as_millis() as u64 & 0xffff_ffff) << 20
@@ -429,7 +429,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether a set serves this, or something newer of the same life.
+    /// Whether a set serves this version, or a newer one of the same incarnation.
     fn is_served(&self, identity: &Identity) -> bool {
         let set = self.barrier.set_of(&identity.model_id);
         let served = set.and_then(|set| self.barrier.service_version(set)).ok().flatten();
@@ -472,12 +472,12 @@ impl State {
 
     // ---- receivers --------------------------------------------------------------------------------
 
-    /// A receiver begins a life.
+    /// A receiver joins.
     pub(super) fn join(&mut self, now: Millis, join: &Join) -> Result<(), BarrierError> {
         let event =
             Event::Join { peer: join.peer.clone(), models: join.models.clone(), has: join.has.clone() };
         let actions = self.step_new(now, event, &join.models)?;
-        // An eviction of its earlier life is among the actions and concerns what was there before.
+        // The actions include the eviction of its earlier session, which concerns the state before.
         let (evicted, rest): (Vec<_>, Vec<_>) =
             actions.into_iter().partition(|a| matches!(a, Action::Evict { .. }));
         self.carry_out(now, evicted);
@@ -630,7 +630,7 @@ impl State {
         }
     }
 
-    /// Why a receiver is out of the pool, in words.
+    /// Why a receiver has left the pool, as text.
     fn fenced(&mut self, now: Millis, receiver: &ReceiverId, set: &SetName, why: &FenceReason) -> String {
         let (kind, text) = match why {
             FenceReason::LoadFailed { identity, reason } => {

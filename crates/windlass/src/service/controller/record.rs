@@ -39,17 +39,17 @@ pub(super) struct Trainer {
     released: Option<(Incarnation, Version)>,
     pub(super) delta_ratio: Option<f64>,
     pub(super) delta_sparsity: Option<f64>,
-    /// The life that said that it has ended.
+    /// The incarnation that left.
     left: Option<Incarnation>,
 }
 
 impl Trainer {
-    /// Whether this life has said that it has ended.
+    /// Whether this incarnation has left.
     pub(super) fn left(&self, incarnation: Incarnation) -> bool {
         self.left == Some(incarnation)
     }
 
-    /// The newest version that this life announced.
+    /// The newest version of this incarnation.
     pub(super) fn newest(&self, incarnation: Incarnation) -> Option<Version> {
         self.newest.filter(|(i, _)| *i == incarnation).map(|(_, v)| v)
     }
@@ -129,7 +129,7 @@ impl Record {
 
     // ---- trainers ---------------------------------------------------------------------------------
 
-    /// A trainer has ended; an error names the life that has taken over since.
+    /// A trainer has ended; an error names the incarnation that has superseded it.
     pub(super) fn left(&mut self, now: Millis, identity: &Identity) -> Result<(), Incarnation> {
         let Some(trainer) = self.trainers.get_mut(&identity.model_id) else { return Ok(()) };
         match trainer.newest {

@@ -39,9 +39,9 @@ const BODY: Duration = Duration::from_secs(5);
 const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
-/// How long an agent may take to show its life.
+/// Timeout of an agent's answer about its incarnation.
 const ASK: Duration = Duration::from_secs(10);
-/// How long an agent may take to say what it has, in which its trainer waits.
+/// Timeout of an agent's answer about its versions; the trainer waits meanwhile.
 const RECALL: Duration = Duration::from_secs(3);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
@@ -291,7 +291,7 @@ async fn recall(hub: &Hub, notify: &NotifyVersion) {
         Ok(Ok(can)) if can.age.is_some_and(|age| age.incarnation == notify.incarnation) => {
             hub.change(|state, now| state.recall(now, notify, &can.versions));
         }
-        // Another life, whose own notify asks, or an earlier release.
+        // Another incarnation, whose own notify asks, or an earlier release.
         Ok(Ok(_)) => {}
         Ok(Err(error)) => {
             tracing::info!(%model_id, %error, "the agent did not report its versions; the next notify asks again");
@@ -300,7 +300,7 @@ async fn recall(hub: &Hub, notify: &NotifyVersion) {
     }
 }
 
-/// The life that the agent of a notify shows.
+/// The incarnation that the agent of a notify shows.
 async fn shown_by_agent(hub: &Hub, notify: &NotifyVersion) -> Result<Incarnation, Failure> {
     let agent = HttpControl::new(&notify.sender_endpoint, hub.token.clone());
     let agent = agent.map_err(|e| invalid(format!("sender_endpoint: {e}")))?;

@@ -58,7 +58,7 @@ pub const MAX_SPANS: usize = 16;
 #[serde(deny_unknown_fields)]
 pub struct Span {
     pub lane: Lane,
-    /// What it was, in a word or two: `offload`, `seal`, `pull delta`, `pause`, `load`.
+    /// Name of the step: `offload`, `seal`, `pull delta`, `pause`, `load`.
     pub what: String,
     /// How long before the message was sent it began, in milliseconds.
     pub began_ms_ago: f64,
@@ -74,7 +74,7 @@ pub struct Span {
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
     Trainer,
-    /// The agent beside it.
+    /// The trainer's agent.
     Agent,
     /// The way to a receiver, and what it does to its image.
     Wire,
@@ -98,7 +98,7 @@ impl fmt::Display for Lane {
 #[serde(deny_unknown_fields)]
 pub struct NotifyVersion {
     pub model_id: ModelId,
-    /// Which life of its publisher; without it, or with 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
+    /// Incarnation of the publisher; if absent or 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
     #[serde(default = "shown")]
     pub incarnation: Incarnation,
     pub version: Version,
@@ -125,7 +125,7 @@ pub struct NotifyVersion {
 }
 
 impl NotifyVersion {
-    /// No life in particular: the one that the agent shows. Lives are counted from 1.
+    /// Stands for the incarnation that the agent shows. Incarnations count from 1.
     pub const SHOWN: Incarnation = Incarnation(0);
 }
 
@@ -164,10 +164,10 @@ pub struct Gate {
     /// The lowest version that will do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at_least: Option<Version>,
-    /// On behalf of this model's trainer. Together with `incarnation`, versions of an earlier life never open the gate.
+    /// Waits on behalf of this model's trainer. With `incarnation`, versions of an earlier one never open the gate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_id: Option<ModelId>,
-    /// Which life of that trainer; a superseded one is refused with 409.
+    /// Incarnation of that trainer; a superseded one is refused with 409.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incarnation: Option<Incarnation>,
     /// How long to wait; half a minute if not given, and never longer than the controller's longest wait.
@@ -183,7 +183,7 @@ pub struct Gate {
 #[serde(deny_unknown_fields)]
 pub struct TrainerLeft {
     pub model_id: ModelId,
-    /// Which life of it. One that a newer life has superseded is refused with 409.
+    /// Its incarnation. A superseded one is refused with 409.
     pub incarnation: Incarnation,
 }
 
@@ -211,7 +211,7 @@ pub struct Service {
     pub blocked: String,
 }
 
-/// A receiver begins a life.
+/// A receiver joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Join {
@@ -233,11 +233,11 @@ pub struct Join {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
     pub ok: bool,
-    /// After this long without a word from it, it is out.
+    /// Heartbeat timeout.
     pub heartbeat_ms: u64,
     /// How long a poll should ask to wait.
     pub poll_ms: u64,
-    /// The longest rest between two attempts to reach the controller when it is away. One that was restarted waits for its
+    /// Maximum backoff between attempts to reach the controller. A restarted controller waits for its
     /// receivers for several of them.
     pub rejoin_ms: u64,
     /// How many versions an agent's history must reach back for every order to be carried out.
@@ -310,7 +310,7 @@ pub struct Orders {
     pub orders: Vec<Numbered>,
 }
 
-/// An order with its place in the queue of one receiver's life.
+/// An order with its position in the queue of one session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Numbered {
     /// What the next poll's `after` may be.

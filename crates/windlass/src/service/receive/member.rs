@@ -155,7 +155,7 @@ fn engines_of(
     Engines::start(&specs, &options, place, &teller).map(|engines| Some((engines, loads)))
 }
 
-/// What is said about a controller that is away, once.
+/// Reports an unreachable controller, once.
 #[derive(Debug, Default)]
 struct Away {
     told: bool,
@@ -168,7 +168,7 @@ struct Member<'a> {
     link: &'a ControllerClient,
     id: &'a ReceiverId,
     models: &'a [Model],
-    /// The session that counts; 0 between two lives.
+    /// The current session; 0 between two sessions.
     life: &'a AtomicU64,
     /// The controller did not want a report of a load: it and this receiver may mean different orders.
     doubt: &'a AtomicBool,
@@ -180,7 +180,7 @@ struct Member<'a> {
     longest: Duration,
 }
 
-/// Why a life ended.
+/// Why a session ended.
 enum End {
     /// It was told to end, or has what it should get.
     Enough,
@@ -237,7 +237,7 @@ impl Member<'_> {
         })
     }
 
-    /// Begins a life. `None` if it was told to end before that.
+    /// Begins a session. `None` if the receiver was stopped before that.
     fn join(&mut self, before: bool) -> Result<Option<Joined>, Error> {
         let (mut refused, mut step) = (0, Duration::from_hours(1).as_nanos() as u64);
         loop {
@@ -268,7 +268,7 @@ impl Member<'_> {
                     return Ok(Some(joined));
                 }
                 Err(ControllerError::Refused { kind: Kind::Stale, .. }) => {
-                    // The clock was ahead in an earlier life, by years maybe: some twenty attempts get past any.
+                    // The clock was ahead in an earlier session, perhaps by years: about twenty attempts get past any offset.
                     self.last_session = self.last_session.saturating_add(step);
                     step = step.saturating_mul(2);
                     self.rest(PAUSE.0);
@@ -298,7 +298,7 @@ impl Member<'_> {
         Peer { receiver: self.id.clone(), session: self.last_session }
     }
 
-    /// One life: asks for orders until it ends.
+    /// One session: polls for orders until it ends.
     fn live(&mut self, joined: &Joined) -> End {
         let (mut after, mut taken) = (0, None);
         self.doubt.store(false, Ordering::Release);

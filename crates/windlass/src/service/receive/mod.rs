@@ -118,7 +118,7 @@ pub(crate) struct Receive {
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// The deltas that are kept beside the image for engines, which may be some versions behind it.
+/// Deltas kept with the image for engines that are some versions behind it.
 const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
 
 impl Receive {
@@ -293,7 +293,7 @@ impl Receive {
             stop.check().map_err(|_| Error::Cancelled)?;
             if heard.elapsed() > SILENCE {
                 // No message tells that a publisher died; its successor creates another region in the same place, once
-                // this one has been let go of.
+                // this one has been released.
                 let was = region.incarnation();
                 drop(region);
                 region = retry_transient(Standing::Proven, session, stop, || local::attach(dir))?;

@@ -142,7 +142,7 @@ fn salt() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// Repeats what fails because the publisher is away, until it is back.
+/// Retries an operation while the publisher is unreachable.
 pub(super) fn retry_transient<T, E: Transient>(
     standing: Standing,
     session: &Session,

@@ -25,7 +25,7 @@ pub(super) struct Log {
     file: File,
     /// Where the present agent began.
     start: u64,
-    /// Whether the name was ours to choose: then a log without a word is not left behind.
+    /// Whether the supervisor chose the name: then it removes an empty log.
     own: bool,
 }
 

@@ -1,16 +1,15 @@
 //! `windlass delta apply`.
 //!
-//! Every block is read, summed, changed aside, and compared with the sum that the delta gives for it before it is
-//! written; the whole is compared with the delta's target digest before it becomes visible. A base is right if
-//! its state digest is the delta's base digest, or its target digest: then there is nothing to change. Blocks
-//! alone cannot tell, because a dense record fits any block.
+//! Every block is read, hashed, changed in a buffer, and compared with the delta's hash for it before it is written. The
+//! result is compared with the delta's target digest before it becomes visible. The base must have the delta's base
+//! digest, or its target digest: then there is nothing to change. Block hashes alone do not suffice, because a dense record
+//! fits any block.
 //!
-//! *To a new place*: one pass into a temporary file (or directory) that is renamed at the end.
+//! *To a new path*: one pass into a temporary file (or directory), which is renamed at the end.
 //!
-//! *In place*: first a pass that only reads. It shows that the base is right, or that the [`Journal`] is that of
-//! this very update and every block is old, new or in the journal. Only then are blocks written, each after its
-//! new bytes are in the journal. So a wrong base is refused untouched, a finished one is left alone, and an
-//! interrupted run is finished by the next.
+//! *In place*: first a read-only pass. It verifies the base, or that the [`Journal`] belongs to this update and every block
+//! is old, new or in the journal. Only then are blocks written, each after its new bytes are in the journal. So a wrong
+//! base stays untouched, an updated one is left alone, and the next run finishes an interrupted update.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -123,7 +122,7 @@ struct Job<'a> {
     session: &'a Session,
 }
 
-/// What a thread needs.
+/// The state of one worker thread.
 #[derive(Default)]
 struct Worker {
     applier: Applier,

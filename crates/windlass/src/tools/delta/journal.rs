@@ -1,8 +1,8 @@
-//! What lets an interrupted update in place be finished.
+//! The journal with which an interrupted in-place update is finished.
 //!
 //! A block is written whole, but a process that is killed in the middle of a write leaves one that is neither
 //! old nor new, and the delta alone cannot mend it. So before a block is written to its place, its new bytes are
-//! written here, to a file `.NAME.windlass-journal` beside the base. The next run takes a torn block from
+//! written here, to a file `.NAME.windlass-journal` next to the base. The next run takes a torn block from
 //! there; whether a slot is whole is told by the sum in the delta's record. When all is done the file is
 //! removed.
 //!

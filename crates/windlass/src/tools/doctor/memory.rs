@@ -109,7 +109,7 @@ fn shared_huge(system: &System) -> Check {
     )
 }
 
-/// Windlass uses transparent huge pages only; memory set aside for others is missing. A tenth of it is worth a word.
+/// Windlass uses transparent huge pages only; memory reserved for other pages is lost. Advice starts at a tenth.
 fn reserved(system: &System) -> Check {
     let name = "reserved huge pages";
     let fields = ["HugePages_Total", "HugePages_Free", "Hugepagesize", "MemTotal"].map(|f| system.meminfo(f));

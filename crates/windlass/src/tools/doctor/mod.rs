@@ -8,7 +8,7 @@
 //!
 //! A check is `ok`, `advice` (Windlass works, but slower or for fewer receivers or smaller models than it could), or
 //! a `problem` (Windlass cannot be used here until it is solved). The exit code is that of the first problem's
-//! [`Kind`], 0 if there is none. Thresholds stand with their reasons beside the checks.
+//! [`Kind`], 0 if there is none. Thresholds and their reasons are next to the checks.
 //!
 //! | module | checks |
 //! |---|---|
@@ -45,7 +45,7 @@ use system::System;
 /// Room that a region should have: two slots of the smallest models that people post-train, half a billion bf16
 /// parameters (1 GB) each.
 pub(crate) const ROOM: u64 = 2 << 30;
-/// Room without which nothing works: what an agent or a receiver needs beside the images.
+/// Minimum memory of an agent or a receiver without its images.
 pub(crate) const LEAST: u64 = 64 << 20;
 
 /// The checked arguments of `doctor`.

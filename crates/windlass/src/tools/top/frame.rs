@@ -353,7 +353,7 @@ fn receiver_rows(table: &mut Columns, receiver: &ReceiverStatus, now: u64) {
     }
 }
 
-/// What a receiver does with a model, in a few words.
+/// A receiver's activity for a model, as short text.
 fn doing_of(receiver: &ReceiverStatus, held: &HeldStatus) -> String {
     let loading = receiver.places.iter().any(|p| p.loading.is_some() && p.models.contains(&held.model_id));
     let mut text = match &held.doing {

@@ -110,7 +110,7 @@ impl Top {
         }
     }
 
-    /// Asks once more. A controller that is away may come back; one that refuses would go on refusing.
+    /// Polls again. An unreachable controller may come back; a refusal is final.
     fn next(&self, session: &Session) -> Result<Next, Error> {
         match self.ask(session) {
             Ok(status) => Ok(Next::Status(Box::new(status))),
