@@ -279,12 +279,6 @@ impl ParsedEngines {
         group: bool,
         models: &[ModelId],
     ) -> Result<Option<(Vec<ModelEngine>, EngineOptions)>, Error> {
-        if let Some(dir) = self.config {
-            let (dir, other) = (dir.display(), "--config-file is the configuration of this command");
-            return Err(Error::Usage(format!(
-                "--config is now --model-dir: give --model-dir {dir}; {other}"
-            )));
-        }
         if self.engines.is_empty() {
             return Ok(None);
         }
@@ -334,6 +328,12 @@ fn readers(group: bool) -> Readers {
 
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
+        if let Some(dir) = &self.engines.config {
+            let (dir, other) = (dir.display(), "--config-file is the configuration of this command");
+            return Err(Error::Usage(format!(
+                "--config is now --model-dir: give --model-dir {dir}; {other}"
+            )));
+        }
         let mut token = self.token.in_environment()?;
         if let Some(file) = &self.token.token_file {
             token = Some(token::read_for(file, readers(self.group))?);
