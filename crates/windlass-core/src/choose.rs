@@ -230,9 +230,12 @@ pub struct Facts {
     pub elastic: bool,
     /// The engines are in another region.
     pub cross_region: bool,
-    /// Address of a store: a URL, or a path on a shared file system.
+    /// Address of a store: a URL, or a path on a shared file system. Not accepted in JSON: this build has no transport
+    /// for stores.
+    #[serde(skip)]
     pub store_url: Option<String>,
-    /// The NIXL library can be loaded on both sides.
+    /// NIXL can be used on both sides. Not accepted in JSON: this build has no transport for it.
+    #[serde(skip)]
     pub nixl_library: bool,
     /// There is an RDMA device on both sides.
     pub rdma_device: bool,

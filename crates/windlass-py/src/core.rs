@@ -185,7 +185,7 @@ pub(crate) fn read_token(path: PathBuf, group: bool) -> Result<String, Failure> 
 #[pyfunction]
 #[pyo3(signature = (path, *, group = false))]
 pub(crate) fn make_place(path: PathBuf, group: bool) -> Result<(), Failure> {
-    Ok(private::make_place(&path, if group { 0o750 } else { 0o700 }).map_err(windlass::error::Error::from)?)
+    Ok(private::make_place(&path, if group { 0o750 } else { 0o700 }).map_err(windlass::Error::from)?)
 }
 
 /// Checks the host part of an address that peers are told to connect to.

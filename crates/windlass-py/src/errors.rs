@@ -4,8 +4,8 @@
 //! [`Kind::row`], and a test compares the two.
 
 use pyo3::prelude::*;
-use windlass::error::{Error, chain};
 use windlass::service::supervise::SuperviseError;
+use windlass::{Error, chain};
 use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;

@@ -67,6 +67,6 @@ mod _windlass {
     // Takes no module: what it could add to one would be missing from the generated stubs.
     #[pymodule_init]
     fn init() -> PyResult<()> {
-        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)
+        windlass::check_cpu().map_err(pyo3::exceptions::PyImportError::new_err)
     }
 }

@@ -126,7 +126,7 @@ impl Receiver {
         };
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
-        let control = Arc::new(control.with_trust(trust).with_patience(transfer_timeout));
+        let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         let publisher = Arc::clone(&control);
         let open: Open = Box::new(move |model_id, stop| {

@@ -172,11 +172,11 @@ impl Case<'_> {
             Strategy::Broadcast => self.broadcast_impossible(),
             Strategy::Lora if !f.lora => unsuited("no adapter is trained; the whole model has to be synced"),
             Strategy::Store if f.store_url.is_none() => {
-                let why = "no store_url is given; set it to a bucket or to a path that both sides see";
+                let why = "no store_url can be given: this build has no transport for stores";
                 Some(Objection { why: why.into(), blocked: f.cross_region })
             }
             Strategy::Nixl if !f.nixl_library => {
-                let why = "the NIXL library cannot be loaded on both sides; install the nixl package";
+                let why = "this build has no transport for NIXL";
                 // Only an RDMA device that lies idle is a loss.
                 Some(Objection { why: why.into(), blocked: self.unsuited(s).is_none() })
             }

@@ -46,6 +46,7 @@ pub mod memory;
 pub mod nvtx;
 pub mod offload;
 pub mod probe;
+pub mod survey;
 
 use std::convert::Infallible;
 

@@ -7,7 +7,7 @@
 //! | [`bench`](mod@bench) | `windlass bench` |
 //! | [`demo`] | `windlass demo` |
 
-pub mod bench;
-pub mod demo;
-pub mod image;
-pub mod synth;
+pub(crate) mod bench;
+pub(crate) mod demo;
+pub(crate) mod image;
+pub(crate) mod synth;

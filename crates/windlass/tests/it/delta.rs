@@ -278,7 +278,7 @@ fn a_base_with_an_unfinished_update_is_refused_until_it_is_finished() {
         run!("verify", &a),
     ] {
         assert_eq!(ran.code, 4, "{}", ran.stderr);
-        assert!(ran.stderr.contains("has an unfinished update in place (journal "), "{}", ran.stderr);
+        assert!(ran.stderr.contains("has an unfinished in-place update (journal "), "{}", ran.stderr);
         assert!(ran.stderr.contains("--in-place` again to finish it"), "{}", ran.stderr);
     }
     assert!(!out.exists() && fs::read(&a).unwrap() == half);
@@ -316,7 +316,7 @@ fn an_interrupted_update_in_place_says_that_the_base_is_half_new() {
             let said = String::from_utf8(ended.stderr).unwrap();
             assert!(said.contains("is part old, part new"), "{said}");
             assert!(said.contains("run the same command again to finish"), "{said}");
-            assert!(!said.contains("no half-written"), "{said}");
+            assert!(!said.contains("no partial output"), "{said}");
             assert_eq!(run!("verify", &base).code, 4);
             interrupted += 1;
         }

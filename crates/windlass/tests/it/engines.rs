@@ -494,13 +494,13 @@ fn a_version_that_lacks_tensors_of_the_checkpoint_is_refused_and_extra_ones_are_
     }
     for kind in [Kind::Native, Kind::Sglang] {
         let engine = Engine::start(kind);
-        let config = format!("--config={}", image.join("more").display());
+        let config = format!("--model-dir={}", image.join("more").display());
         let mut receiver = world.receive(&[&engine], &["--until=0", &config]);
         let failed = event(&receiver, "engine_failed");
         assert!(failed["error"].as_str().unwrap().contains("\"another.weight\""), "{failed}");
         assert_ne!(receiver.ends_within(PATIENCE), 0);
         assert!(engine.state().calls.is_empty(), "it was not touched");
-        let config = format!("--config={}", image.join("less").display());
+        let config = format!("--model-dir={}", image.join("less").display());
         let mut receiver = world.receive(&[&engine], &["--until=0", &config, "--extras=error"]);
         let failed = event(&receiver, "engine_failed");
         assert!(failed["error"].as_str().unwrap().contains(&all[0].0), "{failed}");

@@ -1,10 +1,10 @@
-//! `bench offload`: tensors in host memory into a slot, until it is committed, beside copying the same bytes.
+//! `bench offload`: tensors in host memory into a slot, until it is committed, against copying the same bytes.
 //!
 //! Each thread is a rank with its own [`Writer`] and holds a share of every large tensor, cut on no particular
 //! boundary, and every so-manieth of the small ones. A round is the whole attempt: guard, join, write, done, commit.
 //! It is run on the layout of the model and again on as many bytes in small tensors of odd size. The limit copies the
 //! image with the same threads into memory that was touched before; so were both slots, because the first write to
-//! a page costs several times as much and happens once in the life of a region.
+//! a page costs several times as much and happens once per region.
 //!
 //! Small tensors have a figure and no bar. Copies of a few KiB go through the cache, so that each line of the slot is
 //! read before it is written, and they end before the processor's prefetch has begun to pay: about half of the limit,
@@ -22,9 +22,9 @@ use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_data::region::{LeaseKind, Region, Writer};
 use windlass_data::stop::Stop;
 
-use super::rig::{self, Place, failed};
+use super::rig::{self, BenchDir, failed};
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
+    Figure, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
 };
 use crate::console::round;
 use crate::console::{Session, Table, count};
@@ -40,7 +40,7 @@ const SMALL: u64 = 2561;
 const MAX_SMALL: u64 = 50_000;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
     let threads = config.bench.threads;
     let mut copy = image::copy(&images.next)?;
@@ -70,7 +70,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let cpu_small = reached_cpu(&small_time, &limit) * small_len as f64 / len as f64;
     let ratio_small = reached(&small_time, &limit) * small_len as f64 / len as f64;
     let [limit, time, small_time] = [&limit, &time, &small_time].map(|t| Timing::from_rounds(t));
-    let bars = [Bar { name: "offload / copy".into(), value: ratio, bar: 0.85, at_least: true }];
+    let bars = [Figure { name: "offload / copy".into(), value: ratio, bar: 0.85, at_least: true }];
     let tensors = [model.region.manifest().tensors().len(), small.region.manifest().tensors().len()];
     let object = json!({
         "gbps": round(time.gbps(len)),
@@ -95,7 +95,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
             "small": round(small_time.spread()),
             "limit": round(limit.spread()),
         },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("offload", &images), object), |out| {
         config.title("offload", &images, out);
@@ -128,12 +128,12 @@ struct Ranks<'a> {
     shares: Vec<Vec<Range<u64>>>,
     version: Version,
     cancel: &'a Stop,
-    _place: Place,
+    _place: BenchDir,
 }
 
 impl<'a> Ranks<'a> {
     fn new(config: &PlaneConfig, manifest: Arc<Manifest>, cancel: &'a Stop) -> Result<Ranks<'a>, Error> {
-        let place = Place::new(&config.region_dir)?;
+        let place = BenchDir::new(&config.region_dir)?;
         let ranks = config.bench.threads as u16;
         let region = rig::region(&place, &manifest, ranks)?;
         let writers = (0..ranks).map(|r| region.writer(r)).collect::<Result<_, _>>();

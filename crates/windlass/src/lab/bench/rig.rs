@@ -29,7 +29,7 @@ use super::{Images, PlaneConfig};
 use crate::error::Error;
 
 /// Nothing that a bench waits for takes so long unless something is broken.
-const PATIENCE: Duration = Duration::from_mins(2);
+const TIMEOUT: Duration = Duration::from_mins(2);
 
 /// For `map_err` on what the data plane says.
 macro_rules! failed {
@@ -41,27 +41,27 @@ pub(super) use failed;
 
 /// A directory of the bench's own, gone when it is dropped.
 #[derive(Debug)]
-pub struct Place(PathBuf);
+pub(crate) struct BenchDir(PathBuf);
 
-impl Place {
+impl BenchDir {
     /// Makes one in `parent`.
-    pub fn new(parent: &Path) -> Result<Place, Error> {
+    pub(crate) fn new(parent: &Path) -> Result<BenchDir, Error> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = parent.join(format!("windlass-bench-{}-{number}", std::process::id()));
         std::fs::create_dir(&path).map_err(Error::io("create", &path))?;
-        Ok(Place(path))
+        Ok(BenchDir(path))
     }
 
     /// Something in it.
-    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
         self.0.join(name)
     }
 }
 
-impl Drop for Place {
+impl Drop for BenchDir {
     fn drop(&mut self) {
-        // What cannot be removed stays; a bench has nobody to tell.
+        // A leftover is harmless, and a benchmark has no error to report.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -71,7 +71,7 @@ fn model_id() -> Result<ModelId, Error> {
 }
 
 /// Makes a region of two slots for `ranks` writers, all of its pages touched.
-pub fn region(place: &Place, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
+pub(crate) fn region(place: &BenchDir, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
     let spec = RegionSpec {
         dir: place.join("region"),
         model_id: model_id()?,
@@ -88,19 +88,19 @@ pub fn region(place: &Place, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc
 }
 
 /// A region with one rank, being served.
-pub struct Publisher<'a> {
+pub(crate) struct Publisher<'a> {
     config: &'a PlaneConfig,
     cancel: &'a Stop,
-    pub region: Arc<Region>,
-    pub server: Arc<Server>,
+    pub(crate) region: Arc<Region>,
+    pub(crate) server: Arc<Server>,
     writer: Writer,
     instance: String,
 }
 
 impl<'a> Publisher<'a> {
     /// Makes a region and serves it.
-    pub fn start(
-        place: &Place,
+    pub(crate) fn start(
+        place: &BenchDir,
         images: &Images,
         config: &'a PlaneConfig,
         cancel: &'a Stop,
@@ -109,8 +109,8 @@ impl<'a> Publisher<'a> {
     }
 
     /// The same with a certificate, or without.
-    pub fn start_with(
-        place: &Place,
+    pub(crate) fn start_with(
+        place: &BenchDir,
         images: &Images,
         config: &'a PlaneConfig,
         cancel: &'a Stop,
@@ -134,12 +134,12 @@ impl<'a> Publisher<'a> {
     }
 
     /// A deadline that no healthy bench reaches.
-    pub fn stop(&self) -> Stop {
-        self.cancel.with_timeout(PATIENCE)
+    pub(crate) fn stop(&self) -> Stop {
+        self.cancel.with_timeout(TIMEOUT)
     }
 
     /// Writes a version with all threads and commits it.
-    pub fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
+    pub(crate) fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
         let stop = self.stop();
         let attempt = self.writer.begin(version, &stop).map_err(failed!("begin a version"))?;
         let share = data.len().div_ceil(self.config.bench.threads).max(1);
@@ -159,7 +159,7 @@ impl<'a> Publisher<'a> {
     }
 
     /// Waits until a version is sealed and served; answers its digest.
-    pub fn served(&self, version: Version) -> Result<StateDigest, Error> {
+    pub(crate) fn served(&self, version: Version) -> Result<StateDigest, Error> {
         let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
         let info = self.server.wait_version(seen, &self.stop());
         let digest = info.digest.filter(|_| info.version == Some(version));
@@ -175,7 +175,7 @@ impl<'a> Publisher<'a> {
     }
 
     /// A ticket for the newest version: a delta from `have`, or all of it.
-    pub fn ticket(&self, have: Option<(Version, StateDigest)>) -> Result<Ticket, Error> {
+    pub(crate) fn ticket(&self, have: Option<(Version, StateDigest)>) -> Result<Ticket, Error> {
         let incarnation = self.region.incarnation();
         let request = TransferRequest {
             instance_id: self.instance.clone(),
@@ -185,7 +185,7 @@ impl<'a> Publisher<'a> {
             layout_hash: None,
             wanted: None,
             streams: Some(self.config.streams),
-            timeout_ms: Some(PATIENCE.as_millis() as u64),
+            timeout_ms: Some(TIMEOUT.as_millis() as u64),
         };
         match self.server.request(&request, &self.stop()).map_err(failed!("ask for a ticket"))? {
             TransferAnswer::Granted(granted) => granted.ticket().map_err(failed!("read a ticket")),
@@ -196,14 +196,14 @@ impl<'a> Publisher<'a> {
     }
 
     /// A receiver with an image of its own.
-    pub fn receiver(&self, place: &Place, name: &str) -> Result<Receiver, Error> {
+    pub(crate) fn receiver(&self, place: &BenchDir, name: &str) -> Result<Receiver, Error> {
         let config = ReceiverConfig {
             image: image_spec(place, name, self.config.bench.threads)?,
             name: name.to_owned(),
             mode: RequestMode::Auto,
             streams: Some(self.config.streams),
-            transfer_timeout: PATIENCE,
-            open_timeout: PATIENCE,
+            transfer_timeout: TIMEOUT,
+            open_timeout: TIMEOUT,
             pull: PullConfig::default(),
             allow: None,
             keep: None,
@@ -214,8 +214,8 @@ impl<'a> Publisher<'a> {
     }
 }
 
-/// A certificate for 127.0.0.1 whose key everybody knows, and those who trust it: for nothing but measuring.
-pub fn certificate(place: &Place) -> Result<(Certificate, Privacy), Error> {
+/// A certificate for 127.0.0.1 whose key is public, and its authority: for measurements only.
+pub(crate) fn certificate(place: &BenchDir) -> Result<(Certificate, Privacy), Error> {
     let write = |name: &str, pem: &str| {
         let path = place.join(name);
         let mut file = std::fs::OpenOptions::new();
@@ -230,7 +230,7 @@ pub fn certificate(place: &Place) -> Result<(Certificate, Privacy), Error> {
 }
 
 /// Where an image of the bench lies.
-pub fn image_spec(place: &Place, name: &str, threads: usize) -> Result<ImageSpec, Error> {
+pub(crate) fn image_spec(place: &BenchDir, name: &str, threads: usize) -> Result<ImageSpec, Error> {
     let dir = place.join(name);
     Ok(ImageSpec { dir, model_id: model_id()?, group: false, memfd: Memfd::Auto, threads })
 }

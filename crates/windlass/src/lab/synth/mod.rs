@@ -1,8 +1,7 @@
 //! Synthetic images that change from step to step the way trained ones do.
 //!
-//! Owns: the weights and the steps of a made-up language model, and its shapes ([`shapes`]): those of a decoder of
-//! a given size, or those that the `config.json` of a real model says ([`shapes_from_config`]). Called by `bench`
-//! and `demo`. Must not: write anything, read anything but that file, keep state between calls, or depend on the
+//! Owns: the weights and the steps of a synthetic language model, and its shapes ([`shapes`]): those of a decoder of a
+//! given size. Called by `bench` and `demo`. Must not: read or write files, keep state between calls, or depend on the
 //! number of threads.
 //!
 //! # What it is true to
@@ -30,28 +29,22 @@
 //! Every number is a hash of (seed, tensor, stream, element), so any range of any tensor at any step can be
 //! made alone, in any order, by any thread, and no master weights are stored.
 
-pub mod config;
-pub mod shapes;
+mod shapes;
 
-use std::collections::BTreeMap;
-
-use windlass_core::Dtype;
 use windlass_core::error::Kind;
 
-pub use config::{ConfigError, shapes_from_config};
 use shapes::Role;
-pub use shapes::Shapes;
 
 /// Correlation of an element's update with its previous one.
-pub const MEMORY: f32 = 0.9;
+pub(crate) const MEMORY: f32 = 0.9;
 /// Steps that can be told apart; see [`Synth::fill`].
-pub const MAX_STEPS: u32 = 64;
+pub(crate) const MAX_STEPS: u32 = 64;
 /// The fewest elements a model can have.
-pub const MIN_ELEMENTS: u64 = 1 << 14;
+pub(crate) const MIN_ELEMENTS: u64 = 1 << 14;
 /// The most elements a model can have.
-pub const MAX_ELEMENTS: u64 = 1 << 40;
+pub(crate) const MAX_ELEMENTS: u64 = 1 << 40;
 /// The highest share of elements that can be asked to change; part of the embedding never does.
-pub const MAX_CHANGE: f64 = 0.6;
+pub(crate) const MAX_CHANGE: f64 = 0.6;
 
 /// Standard deviation of the update `u`; the mean of its magnitude is 0.8 times this.
 const UPDATE_SCALE: f64 = 0.22;
@@ -68,7 +61,7 @@ const TOKENS_PER_ROW: f64 = 0.1;
 
 /// A model that cannot be made.
 #[derive(Debug, thiserror::Error)]
-pub enum SynthError {
+pub(crate) enum SynthError {
     #[error("a synthetic model of {0} elements cannot be made; ask for {MIN_ELEMENTS} to {MAX_ELEMENTS}")]
     Elements(u64),
     #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
@@ -80,13 +73,6 @@ pub enum SynthError {
         /// The most that can be had.
         most: f64,
     },
-    /// A tensor of another dtype than the steps are known for.
-    #[error(
-        "tensor {name:?} is {dtype}, but steps are made up for bf16 only; set torch_dtype to \"bfloat16\" in a copy of the config"
-    )]
-    Dtype { name: String, dtype: Dtype },
-    #[error(transparent)]
-    Config(#[from] ConfigError),
     #[error(
         "there is no memory for another {bytes} bytes of weights; ask for a smaller model (--elements or --model-bytes)"
     )]
@@ -95,11 +81,9 @@ pub enum SynthError {
 
 impl SynthError {
     /// The kind of failure (see [`windlass_core::error`]).
-    pub fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> Kind {
         match self {
             SynthError::Elements(_) | SynthError::Change(_) | SynthError::Unreachable { .. } => Kind::Invalid,
-            SynthError::Dtype { .. } => Kind::Unsupported,
-            SynthError::Config(e) => e.kind(),
             SynthError::Memory { .. } => Kind::Exhausted,
         }
     }
@@ -107,35 +91,35 @@ impl SynthError {
 
 /// What to make.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SynthConfig {
+pub(crate) struct SynthConfig {
     /// Elements of the model; the result has at most this many and falls short by less than one row.
-    pub elements: u64,
+    pub(crate) elements: u64,
     /// Different seeds give different models.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// Share of all elements that change in the first step, between 0 and [`MAX_CHANGE`].
-    pub change: f64,
+    pub(crate) change: f64,
 }
 
 impl SynthConfig {
     /// Whether such a model can be made.
-    pub fn check(&self) -> Result<(), SynthError> {
+    pub(crate) fn check(&self) -> Result<(), SynthError> {
         if !(MIN_ELEMENTS..=MAX_ELEMENTS).contains(&self.elements) {
             return Err(SynthError::Elements(self.elements));
         }
-        check_change(self.change)
+        if self.change > 0.0 && self.change <= MAX_CHANGE {
+            Ok(())
+        } else {
+            Err(SynthError::Change(self.change))
+        }
     }
-}
-
-fn check_change(change: f64) -> Result<(), SynthError> {
-    if change > 0.0 && change <= MAX_CHANGE { Ok(()) } else { Err(SynthError::Change(change)) }
 }
 
 /// One tensor of a synthetic model. Elements are bf16.
 #[derive(Clone, Debug)]
-pub struct SynthTensor {
+pub(crate) struct SynthTensor {
     /// Its name in a Hugging Face checkpoint.
-    pub name: String,
-    pub shape: Vec<u64>,
+    pub(crate) name: String,
+    pub(crate) shape: Vec<u64>,
     role: Role,
     key: u64,
     mean: f64,
@@ -147,7 +131,7 @@ pub struct SynthTensor {
 
 impl SynthTensor {
     /// Number of elements.
-    pub fn elements(&self) -> u64 {
+    pub(crate) fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 
@@ -170,7 +154,7 @@ impl SynthTensor {
 
     /// Spread of the factors of rows (each `across` elements long) that gives the wanted clustering.
     fn spread(&self, across: u64) -> f32 {
-        if matches!(self.role, Role::Norm | Role::Bias) || self.rate <= 0.0 {
+        if self.role == Role::Norm || self.rate <= 0.0 {
             return 0.0;
         }
         // A rate follows a learning rate with an exponent of about 0.88, hence the division.
@@ -181,70 +165,37 @@ impl SynthTensor {
 
 /// A synthetic model; see the module's documentation.
 #[derive(Clone, Debug)]
-pub struct Synth {
+pub(crate) struct Synth {
     tensors: Vec<SynthTensor>,
-    aliases: BTreeMap<String, String>,
 }
 
 impl Synth {
     /// Lays out a model of the wanted size and solves for the learning rates.
-    pub fn new(config: SynthConfig) -> Result<Synth, SynthError> {
+    pub(crate) fn new(config: SynthConfig) -> Result<Synth, SynthError> {
         config.check()?;
-        Synth::of(Shapes::of_size(config.elements), config.seed, config.change)
-    }
-
-    /// Makes up the model of these shapes, such as those of [`shapes_from_config`]. `seed` and `change` are those
-    /// of [`SynthConfig`].
-    pub fn of(shapes: Shapes, seed: u64, change: f64) -> Result<Synth, SynthError> {
-        check_change(change)?;
-        let mut tensors = Vec::with_capacity(shapes.tensors.len());
-        for (i, spec) in shapes.tensors.into_iter().enumerate() {
-            if spec.dtype != Dtype::BF16 {
-                return Err(SynthError::Dtype { name: spec.name, dtype: spec.dtype });
-            }
-            let (role, key) = (Role::of(&spec), mix(seed ^ mix(i as u64 + 1)));
+        let mut tensors = Vec::new();
+        for (i, spec) in shapes::of_size(config.elements).into_iter().enumerate() {
+            let (role, key) = (Role::of(&spec), mix(config.seed ^ mix(i as u64 + 1)));
             let (mean, scale) = match role {
                 Role::Norm => (1.0, 0.1),
-                Role::Embedding | Role::Matrix | Role::Bias => {
-                    (0.0, 0.02 * 2f64.powf(2.0 * uniform(draw(key, 0)) - 1.0))
-                }
+                Role::Embedding | Role::Matrix => (0.0, 0.02 * 2f64.powf(2.0 * uniform(draw(key, 0)) - 1.0)),
             };
             let (name, shape) = (spec.name, spec.shape);
             tensors.push(SynthTensor { name, shape, role, key, mean, scale, rate: 0.0, pace: 0.0 });
         }
         let factors = factors(&tensors);
-        set_rates(&mut tensors, &factors, change)?;
-        Ok(Synth { tensors, aliases: shapes.aliases })
+        set_rates(&mut tensors, &factors, config.change)?;
+        Ok(Synth { tensors })
     }
 
     /// The tensors, in the order of a checkpoint.
-    pub fn tensors(&self) -> &[SynthTensor] {
+    pub(crate) fn tensors(&self) -> &[SynthTensor] {
         &self.tensors
-    }
-
-    /// Further names of tensors, as in [`Shapes::aliases`].
-    pub fn aliases(&self) -> &BTreeMap<String, String> {
-        &self.aliases
-    }
-
-    /// Elements of all tensors.
-    pub fn elements(&self) -> u64 {
-        self.tensors.iter().map(SynthTensor::elements).sum()
-    }
-
-    /// Writes elements `start ..` of a tensor before the first step.
-    pub fn fill_base(&self, tensor: usize, start: u64, out: &mut [u8]) {
-        self.fill(tensor, start, 0, out);
-    }
-
-    /// Writes elements `start ..` of a tensor after the first step.
-    pub fn fill_next(&self, tensor: usize, start: u64, out: &mut [u8]) {
-        self.fill(tensor, start, 1, out);
     }
 
     /// Writes elements `start ..` of a tensor after `step` steps (at most [`MAX_STEPS`]); the time grows with
     /// the number of steps.
-    pub fn fill(&self, tensor: usize, start: u64, step: u32, out: &mut [u8]) {
+    pub(crate) fn fill(&self, tensor: usize, start: u64, step: u32, out: &mut [u8]) {
         assert!(step <= MAX_STEPS, "step {step} of at most {MAX_STEPS}");
         let count = out.len() / 2;
         let mut cells = out.chunks_exact_mut(2);
@@ -495,8 +446,8 @@ mod tests {
     fn pair(synth: &Synth, tensor: usize) -> (Vec<u16>, Vec<u16>) {
         let bytes = synth.tensors()[tensor].elements() as usize * 2;
         let (mut a, mut b) = (vec![0; bytes], vec![0; bytes]);
-        synth.fill_base(tensor, 0, &mut a);
-        synth.fill_next(tensor, 0, &mut b);
+        synth.fill(tensor, 0, 0, &mut a);
+        synth.fill(tensor, 0, 1, &mut b);
         (words(&a), words(&b))
     }
 
@@ -605,7 +556,7 @@ mod tests {
                     by_col += excess(&in_col, rows as usize);
                     n += 1.0;
                 }
-                Role::Norm | Role::Bias => {}
+                Role::Norm => {}
             }
         }
         for v in [by_row / n, by_col / n] {
@@ -638,8 +589,8 @@ mod tests {
             let (a, b) = pair(&synth, t);
             for (start, len) in [(0, 5), (3, 1000), (a.len() - 7, 7), (a.len() / 2, 0)] {
                 let (mut x, mut y) = (vec![0; len * 2], vec![0; len * 2]);
-                synth.fill_base(t, start as u64, &mut x);
-                synth.fill_next(t, start as u64, &mut y);
+                synth.fill(t, start as u64, 0, &mut x);
+                synth.fill(t, start as u64, 1, &mut y);
                 assert_eq!(words(&x), a[start..start + len]);
                 assert_eq!(words(&y), b[start..start + len]);
             }
@@ -649,7 +600,8 @@ mod tests {
     #[test]
     fn synthetic_sizes_are_met_and_bad_ones_are_named() {
         for elements in [MIN_ELEMENTS, 20_000, 1 << 20, 100_000_007, 1 << 29, 1 << 33] {
-            let got = Shapes::of_size(elements).elements();
+            let shapes = shapes::of_size(elements);
+            let got: u64 = shapes.iter().map(|t| t.shape.iter().product::<u64>()).sum();
             assert!(got <= elements && got * 100 >= elements * 97, "{got} of {elements}");
         }
         let new = |elements, change| Synth::new(SynthConfig { elements, seed: 0, change }).err();

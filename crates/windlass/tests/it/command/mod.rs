@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use windlass::console::Session;
-use windlass::lab::image;
-use windlass::lab::synth::{Synth, SynthConfig};
 use windlass_core::Dtype;
 
 pub fn windlass() -> Command {
@@ -119,20 +116,33 @@ pub fn changed(tensors: &[Made], share: f64, dice: &mut Dice) -> Vec<Made> {
     out
 }
 
-/// Saves two versions of a made-up model.
+/// Saves two versions of a bf16 model. Small weights change more often than large ones, mostly by one step.
 pub fn save_synthetic(dir: &Path, elements: u64, change: f64) -> (PathBuf, PathBuf) {
-    let synth = Synth::new(SynthConfig { elements, seed: 3, change }).unwrap();
-    let manifest = image::manifest_of(&synth).unwrap();
-    let session = Session::start(true).unwrap();
-    let paths = [dir.join("base.safetensors"), dir.join("new.safetensors")];
-    for (step, path) in paths.iter().enumerate() {
-        let mut bytes = vec![0; manifest.data_bytes() as usize];
-        let watch = (session.cancel(), &session.progress("", 0));
-        image::fill(&synth, &manifest, step as u32, &mut bytes, 2, watch).unwrap();
-        fs::write(path, [manifest.to_safetensors_header(), bytes].concat()).unwrap();
+    const TENSORS: usize = 8;
+    let mut dice = Dice(3);
+    let (mut old, mut new) = (Vec::new(), Vec::new());
+    for i in 0..TENSORS {
+        let count = elements as usize / TENSORS;
+        let (mut before, mut after) = (Vec::with_capacity(2 * count), Vec::with_capacity(2 * count));
+        for _ in 0..count {
+            let roll = dice.roll();
+            let smallness = (roll >> 32 | 1 << 12).trailing_zeros() as u16;
+            let bits = (roll as u16 & 0x807f) | (121 - smallness) << 7;
+            let chance = change * (0.5 + 0.5 * f64::from(smallness));
+            let changes = (dice.roll() & 0xff_ffff) as f64 <= chance * f64::from(0xff_ffff);
+            let steps = if roll >> 16 & 7 == 0 { 2 + (roll >> 20 & 3) as u16 } else { 1 };
+            let step = if changes { steps } else { 0 };
+            before.extend(bits.to_le_bytes());
+            after.extend(if roll >> 24 & 1 == 0 { bits + step } else { bits - step }.to_le_bytes());
+        }
+        let name = format!("model.layers.{i}.weight");
+        old.push(Made::new(&name, Dtype::BF16, &[count], before));
+        new.push(Made::new(&name, Dtype::BF16, &[count], after));
     }
-    let [base, new] = paths;
-    (base, new)
+    let (base, target) = (dir.join("base.safetensors"), dir.join("new.safetensors"));
+    save(&base, &old);
+    save(&target, &new);
+    (base, target)
 }
 
 /// Names of all files in a directory, hidden ones too.

@@ -531,8 +531,8 @@ fn read_image(order: &Value) -> String {
 fn sum(image: &Checkpoint) -> String {
     let manifest = image.manifest();
     let stop = Stop::never();
-    let run = Run { kernels: windlass::kernels(), threads: 1, stop: &stop, progress: &|_| {} };
+    let run = Run { kernels: windlass_data::simd::kernels(), threads: 1, stop: &stop, progress: &|_| {} };
     let all = (0..manifest.cuts().blocks()).into();
-    let sums = pass::sum::<windlass::error::Error>(run, manifest, &all, |t| image.tensor(t)).unwrap();
+    let sums = pass::sum::<windlass::Error>(run, manifest, &all, |t| image.tensor(t)).unwrap();
     sums.digest(manifest).to_string()
 }

@@ -1,4 +1,4 @@
-//! The directory that regions are made in: whether it is memory, how much of it, and whether we may.
+//! The directory for regions: whether it is in memory, its size, and whether this user may write there.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -11,15 +11,15 @@ use windlass_data::file::io_kind;
 use super::{Check, ROOM};
 use crate::console::bytes;
 
-/// Where regions are made if nothing else is said.
-pub const DEFAULT: &str = "/dev/shm";
+/// The default directory for regions.
+pub(crate) const DEFAULT: &str = "/dev/shm";
 
-/// Without so much not even the header of a region and its manifest fit. Slots may lie elsewhere (memfd).
+/// Room for a region's header and manifest. Slots may be elsewhere (memfd).
 const HEADER: u64 = 1 << 20;
 
-/// What was found out about the directory.
+/// Facts about the directory.
 #[derive(Debug)]
-struct Place {
+struct RegionDir {
     in_memory: bool,
     /// The size of the filesystem; `None` if it has no limit of its own.
     total: Option<u64>,
@@ -28,26 +28,26 @@ struct Place {
 }
 
 /// Checks of the directory. `available` is the memory that can be had.
-pub fn checks(dir: &Path, available: Option<u64>) -> Vec<Check> {
-    match Place::look(dir) {
+pub(crate) fn checks(dir: &Path, available: Option<u64>) -> Vec<Check> {
+    match RegionDir::look(dir) {
         Ok(place) => place.judge(dir, available),
         Err(e) => {
             let check = Check::ok("region directory", format!("{}: {e}", dir.display()));
-            let advice = "make it, or name another one with --region-dir";
+            let advice = "create it, or give another one with --region-dir";
             vec![check.problem(true, io_kind(&e), advice)]
         }
     }
 }
 
-impl Place {
-    fn look(dir: &Path) -> io::Result<Place> {
+impl RegionDir {
+    fn look(dir: &Path) -> io::Result<RegionDir> {
         if !fs::metadata(dir)?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
         }
         let in_memory = windlass_data::shm::in_memory(dir)?;
         let sizes = rustix::fs::statvfs(dir)?;
         let total = sizes.f_blocks.saturating_mul(sizes.f_frsize);
-        Ok(Place {
+        Ok(RegionDir {
             in_memory,
             total: (total > 0).then_some(total),
             free: sizes.f_bavail.saturating_mul(sizes.f_frsize),
@@ -63,7 +63,9 @@ impl Place {
             "slots would be written back to a disk; use a directory on tmpfs, such as /dev/shm",
         );
         if let Err(e) = &self.writable {
-            let advice = format!("cannot make a file there ({e}); change its mode, or set --region-dir");
+            let advice = format!(
+                "cannot create a file there ({e}); change its mode, or give another one with --region-dir"
+            );
             place = place.problem(true, io_kind(e), advice);
         }
         vec![place, self.space(available)]
@@ -86,7 +88,7 @@ impl Place {
                 free < ROOM,
                 format!("the largest model that fits with two slots has {}; {grow}", bytes(free / 2)),
             )
-            .problem(free < HEADER, Kind::Exhausted, format!("no region can be made there; {grow}"))
+            .problem(free < HEADER, Kind::Exhausted, format!("no region fits there; {grow}"))
     }
 }
 
@@ -104,8 +106,8 @@ mod tests {
     use super::super::Verdict;
     use super::*;
 
-    fn place(total: Option<u64>, free: u64) -> Place {
-        Place { in_memory: true, total, free, writable: Ok(()) }
+    fn place(total: Option<u64>, free: u64) -> RegionDir {
+        RegionDir { in_memory: true, total, free, writable: Ok(()) }
     }
 
     #[test]
@@ -126,12 +128,15 @@ mod tests {
 
     #[test]
     fn a_region_directory_that_cannot_be_written_to_is_a_problem() {
-        let denied =
-            Place { writable: Err(io::ErrorKind::PermissionDenied.into()), ..place(Some(8 << 30), 8 << 30) };
+        let denied = RegionDir {
+            writable: Err(io::ErrorKind::PermissionDenied.into()),
+            ..place(Some(8 << 30), 8 << 30)
+        };
         let check = denied.judge(Path::new("/x"), None).remove(0);
         assert!(matches!(check.verdict, Verdict::Problem(Kind::Denied, _)), "{check:?}");
         assert_eq!(check.value, "/x, tmpfs, not writable");
-        let disk = Place { in_memory: false, ..place(Some(8 << 30), 8 << 30) }.judge(Path::new("/x"), None);
+        let disk =
+            RegionDir { in_memory: false, ..place(Some(8 << 30), 8 << 30) }.judge(Path::new("/x"), None);
         assert!(matches!(&disk[0].verdict, Verdict::Advice(t) if t.contains("/dev/shm")));
     }
 

@@ -1,15 +1,15 @@
-//! The orders of a controller about one model, and what to do about them next.
+//! A controller's orders about one model, and the next step.
 //!
-//! Owns: [`Desk`], which takes orders in and says what is to be staged and what is to be loaded, and what to answer. It
-//! knows what the image holds and what waits in memory, because it is told. Called by [`super::member`], whose threads
+//! Owns: [`OrderQueue`], which takes orders and decides what to stage, what to load, and what to report. Its caller tells it
+//! what the image holds and which deltas are in memory. Called by [`super::member`], whose threads
 //! do the work. Must not: know the network, files or engines; time is an argument.
 //!
 //! # Two places
 //!
 //! What engines read is the *image*, and it holds one version. Deltas are fetched into memory and wait in the *queue*,
-//! each leading on from the one before, the first from the image. A load applies those up to its version. So whoever
-//! reads the image while versions are being staged (an engine that was restarted, a program of one's own) finds the one
-//! that may be served.
+//! each leading on from the one before, the first from the image. A load applies those up to its version. So a
+//! process that reads the image while versions are staged (a restarted engine, another program) finds the version that may
+//! be served.
 //!
 //! Image bytes cannot be staged like that: there is no room for a second image, so they go into the image itself. That is
 //! needed at the start, after an incarnation change, and where the publisher's history does not reach back far enough.
@@ -18,17 +18,17 @@
 //!
 //! # Rules
 //!
-//! - ORDERS-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
-//! - ORDERS-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
+//! - ORDER-1 Stage orders are carried out one at a time, of the newest incarnation, the oldest version first.
+//! - ORDER-2 What is there already, in the image or in the queue, is answered at once. If only something newer is there,
 //!   the answer names that.
-//! - ORDERS-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
-//! - ORDERS-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
-//!   for [`PATIENCE`] at most: a controller does not say what it has given up after it was answered.
-//! - ORDERS-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
+//! - ORDER-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
+//! - ORDER-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
+//!   for [`STAGED_GRACE`] at most: a controller does not say what it has given up after it was answered.
+//! - ORDER-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
 //!   was taken up is ignored; a newer one takes the place of one that has not begun.
-//! - ORDERS-6 A new session ([`Desk::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
+//! - ORDER-6 A new session ([`OrderQueue::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits
 //!   in the queue stays, and so does a pull under way.
-//! - ORDERS-7 What is said to be served ([`Desk::serves`]) is what the image holds, if a load permitted that. Image bytes end
+//! - ORDER-7 What is said to be served ([`OrderQueue::serves`]) is what the image holds, if a load permitted that. Image bytes end
 //!   it as soon as they begin to come.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -40,8 +40,8 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 
 use crate::service::controller::wire::{Outcome, Task};
 
-/// How long image bytes wait for a staged version to be loaded before they take its place.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a full image waits for a staged version to be loaded before it replaces it.
+pub(super) const STAGED_GRACE: Duration = Duration::from_secs(30);
 
 /// An answer to an order, without what it took.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,31 +51,31 @@ pub(super) struct Answer {
     pub(super) outcome: Outcome,
 }
 
-/// What the stager is to do.
+/// The stager's next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Staging {
-    /// It is there already, or something newer is: say so.
+    /// This version, or a newer one, is already here: report it.
     Held(Answer),
-    /// Fetch the delta to this version from what is there last.
-    Fetch(Stage),
+    /// Fetch the delta to this version from the last one here.
+    Fetch(StageOrder),
     /// Bring the image to this version, or the newest.
-    Whole(Stage),
+    Whole(StageOrder),
 }
 
 /// A stage order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stage {
+pub(super) struct StageOrder {
     pub(super) order: Order,
     pub(super) identity: Identity,
     pub(super) endpoint: String,
 }
 
-/// What the loader is to do.
+/// The loader's next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Loading {
     /// Apply so many deltas of the queue, then let the engines load.
     Load { order: Order, set: SetName, identity: Identity, apply: usize },
-    /// It is not there.
+    /// The version is not here.
     Missing(Answer),
 }
 
@@ -104,7 +104,7 @@ struct Waiting<T> {
 
 /// See the module's documentation. `T` is a delta in memory.
 #[derive(Debug)]
-pub(super) struct Desk<T> {
+pub(super) struct OrderQueue<T> {
     /// How many bytes may wait in the queue.
     room: u64,
     stages: BTreeMap<(At, Order), Open>,
@@ -121,10 +121,10 @@ pub(super) struct Desk<T> {
     loaded: Option<Identity>,
 }
 
-impl<T> Desk<T> {
-    /// A desk without orders. The image is what it was when this receiver last ended, and counts as loaded.
-    pub(super) fn new(image: Option<Identity>, room: u64) -> Desk<T> {
-        Desk {
+impl<T> OrderQueue<T> {
+    /// A queue without orders. The image is what it was when this receiver last ended, and counts as loaded.
+    pub(super) fn new(image: Option<Identity>, room: u64) -> OrderQueue<T> {
+        OrderQueue {
             room,
             stages: BTreeMap::new(),
             staging: None,
@@ -149,7 +149,7 @@ impl<T> Desk<T> {
         self.loaded.as_ref()
     }
 
-    /// What whoever reads the image finds there by permission; what engines hold is another question.
+    /// The version that readers of the image may see. Engines may hold another.
     pub(super) fn serves(&self) -> Option<&Identity> {
         self.loaded.as_ref().filter(|l| self.image.as_ref() == Some(*l))
     }
@@ -264,7 +264,7 @@ impl<T> Desk<T> {
             self.promised.insert(at(&held), (order, now));
             return Some(Staging::Held(Answer { order, identity: held, outcome: Outcome::Staged }));
         }
-        let stage = Stage { order, identity, endpoint: open.endpoint.clone() };
+        let stage = StageOrder { order, identity, endpoint: open.endpoint.clone() };
         let last = self.queue.back().map(|w| &w.identity).or(self.image.as_ref());
         let leads_on = last.is_some_and(|i| i.incarnation == newest);
         let staging = if leads_on && !open.whole {
@@ -282,9 +282,9 @@ impl<T> Desk<T> {
         staging
     }
 
-    /// When [`Desk::next_stage`] may have another answer though nothing has happened.
+    /// When [`OrderQueue::next_stage`] may have another answer though nothing has happened.
     pub(super) fn ripe(&self) -> Option<Instant> {
-        self.promised.values().map(|(_, since)| *since + PATIENCE).max()
+        self.promised.values().map(|(_, since)| *since + STAGED_GRACE).max()
     }
 
     /// What is there of a version, or the oldest that is newer.
@@ -303,7 +303,7 @@ impl<T> Desk<T> {
         let waits = self
             .promised
             .iter()
-            .any(|(at, (_, since))| at.0 == incarnation && now.duration_since(*since) < PATIENCE);
+            .any(|(at, (_, since))| at.0 == incarnation && now.duration_since(*since) < STAGED_GRACE);
         let ordered = self.load.as_ref().is_some_and(|(_, _, i)| i.incarnation == incarnation);
         if waits || ordered {
             return false;
@@ -318,7 +318,7 @@ impl<T> Desk<T> {
         self.queue.back()?.delta.as_ref()
     }
 
-    /// The deltas that a load applies. They stay in the queue by name until [`Desk::applied`].
+    /// The deltas that a load applies. They stay in the queue by name until [`OrderQueue::applied`].
     pub(super) fn take_deltas(&mut self, count: usize) -> Vec<T> {
         self.queue.iter_mut().take(count).filter_map(|w| w.delta.take()).collect()
     }
@@ -333,7 +333,7 @@ impl<T> Desk<T> {
         }
     }
 
-    /// A delta from `base` was fetched. Answers what to report, unless nobody wants to know. It is of no use if
+    /// A delta from `base` was fetched. Returns the report, unless the controller no longer wants one. It is of no use if
     /// something else has become of its base, and then it is fetched again.
     pub(super) fn fetched(
         &mut self,
@@ -353,7 +353,7 @@ impl<T> Desk<T> {
         self.staged(order, got, now)
     }
 
-    /// The image was brought to a version. Answers what to report, unless nobody wants to know.
+    /// The image was brought to a version. Returns the report, unless the controller no longer wants one.
     pub(super) fn replaced(&mut self, order: Order, got: &Identity, now: Instant) -> Option<Answer> {
         self.image = Some(got.clone());
         self.staged(order, got, now)

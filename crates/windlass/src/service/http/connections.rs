@@ -1,9 +1,9 @@
-//! Who may stay connected.
+//! Which connections a service keeps.
 //!
-//! Owns: the places of a service's connections. A connection is a stranger's until a request with the token was accepted on
-//! it. When all places are taken, a new connection gets that of a stranger: the oldest one of the address that has the most
-//! of them, so that no address can push out another. Only if everybody who is connected has the token, the new connection is
-//! closed. Must not: know what is said on a connection.
+//! Owns: the slots of a service's connections. A connection is a stranger until a request with the token was accepted on it.
+//! If all slots are taken, a new connection replaces a stranger: the oldest of the address with the most strangers, so that
+//! no address can push out another. If all connections have the token, the new one is closed. Must not: know what is sent on
+//! a connection.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -13,28 +13,28 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-/// How often it is said that connections were closed.
+/// Minimum interval between log lines on closed connections.
 const SAY_AGAIN: Duration = Duration::from_secs(10);
 
-/// The places of a service.
+/// The connections of a service.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct Connections {
     most: usize,
-    state: Mutex<State>,
+    state: Mutex<Counts>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Counts {
     next: u64,
     known: usize,
     /// By address, oldest first.
     strangers: HashMap<IpAddr, BTreeMap<u64, Arc<Notify>>>,
-    /// Closed since it was said, and when that was.
+    /// Connections closed since the last log line, and its time.
     closed: u64,
     said: Option<Instant>,
 }
 
-impl State {
+impl Counts {
     fn taken(&self) -> usize {
         self.known + self.strangers.values().map(BTreeMap::len).sum::<usize>()
     }
@@ -61,12 +61,12 @@ impl State {
     }
 }
 
-impl Places {
-    pub(super) fn new(most: usize) -> Arc<Places> {
-        Arc::new(Places { most, state: Mutex::default() })
+impl Connections {
+    pub(super) fn new(most: usize) -> Arc<Connections> {
+        Arc::new(Connections { most, state: Mutex::default() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Counts> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -75,8 +75,8 @@ impl Places {
         self.state().shed();
     }
 
-    /// A place for a connection from `address`; `None` if everybody who is here has the token.
-    pub(super) fn take(self: &Arc<Places>, address: IpAddr) -> Option<Place> {
+    /// A slot for a connection from `address`; `None` if all connections have the token.
+    pub(super) fn take(self: &Arc<Connections>, address: IpAddr) -> Option<Slot> {
         let mut state = self.state();
         let mut is_free = true;
         if state.taken() >= self.most {
@@ -100,11 +100,11 @@ impl Places {
         let (home, number, shed) = (home(address), state.next, Arc::new(Notify::new()));
         state.next += 1;
         state.strangers.entry(home).or_default().insert(number, Arc::clone(&shed));
-        Some(Place { places: Arc::clone(self), home, number, shed, known: AtomicBool::new(false) })
+        Some(Slot { connections: Arc::clone(self), home, number, shed, known: AtomicBool::new(false) })
     }
 }
 
-/// Whose an address is: hosts have whole networks of IPv6.
+/// The network of an address: an IPv6 host has a whole /64.
 fn home(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
@@ -112,20 +112,20 @@ fn home(address: IpAddr) -> IpAddr {
     }
 }
 
-/// The place of one connection, until it is dropped.
+/// The slot of one connection, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct Slot {
+    connections: Arc<Connections>,
     home: IpAddr,
     number: u64,
     shed: Arc<Notify>,
     known: AtomicBool,
 }
 
-impl Place {
+impl Slot {
     /// A request with the token was accepted here.
     pub(super) fn accept(&self) {
-        let mut state = self.places.state();
+        let mut state = self.connections.state();
         // One that is being closed, or known already, is not there.
         if state.remove(self.home, self.number) {
             state.known += 1;
@@ -133,15 +133,15 @@ impl Place {
         }
     }
 
-    /// Returns when the place is wanted for somebody else.
+    /// Returns when another connection takes the slot.
     pub(super) async fn shed(&self) {
         self.shed.notified().await;
     }
 }
 
-impl Drop for Place {
+impl Drop for Slot {
     fn drop(&mut self) {
-        let mut state = self.places.state();
+        let mut state = self.connections.state();
         if self.known.load(Ordering::Relaxed) {
             state.known -= 1;
         } else {
@@ -154,49 +154,49 @@ impl Drop for Place {
 mod tests {
     use super::*;
 
-    fn is_shed(place: &Place) -> bool {
-        place.places.state().strangers.get(&place.home).is_none_or(|of| !of.contains_key(&place.number))
+    fn is_shed(place: &Slot) -> bool {
+        place.connections.state().strangers.get(&place.home).is_none_or(|of| !of.contains_key(&place.number))
     }
 
     #[test]
     fn the_oldest_stranger_of_the_address_with_the_most_makes_room() {
-        let places = Places::new(5);
+        let connections = Connections::new(5);
         let [loud, quiet]: [IpAddr; 2] = [[10, 0, 0, 1].into(), [10, 0, 0, 2].into()];
-        let first = places.take(quiet).unwrap();
-        let crowd: Vec<Place> = (0..4).map(|_| places.take(loud).unwrap()).collect();
-        let next = places.take(quiet).unwrap();
+        let first = connections.take(quiet).unwrap();
+        let crowd: Vec<Slot> = (0..4).map(|_| connections.take(loud).unwrap()).collect();
+        let next = connections.take(quiet).unwrap();
         assert!(is_shed(&crowd[0]) && !is_shed(&crowd[1]) && !is_shed(&first) && !is_shed(&next));
-        let more = places.take(loud).unwrap();
+        let more = connections.take(loud).unwrap();
         assert!(is_shed(&crowd[1]) && !is_shed(&first));
         // Accepted too late, it is closed all the same.
         crowd[0].accept();
-        assert_eq!(places.state().known, 0);
+        assert_eq!(connections.state().known, 0);
         drop((first, crowd, next, more));
-        assert_eq!(places.state().taken(), 0);
+        assert_eq!(connections.state().taken(), 0);
     }
 
     #[test]
     fn whoever_has_the_token_keeps_its_place() {
-        let places = Places::new(3);
+        let connections = Connections::new(3);
         let address = IpAddr::from([127, 0, 0, 1]);
-        let known: Vec<Place> = (0..2).map(|_| places.take(address).unwrap()).collect();
-        known.iter().for_each(Place::accept);
-        known.iter().for_each(Place::accept);
+        let known: Vec<Slot> = (0..2).map(|_| connections.take(address).unwrap()).collect();
+        known.iter().for_each(Slot::accept);
+        known.iter().for_each(Slot::accept);
         for _ in 0..10 {
-            std::mem::forget(places.take(address).unwrap());
+            std::mem::forget(connections.take(address).unwrap());
         }
         let (known_now, taken) = {
-            let state = places.state();
+            let state = connections.state();
             (state.known, state.taken())
         };
         assert_eq!((known_now, taken), (2, 3));
-        let last = places.take(address).unwrap();
+        let last = connections.take(address).unwrap();
         last.accept();
-        assert!(places.take(address).is_none(), "all of them have the token");
+        assert!(connections.take(address).is_none(), "all of them have the token");
         drop(last);
-        assert!(places.take(address).is_some());
+        assert!(connections.take(address).is_some());
         drop(known);
-        assert_eq!(places.state().taken(), 0);
+        assert_eq!(connections.state().taken(), 0);
     }
 
     #[test]

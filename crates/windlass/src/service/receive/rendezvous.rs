@@ -1,16 +1,15 @@
-//! The models of one load order meet before the first engine is touched.
+//! The models of one load order wait for each other before the first engine is touched.
 //!
-//! Owns: [`Together`]. Each model's loader applies its own image, then comes here; engines are told only when all have
-//! come. If one cannot, none of them goes on: engines that serve one version of the set stay there, rather than some of
-//! them being a step ahead of the others.
+//! Owns: [`Rendezvous`]. Each model's loader updates its image, then waits here. Engines get their orders only when all
+//! loaders have arrived. If one loader fails, none continues, so that the engines of a set stay at the same version.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use windlass_data::stop::Stop;
 
-/// Where so many loaders meet.
+/// A barrier for `count` loaders.
 #[derive(Debug)]
-pub(super) struct Together {
+pub(super) struct Rendezvous {
     count: usize,
     state: Mutex<Meeting>,
     changed: Condvar,
@@ -22,12 +21,12 @@ struct Meeting {
     missing: Option<String>,
 }
 
-impl Together {
-    pub(super) fn new(count: usize) -> Together {
-        Together { count, state: Mutex::new(Meeting::default()), changed: Condvar::new() }
+impl Rendezvous {
+    pub(super) fn new(count: usize) -> Rendezvous {
+        Rendezvous { count, state: Mutex::new(Meeting::default()), changed: Condvar::new() }
     }
 
-    /// Says that one cannot come.
+    /// Reports that one model failed.
     pub(super) fn fail(&self, who: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.missing.get_or_insert_with(|| who.to_owned());
@@ -35,7 +34,7 @@ impl Together {
         self.changed.notify_all();
     }
 
-    /// Waits for the others; an error with what keeps one of them from coming.
+    /// Waits for the others. Fails with the name of a model that failed.
     pub(super) fn meet(&self, stop: &Stop) -> Result<(), String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.arrived += 1;
@@ -69,7 +68,7 @@ mod tests {
     #[test]
     fn loaders_of_one_order_go_on_together_or_not_at_all() {
         let stop = Stop::after(Duration::from_secs(20));
-        let meeting = Arc::new(Together::new(3));
+        let meeting = Arc::new(Rendezvous::new(3));
         let others: Vec<_> = (0..2)
             .map(|_| {
                 let (meeting, stop) = (Arc::clone(&meeting), stop.clone());
@@ -80,18 +79,18 @@ mod tests {
         for other in others {
             assert_eq!(other.join().unwrap(), Ok(()));
         }
-        let meeting = Arc::new(Together::new(2));
+        let meeting = Arc::new(Rendezvous::new(2));
         let waiting = {
             let (meeting, stop) = (Arc::clone(&meeting), stop.clone());
             std::thread::spawn(move || meeting.meet(&stop))
         };
         meeting.fail("verifier");
         assert!(waiting.join().unwrap().unwrap_err().contains("verifier"));
-        // One that waits in vain takes the others along.
-        let meeting = Together::new(2);
+        // A loader that times out fails the others.
+        let meeting = Rendezvous::new(2);
         let why = meeting.meet(&Stop::after(Duration::from_millis(10))).unwrap_err();
         assert!(why.contains("1 other"), "{why}");
         assert!(meeting.meet(&stop).is_err());
-        assert_eq!(Together::new(1).meet(&stop), Ok(()));
+        assert_eq!(Rendezvous::new(1).meet(&stop), Ok(()));
     }
 }

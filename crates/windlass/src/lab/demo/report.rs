@@ -1,4 +1,4 @@
-//! What the demo with a controller says in the end.
+//! The report at the end of the demo.
 
 use std::fmt::Write as _;
 
@@ -7,10 +7,10 @@ use windlass_core::StateDigest;
 use windlass_core::barrier::ReceiverId;
 use windlass_core::manifest::Manifest;
 
-use super::{Incident, MODELS};
+use super::Demo;
+use super::cluster::{Incident, MODELS};
 use crate::console::{Session, Table, bytes, percent};
 use crate::error::Error;
-use crate::lab::demo::Demo;
 use crate::service::controller::status::{Status, Sync, SyncState};
 use crate::tools::top::frame::took;
 
@@ -19,7 +19,7 @@ pub(super) struct Summary<'a> {
     pub(super) demo: &'a Demo,
     pub(super) manifests: &'a [Manifest],
     pub(super) status: &'a Status,
-    /// The digests of the images of each receiver that is left, from their bytes.
+    /// The digests of the images of each surviving receiver, from their bytes.
     pub(super) images: &'a [(ReceiverId, Vec<StateDigest>)],
     /// The last digest of each model in its ranks' memory.
     pub(super) last: &'a [Option<StateDigest>],
@@ -131,13 +131,13 @@ impl Summary<'_> {
         let _ = if self.fine {
             writeln!(
                 out,
-                "\nBoth images of the {same} receivers that are left were summed anew and equal the ranks' own memory:\n{}, {seconds:.1} s.",
+                "\nRe-hashed the images of the {same} surviving receivers: both match the trainers' memory.\n{}, {seconds:.1} s.",
                 digests.join(" and ")
             )
         } else {
             writeln!(
                 out,
-                "\nDIFFERENT: the images of {same} of {} receivers are what the ranks have.",
+                "\nMISMATCH: only {same} of {} receivers have images that match the trainers' memory.",
                 self.images.len()
             )
         };
