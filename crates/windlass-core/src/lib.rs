@@ -18,6 +18,7 @@
 //! | [`kernel`] | the three inner loops of codec and digest, replaceable by faster ones |
 //! | [`digest`] | block sums, tensor sums and the state digest |
 //! | [`delta`] | the codec: what changed between two versions |
+//! | [`delta_mode`] | whether the deltas of several ranks are one |
 //! | [`wire`] | the transfer protocol, without sockets |
 //! | [`backoff`] | how long what failed is left alone |
 //! | [`barrier`] | who may load which version when |
@@ -31,6 +32,7 @@ pub mod barrier;
 pub mod choose;
 pub mod chunk;
 pub mod delta;
+pub mod delta_mode;
 pub mod digest;
 pub mod dtype;
 pub mod error;

@@ -19,7 +19,7 @@ use plane::{Noise, digest, odd_manifest, shm};
 use tempfile::TempDir;
 use windlass_core::identity::ModelId;
 use windlass_data::receiver::Control;
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+use windlass_data::region::{Memfd, Region, RegionSpec};
 
 const CHILD: &str = "faults_child";
 /// What a sync may take, in milliseconds.
@@ -89,16 +89,8 @@ struct World {
 
 fn create(home: &Path) -> Arc<Region> {
     Region::create(&RegionSpec {
-        dir: home.join("region"),
-        model_id: ModelId::new("actor").unwrap(),
-        manifest: Arc::new(odd_manifest()),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
-        incarnation: None,
+        ..RegionSpec::new(home.join("region"), ModelId::new("actor").unwrap(), Arc::new(odd_manifest()))
     })
     .unwrap()
 }

@@ -631,7 +631,12 @@ fn metrics_text(server: &Server) -> String {
         "Versions whose deltas by ranks were not used.",
         n(&c.parts_refused),
     );
-    put("sealed_early_total", "counter", "Versions sealed by the sums of their ranks.", n(&c.sealed_early));
+    put(
+        "sealed_by_delta_total",
+        "counter",
+        "Versions sealed by the sums of their ranks.",
+        n(&c.sealed_by_delta),
+    );
     put("checked_total", "counter", "Slots among those whose bytes were summed.", n(&c.checked));
     put(
         "contradictions_total",
