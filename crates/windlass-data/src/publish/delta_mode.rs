@@ -127,7 +127,7 @@ pub(super) struct Job {
     stop: Stop,
     hurry: Arc<Hurry>,
     /// Carries nothing; it closes when the work is over.
-    over: Receiver<()>,
+    over: Mutex<Receiver<()>>,
     thread: JoinHandle<Outcome>,
 }
 
@@ -417,13 +417,14 @@ impl Job {
         });
         let what = "a thread for the background work";
         let thread = thread.map_err(|source| PublishError::Exhausted { what, source })?;
-        Ok(Job { version, aim, stop, hurry, over, thread })
+        Ok(Job { version, aim, stop, hurry, over: Mutex::new(over), thread })
     }
 
     /// Waits until the work is over, which no longer rests.
     pub(super) fn wait(&self, stop: &Stop) -> Result<(), PublishError> {
         self.hurry.now();
-        while self.over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        while over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
             stop.check()?;
         }
         Ok(())
