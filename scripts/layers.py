@@ -1,4 +1,5 @@
-"""The layer check: what each crate may not depend on, which rooms may use which, and where `unsafe` and `async` may stand.
+"""The layer check: forbidden dependencies of crates, forbidden arrows between rooms and cycles between modules, and where
+`unsafe` and `async` may stand.
 
 A room is a directory or a file at the top of a crate or of the Python package. No two rooms use each other, directly or not.
 
@@ -196,8 +197,62 @@ def check_circles(rooms: dict[str, list[str]]) -> list[str]:
     return breaches
 
 
+def without_tests(text: str) -> str:
+    """Stripped source without the items under `#[cfg(test)]`."""
+    while found := re.search(r"#\[cfg\(test\)\]", text):
+        end = depth = 0
+        for mark in re.finditer(r"[{};]", text[found.end() :]):
+            depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
+            end = found.end() + mark.end()
+            if depth == 0:
+                break
+        text = text[: found.start()] + text[end or len(text) :]
+    return text
+
+
+def modules_used(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The top-level modules of a crate, given its files by path below `src`, and the modules that each uses."""
+    found = {name: without_tests(strip(text)) for name, text in sources.items()}
+    found = {name: text for name, text in found.items() if not re.search(r"(^|/)(tests|models)(/|\.rs$)", name)}
+    used: dict[str, set[str]] = {name.partition("/")[0].removesuffix(".rs"): set() for name in found}
+    exported = {}
+    for module, names in re.findall(r"\bpub use (?:crate::|self::)?(\w+)::(\w+|\{[^}]*\})", found.get("lib.rs", "")):
+        exported |= dict.fromkeys(re.findall(r"\w+", names), module)
+    for name, text in found.items():
+        module = name.partition("/")[0].removesuffix(".rs")
+        names = set(re.findall(r"\bcrate::(\w+)", text))
+        for group in re.findall(r"\bcrate::\{([^}]*)", text):
+            names |= set(re.findall(r"(?:^|,)\s*(\w+)", group))
+        used[module] |= {exported.get(n, n) for n in names} & used.keys() - {module, "lib", "main"}
+    for root in ("lib", "main"):
+        used.pop(root, None)
+    return used
+
+
+def check_cycles(crate: str, sources: dict[str, str]) -> list[str]:
+    """Modules of a crate that use each other, directly or through others."""
+    used = modules_used(sources)
+    reach = {module: set(names) for module, names in used.items()}
+    for middle in used:
+        for module in used:
+            if middle in reach[module]:
+                reach[module] |= reach[middle]
+    rings = {tuple(sorted(n for n in reach[m] if m in reach[n])) for m in used if m in reach[m]}
+    arrows = lambda ring: ", ".join(f"{m} -> {n}" for m in ring for n in sorted(used[m] & set(ring)))
+    return [f"{crate}: modules use each other: {arrows(ring)}" for ring in sorted(rings)]
+
+
+def check_crates() -> list[str]:
+    crates: dict[str, dict[str, str]] = {}
+    for path in files(".rs"):
+        crate, below, name = path.relative_to(ROOT).as_posix().partition("/src/")
+        if below and crate.startswith("crates/"):
+            crates.setdefault(crate, {})[name] = path.read_text()
+    return [breach for crate, sources in sorted(crates.items()) for breach in check_cycles(crate, sources)]
+
+
 def check_source() -> list[str]:
-    breaches = check_circles(PYTHON_ROOMS)
+    breaches = check_crates() + check_circles(PYTHON_ROOMS)
     for rooms in ROOMS.values():
         breaches += check_circles(rooms)
     package = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / PYTHON).rglob("*.py"))}
@@ -286,6 +341,13 @@ def self_test() -> None:
     for good in ["from windlass.errors import WindlassError", "from windlass import _windlass", "import json, windlasses"]:
         assert not check_python(file, good, modules), good
     assert check_circles({"a": ["b"], "b": ["c"], "c": ["a"]}) and not check_circles({"a": ["b", "c"], "b": ["c"], "c": []})
+    ring = {"lib.rs": "pub use b::B;", "a.rs": "use crate::{B, c};", "b/mod.rs": "", "b/d.rs": "use crate::c::C;"}
+    assert not check_cycles("x", ring | {"c.rs": "// crate::a\n#[cfg(test)]\nmod tests { use crate::a; fn f() {} }"})
+    assert not check_cycles("x", ring | {"c.rs": "", "c/tests.rs": "use crate::a;"}), "tests may use what they like"
+    assert check_cycles("x", ring | {"c.rs": "#[cfg(test)]\nuse std::fs;\nuse crate::a;"}) == [
+        "x: modules use each other: a -> b, a -> c, b -> c, c -> a"
+    ]
+    assert check_cycles("x", {"a.rs": "use crate::b;", "b.rs": "fn f() { crate::a::g() }", "c.rs": "use crate::a;"})
 
     import shutil
     import tempfile
@@ -323,7 +385,7 @@ def main() -> None:
     if breaches:
         sys.exit(1)
     pairs = sum(map(len, FORBIDDEN.values())) + sum(map(len, FORBIDDEN_DIRECTLY.values()))
-    print(f"layers: {pairs} forbidden pairs absent, unsafe and async in their places, no circle of rooms, lints in force")
+    print(f"layers: {pairs} forbidden pairs absent, unsafe and async in their places, no cycle of rooms or modules, lints in force")
 
 
 if __name__ == "__main__":

@@ -622,7 +622,7 @@ class Publisher:
     @property
     def incarnation(self, /) -> str:
         """
-        Which life of the publisher this is.
+        The publisher's incarnation.
         """
     @property
     def is_memfd(self, /) -> bool:
@@ -654,7 +654,7 @@ class Publisher:
         """
     def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+        Publishes the staged version: returns at once, and works in the background for at most `timeout`.
         """
     def publish_compared(self, /, baseline: Baseline, base: SupportsIndex, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
         """

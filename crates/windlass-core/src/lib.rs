@@ -18,6 +18,7 @@
 //! | [`kernel`] | the three inner loops of codec and digest, replaceable by faster ones |
 //! | [`digest`] | block sums, tensor sums and the state digest |
 //! | [`delta`] | the codec for the changes between two versions |
+//! | [`delta_mode`] | whether the deltas of several ranks are one |
 //! | [`wire`] | the transfer protocol, without sockets |
 //! | [`backoff`] | exponential backoff for retries |
 //! | [`barrier`] | which receiver may load which version, and when |
@@ -31,6 +32,7 @@ pub mod barrier;
 pub mod choose;
 pub mod chunk;
 pub mod delta;
+pub mod delta_mode;
 pub mod digest;
 pub mod dtype;
 pub mod error;

@@ -210,7 +210,7 @@ impl Receiver {
         version: u64,
         timeout: f64,
     ) -> PyResult<Option<FetchedDelta>> {
-        let incarnation = crate::publish::parse_incarnation(incarnation)?;
+        let incarnation = crate::core::parse_incarnation(incarnation)?;
         enter(py, Some(timeout), |stop| {
             let start = self.with(stop, |inner| Ok(inner.fetch(None, (incarnation, version), stop)?))?;
             match start {

@@ -120,7 +120,6 @@ pub mod bits;
 pub mod compose;
 pub mod container;
 pub mod context;
-pub mod early;
 pub mod encode;
 pub mod gaps;
 pub mod line;

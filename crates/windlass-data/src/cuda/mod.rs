@@ -41,6 +41,7 @@ pub mod encode;
 pub mod error;
 pub mod ipc;
 mod kernels;
+mod launch;
 pub mod load;
 pub mod memory;
 pub mod nvtx;

@@ -201,7 +201,7 @@ impl History {
     }
 
     /// The delta that leads from `base` to `target`, as one file. Composes it if it is not there, and waits, with
-    /// `stop`, for whoever composes it already.
+    /// `stop`, for the thread that composes it already.
     pub fn segment(&self, base: Version, target: Version, stop: &Stop) -> Result<Arc<Segment>, HistoryError> {
         let key = (base, target);
         let pieces = |state: &State| Ok(state.pieces(state.span(base, target)?));
@@ -234,7 +234,7 @@ impl History {
                 return made;
             };
             drop(state);
-            // Whoever composes it may fail or give up; that is not the end of it for this caller.
+            // The thread that composes it may fail or give up; this caller then tries itself.
             if let Some(made) = job.wait(stop).map_err(stopped)? {
                 return Ok(made);
             }

@@ -1,6 +1,6 @@
 //! The deltas that lead to an image, as a reader of the image finds them.
 //!
-//! Owns: [`Trail`], read only. A [`super::History`] belongs to whoever writes it and removes what it does not know; a
+//! Owns: [`Trail`], read only. A [`super::History`] belongs to its writer and removes what it does not know; a
 //! worker of an engine only looks. It opens every file of the way before it uses the first, so that one that is thrown
 //! away meanwhile is missed at once or not at all.
 //!

@@ -17,7 +17,7 @@
 //! 1. The trainer builds a [`WeightTransferStrategy`] from its configuration and has it make a sender. The sender is
 //!    ready when it is there: the region exists and is served.
 //! 2. The sender's [`sync_info`](WeightTransferSender::sync_info) is plain data. It exists only now, because ports
-//!    are known when they are bound, and is carried to every engine by whoever orchestrates.
+//!    are known when they are bound, and the orchestrator carries it to every engine.
 //! 3. Each engine builds the same strategy and has it make a receiver from the sync info, at any time, before or
 //!    after the first version.
 //! 4. The trainer [publishes](WeightTransferSender::publish) once before training and once for each step. Engines
@@ -33,7 +33,7 @@
 //!   publisher began a new life), and each name of the manifest in them, aliases included.
 //! - What the *engine* holds is recorded apart from what the receiver's *image* holds. A loader that fails leaves the
 //!   engine's version as it was, and is given the newest version again; then nothing is said about which tensors
-//!   changed, because nobody knows what it wrote.
+//!   changed, because it is unknown what it wrote.
 //!
 //! | | invariant | test |
 //! |---|---|---|
@@ -54,6 +54,7 @@ mod extract;
 mod image;
 mod load;
 mod patience;
+mod plane;
 mod publish;
 mod shared;
 mod strategy;
@@ -63,11 +64,10 @@ pub use extract::{Tensors, WeightExtractor};
 pub use image::ImageReceiver;
 pub use load::{Feed, Loaded, TensorView, WeightLoader, Weights};
 pub use patience::Patience;
+pub use plane::{ControlPlane, Reachable};
 pub use publish::{Published, PublisherConfig, RegionSender};
 pub use shared::SharedReceiver;
-pub use strategy::{
-    ControlPlane, Reachable, ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy,
-};
+pub use strategy::{ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy};
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -275,11 +275,6 @@ impl EngineConfig {
             allow: None,
         }
     }
-}
-
-/// The sealed state of `version` in a region.
-fn sealed_digest(state: &crate::region::State, version: Version) -> Option<StateDigest> {
-    [state.active, state.inactive].into_iter().flatten().find(|s| s.version == version)?.sealed
 }
 
 /// Whether a lease was refused because the slot moved on, which the next look shows.

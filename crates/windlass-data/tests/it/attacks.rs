@@ -1,7 +1,6 @@
 //! Answers of a hostile or broken publisher: each is a named error, without a panic or an allocation of what it claims,
 //! and the version that engines read stays.
 
-
 use crate::plane;
 use std::collections::BTreeMap;
 use std::net::TcpListener;

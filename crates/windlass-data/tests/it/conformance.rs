@@ -1,6 +1,5 @@
 //! The suite for links and loaders, instantiated for TCP, TCP inside TLS and shared memory.
 
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! The image at a receiver, and the engines that read it in place.
 
-
 use crate::plane;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

@@ -4,7 +4,6 @@
 //! delays, truncates, resets, stalls and flips bits. Every sync ends with equal digests or a named error, in time, and
 //! nothing is left behind. `WINDLASS_SEED` repeats a run, `WINDLASS_SOAK` says how many syncs (`make soak`: 1,000).
 
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +17,7 @@ use crate::plane::{Noise, digest, odd_manifest, shm};
 use tempfile::TempDir;
 use windlass_core::identity::ModelId;
 use windlass_data::receiver::Control;
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+use windlass_data::region::{Memfd, Region, RegionSpec};
 
 /// What a sync may take, in milliseconds.
 const DEADLINE: u64 = 3000;
@@ -81,16 +80,8 @@ struct World {
 
 fn create(home: &Path) -> Arc<Region> {
     Region::create(&RegionSpec {
-        dir: home.join("region"),
-        model_id: ModelId::new("actor").unwrap(),
-        manifest: Arc::new(odd_manifest()),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
-        incarnation: None,
+        ..RegionSpec::new(home.join("region"), ModelId::new("actor").unwrap(), Arc::new(odd_manifest()))
     })
     .unwrap()
 }

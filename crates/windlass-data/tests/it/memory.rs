@@ -1,6 +1,5 @@
 //! How much memory an agent and a receiver need.
 
-
 use crate::plane;
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +11,7 @@ use crate::plane::shm;
 use windlass_core::dtype::Dtype;
 use windlass_core::identity::ModelId;
 use windlass_core::manifest::{Manifest, TensorSpec};
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+use windlass_data::region::{Memfd, Region, RegionSpec};
 
 const MIB: u64 = 1 << 20;
 /// Not divisible by anything.
@@ -48,16 +47,9 @@ fn an_agent_needs_twice_the_model_and_a_receiver_once() {
     let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
     let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [MODEL])], BTreeMap::new()).unwrap();
     let region = Region::create(&RegionSpec {
-        dir: home.path().join("region"),
-        model_id: ModelId::new("actor").unwrap(),
-        manifest: Arc::new(manifest),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
         extra_bytes: HISTORY,
-        incarnation: None,
+        ..RegionSpec::new(home.path().join("region"), ModelId::new("actor").unwrap(), Arc::new(manifest))
     })
     .unwrap();
     let agent = Child::spawn("agent", &[&path("region")]);

@@ -1,6 +1,5 @@
 //! Images of odd shapes, from end to end.
 
-
 use std::collections::BTreeMap;
 
 use crate::plane::{Noise, Publisher, image_bytes, receiver, shm, stop};

@@ -1,6 +1,5 @@
 //! Several of everything: versions during a pull, holders of parts, receivers at once.
 
-
 use crate::plane;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

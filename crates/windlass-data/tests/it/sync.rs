@@ -1,6 +1,5 @@
 //! From a publisher's memory to a receiver's image, over real sockets.
 
-
 use crate::plane;
 use std::sync::Arc;
 

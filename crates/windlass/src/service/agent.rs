@@ -607,10 +607,10 @@ fn metrics_text(server: &Server) -> String {
         n(&c.parts_refused),
     );
     put(
-        "sealed_early_total",
+        "sealed_by_delta_total",
         "counter",
         "Versions sealed from the hashes of their ranks.",
-        n(&c.sealed_early),
+        n(&c.sealed_by_delta),
     );
     put("checked_total", "counter", "Versions among those whose slot was re-hashed.", n(&c.checked));
     put(

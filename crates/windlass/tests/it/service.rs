@@ -570,19 +570,16 @@ fn a_receiver_follows_a_new_life_whose_clock_has_gone_back() {
 fn region_of(dir: &Path, incarnation: u64) {
     use windlass_core::dtype::Dtype;
     use windlass_core::manifest::{Manifest, TensorSpec};
-    use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+    use windlass_data::region::{Memfd, Region, RegionSpec};
     let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [8])], std::collections::BTreeMap::new());
     let spec = RegionSpec {
-        dir: dir.to_owned(),
-        model_id: windlass_core::identity::ModelId::new("demo").unwrap(),
-        manifest: std::sync::Arc::new(manifest.unwrap()),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
         incarnation: Some(windlass_core::identity::Incarnation(incarnation)),
+        ..RegionSpec::new(
+            dir.to_owned(),
+            windlass_core::identity::ModelId::new("demo").unwrap(),
+            std::sync::Arc::new(manifest.unwrap()),
+        )
     };
     drop(Region::create(&spec).unwrap());
 }

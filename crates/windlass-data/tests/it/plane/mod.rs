@@ -20,7 +20,7 @@ use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::image::ImageSpec;
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use windlass_data::region::{Memfd, Region, RegionSpec, Writer};
 use windlass_data::seal;
 use windlass_data::serve::{Peer, Server, ServerConfig};
 use windlass_data::stop::Stop;
@@ -120,16 +120,10 @@ impl Publisher {
         config: ServerConfig,
     ) -> Publisher {
         let spec = RegionSpec {
-            dir: dir.path().join("region"),
-            model_id: ModelId::new("actor").unwrap(),
-            manifest: Arc::new(manifest),
-            slots: Slots::Two,
-            ranks: 1,
             part,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
             incarnation,
+            ..RegionSpec::new(dir.path().join("region"), ModelId::new("actor").unwrap(), Arc::new(manifest))
         };
         let region = Region::create(&spec).unwrap();
         let writer = region.writer(0).unwrap();

@@ -19,7 +19,8 @@ use serde_json::json;
 use windlass_core::Dtype;
 use windlass_core::identity::Version;
 use windlass_core::manifest::{Manifest, TensorSpec};
-use windlass_data::region::{LeaseKind, Region, Writer};
+use windlass_data::publish::Publisher;
+use windlass_data::region::{Attempt, LeaseKind, Region};
 use windlass_data::stop::Stop;
 
 use super::rig::{self, BenchDir, failed};
@@ -123,7 +124,7 @@ fn small(bytes: u64) -> Result<Manifest, Error> {
 /// A region and its ranks.
 struct Ranks<'a> {
     region: Arc<Region>,
-    writers: Vec<Writer>,
+    publishers: Vec<Publisher>,
     /// What each rank writes, in the data area.
     shares: Vec<Vec<Range<u64>>>,
     version: Version,
@@ -136,10 +137,10 @@ impl<'a> Ranks<'a> {
         let place = BenchDir::new(&config.region_dir)?;
         let ranks = config.bench.threads as u16;
         let region = rig::region(&place, &manifest, ranks)?;
-        let writers = (0..ranks).map(|r| region.writer(r)).collect::<Result<_, _>>();
-        let writers = writers.map_err(failed!("write the region"))?;
+        let publishers = (0..ranks).map(|r| Publisher::new(Arc::clone(&region), r)).collect::<Result<_, _>>();
+        let publishers = publishers.map_err(failed!("write the region"))?;
         region.report();
-        Ok(Ranks { region, writers, shares: shares(&manifest, ranks), version: 0, cancel, _place: place })
+        Ok(Ranks { region, publishers, shares: shares(&manifest, ranks), version: 0, cancel, _place: place })
     }
 
     /// One version, from the first word to the commit.
@@ -149,10 +150,10 @@ impl<'a> Ranks<'a> {
         let version = self.version;
         std::thread::scope(|scope| {
             let threads: Vec<_> = self
-                .writers
+                .publishers
                 .iter_mut()
                 .zip(&self.shares)
-                .map(|(writer, share)| scope.spawn(move || write(writer, share, source, version, stop)))
+                .map(|(publisher, share)| scope.spawn(move || write(publisher, share, source, version, stop)))
                 .collect();
             threads.into_iter().try_for_each(|t| {
                 t.join().unwrap_or_else(|_| Err(Error::Bug("a rank's thread panicked".into())))
@@ -174,19 +175,19 @@ impl<'a> Ranks<'a> {
 }
 
 fn write(
-    writer: &mut Writer,
+    publisher: &mut Publisher,
     share: &[Range<u64>],
     source: &[u8],
     version: Version,
     stop: &Stop,
 ) -> Result<(), Error> {
-    let attempt = writer.begin(version, stop).map_err(failed!("begin a version"))?;
-    for range in share {
-        let bytes = &source[range.start as usize..range.end as usize];
-        attempt.write(range.start, bytes).map_err(failed!("write a tensor"))?;
-    }
-    attempt.done(stop).map_err(failed!("commit a version"))?;
-    Ok(())
+    let mut ranges = share.iter();
+    let write = |attempt: &Attempt<'_>| {
+        ranges.try_for_each(|range| {
+            Ok(attempt.write(range.start, &source[range.start as usize..range.end as usize])?)
+        })
+    };
+    publisher.copy(version, stop, write).map_err(rig::publish_failed)
 }
 
 /// What each rank holds.

@@ -18,8 +18,9 @@ use windlass_core::manifest::Manifest;
 use windlass_core::wire::Ticket;
 use windlass_core::wire::control::{Have, Registration, RequestMode, TransferAnswer, TransferRequest};
 use windlass_data::image::ImageSpec;
+use windlass_data::publish::{self, PublishError};
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use windlass_data::region::{Attempt, Memfd, Region, RegionSpec};
 use windlass_data::serve::{Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
@@ -38,6 +39,10 @@ macro_rules! failed {
     };
 }
 pub(super) use failed;
+
+pub(super) fn publish_failed(e: PublishError) -> Error {
+    Error::Plane { doing: "publish a version", kind: e.kind(), source: Box::new(e) }
+}
 
 /// A directory of the bench's own, gone when it is dropped.
 #[derive(Debug)]
@@ -72,18 +77,8 @@ fn model_id() -> Result<ModelId, Error> {
 
 /// Makes a region of two slots for `ranks` writers, all of its pages touched.
 pub(crate) fn region(place: &BenchDir, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
-    let spec = RegionSpec {
-        dir: place.join("region"),
-        model_id: model_id()?,
-        manifest: Arc::clone(manifest),
-        slots: Slots::Two,
-        ranks,
-        part: None,
-        group: false,
-        memfd: Memfd::Auto,
-        extra_bytes: 0,
-        incarnation: None,
-    };
+    let spec =
+        RegionSpec { ranks, ..RegionSpec::new(place.join("region"), model_id()?, Arc::clone(manifest)) };
     Region::create(&spec).map_err(failed!("make a region"))
 }
 
@@ -93,7 +88,7 @@ pub(crate) struct Publisher<'a> {
     cancel: &'a Stop,
     pub(crate) region: Arc<Region>,
     pub(crate) server: Arc<Server>,
-    writer: Writer,
+    publisher: publish::Publisher,
     instance: String,
 }
 
@@ -117,7 +112,8 @@ impl<'a> Publisher<'a> {
         tls: Option<Certificate>,
     ) -> Result<Publisher<'a>, Error> {
         let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
-        let writer = region.writer(0).map_err(failed!("write the region"))?;
+        let publisher = publish::Publisher::new(Arc::clone(&region), 0);
+        let publisher = publisher.map_err(failed!("write the region"))?;
         region.report();
         let host = Host::new("127.0.0.1").map_err(|e| Error::Bug(e.to_string()))?;
         let mut serving = ServerConfig {
@@ -130,7 +126,7 @@ impl<'a> Publisher<'a> {
         let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
         let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
         let instance = registered.instance_id;
-        Ok(Publisher { config, cancel, region, server: Arc::new(server), writer, instance })
+        Ok(Publisher { config, cancel, region, server: Arc::new(server), publisher, instance })
     }
 
     /// A deadline that no healthy bench reaches.
@@ -141,21 +137,20 @@ impl<'a> Publisher<'a> {
     /// Writes a version with all threads and commits it.
     pub(crate) fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
         let stop = self.stop();
-        let attempt = self.writer.begin(version, &stop).map_err(failed!("begin a version"))?;
         let share = data.len().div_ceil(self.config.bench.threads).max(1);
-        std::thread::scope(|scope| {
-            let attempt = &attempt;
-            let writes: Vec<_> = (0u64..)
-                .zip(data.chunks(share))
-                .map(|(i, part)| scope.spawn(move || attempt.write(i * share as u64, part)))
-                .collect();
-            writes.into_iter().try_for_each(|w| match w.join() {
-                Ok(written) => written.map_err(failed!("write a version")),
-                Err(_) => Err(Error::Bug("a writing thread panicked".into())),
+        let write = |attempt: &Attempt<'_>| {
+            std::thread::scope(|scope| {
+                let writes: Vec<_> = (0u64..)
+                    .zip(data.chunks(share))
+                    .map(|(i, part)| scope.spawn(move || attempt.write(i * share as u64, part)))
+                    .collect();
+                writes.into_iter().try_for_each(|w| match w.join() {
+                    Ok(written) => Ok(written?),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
             })
-        })?;
-        attempt.done(&stop).map_err(failed!("commit a version"))?;
-        Ok(())
+        };
+        self.publisher.copy(version, &stop, write).map_err(publish_failed)
     }
 
     /// Waits until a version is sealed and served; answers its digest.

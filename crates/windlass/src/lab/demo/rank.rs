@@ -17,7 +17,8 @@ use windlass_core::digest::{StateSum, sum_block};
 use windlass_core::identity::ModelId;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::PartSum;
-use windlass_data::region::{Memfd, Region, RegionError, RegionSpec, Slots, Writer};
+use windlass_data::publish::{PublishError, Publisher};
+use windlass_data::region::RegionSpec;
 use windlass_data::stop::Stop;
 
 use crate::console::Session;
@@ -65,8 +66,7 @@ impl DemoRank {
         let synth = Synth::new(self.model)?;
         let manifest = Arc::new(image::manifest_of(&synth)?);
         let mut trainer = Trainer::new(synth, Arc::clone(&manifest), self)?;
-        let region = self.region(&manifest, session)?;
-        let mut writer = region.writer(self.rank)?;
+        let mut publisher = self.publisher(&manifest, session)?;
         let bytes = trainer.weights.len();
         session
             .event(&json!({ "event": "ready", "bytes": bytes }), || format!("rank {} is ready", self.rank));
@@ -75,7 +75,7 @@ impl DemoRank {
             let stop = session.cancel().with_timeout(TIMEOUT);
             let told = match line.split_once(' ').map(|(verb, step)| (verb, step.parse::<u32>())) {
                 Some(("train", Ok(step))) if step <= super::MAX_STEPS => trainer.train(step)?,
-                Some(("offload", Ok(step))) => trainer.offload(&mut writer, step, &stop)?,
+                Some(("offload", Ok(step))) => trainer.offload(&mut publisher, step, &stop)?,
                 Some(_) | None => return Err(Error::Usage(format!("{line:?} is not a command of a rank"))),
             };
             session.event(&told, || told.to_string());
@@ -84,33 +84,19 @@ impl DemoRank {
     }
 
     /// The first rank makes the region, the others wait for it.
-    fn region(&self, manifest: &Arc<Manifest>, session: &Session) -> Result<Arc<Region>, Error> {
+    fn publisher(&self, manifest: &Arc<Manifest>, session: &Session) -> Result<Publisher, Error> {
         if self.rank == 0 {
             let spec = RegionSpec {
-                dir: self.region.clone(),
-                model_id: self.model_id.clone(),
-                manifest: Arc::clone(manifest),
-                slots: Slots::Two,
                 ranks: self.ranks,
-                part: None,
-                group: false,
-                memfd: Memfd::Auto,
                 extra_bytes: manifest.data_bytes() / 2,
-                incarnation: None,
+                ..RegionSpec::new(self.region.clone(), self.model_id.clone(), Arc::clone(manifest))
             };
             // The agent of one that was killed notices soon.
             let stop = session.cancel().with_timeout(Duration::from_secs(10));
-            return Ok(Region::create_when_free(&spec, &stop)?);
+            return Ok(Publisher::create(&spec, &stop)?);
         }
         let stop = session.cancel().with_timeout(TIMEOUT);
-        loop {
-            match Region::open(&self.region) {
-                Err(RegionError::Absent { .. }) if !stop.is_set() => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                other => return Ok(other?),
-            }
-        }
+        Publisher::join(&self.region, manifest.layout_hash(), self.rank, None, &stop).map_err(failed)
     }
 }
 
@@ -151,14 +137,18 @@ impl Trainer {
         Ok(json!({ "event": "trained", "step": step, "train_ms": ms, "sum": PartSum(sum.to_bytes()) }))
     }
 
-    fn offload(&self, writer: &mut Writer, step: u32, stop: &Stop) -> Result<serde_json::Value, Error> {
+    fn offload(&self, publisher: &mut Publisher, step: u32, stop: &Stop) -> Result<serde_json::Value, Error> {
         let begun = Instant::now();
-        let attempt = writer.begin(step.into(), stop)?;
-        attempt.write(self.start, &self.weights)?;
-        attempt.done(stop)?;
+        publisher
+            .copy(step.into(), stop, |slot| Ok(slot.write(self.start, &self.weights)?))
+            .map_err(failed)?;
         let ms = begun.elapsed().as_secs_f64() * 1e3;
         Ok(json!({ "event": "committed", "version": step, "offload_ms": ms, "bytes": self.weights.len() }))
     }
+}
+
+fn failed(e: PublishError) -> Error {
+    Error::Plane { doing: "publish a version", kind: e.kind(), source: Box::new(e) }
 }
 
 #[cfg(test)]

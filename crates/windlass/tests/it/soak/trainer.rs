@@ -11,7 +11,7 @@ use windlass_core::dtype::Dtype;
 use windlass_core::identity::{Incarnation, ModelId, StateDigest};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots};
+use windlass_data::region::{Memfd, Region, RegionSpec};
 use windlass_data::seal;
 use windlass_data::stop::Stop;
 
@@ -85,17 +85,10 @@ pub(crate) fn run() {
     let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let known: u64 = known.parse().unwrap();
     let spec = RegionSpec {
-        dir: Path::new(region).to_owned(),
-        model_id: ModelId::new(model).unwrap(),
-        manifest: Arc::new(manifest()),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
         // As a trainer does whose clock is behind what the controller knows.
         incarnation: (known >= clock).then_some(Incarnation(known + 1)),
+        ..RegionSpec::new(Path::new(region).to_owned(), ModelId::new(model).unwrap(), Arc::new(manifest()))
     };
     let region = Region::create_when_free(&spec, &Stop::after(PUBLISH)).unwrap();
     let mut writer = region.writer(0).unwrap();

@@ -1,6 +1,5 @@
-//! A rank that publishes by delta where it can.
+//! What a rank in delta mode knows of the slots, and the background work of each version.
 
-use std::fmt;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 use windlass_core::delta::DeltaHeader;
-use windlass_core::delta::early::Roster;
+use windlass_core::delta_mode::Roster;
 use windlass_core::digest::SumTable;
 use windlass_core::identity::{StateDigest, Version};
 use windlass_core::manifest::Manifest;
@@ -18,9 +17,9 @@ use windlass_core::ranges::BlockRanges;
 
 use super::apply::{Lag, Work};
 use super::folder::{self, Folder, Part};
-use super::{EarlyError, Records, RecordsFault};
+use super::{PublishError, Records, RecordsFault};
 use crate::container::{self, WriteFault};
-use crate::region::{Attempt, Committed, OwnedAttempt, Region, Writer, step};
+use crate::region::{Attempt, Committed, Region, Writer, step};
 use crate::seal::draft::Draft;
 use crate::seal::{self, Names};
 use crate::shm::{Access, Mapping};
@@ -32,20 +31,10 @@ const FRONT: u64 = 4096;
 
 /// Deltas of so many bytes have a file ready: smaller ones are written at once, and larger ones take up too much.
 const SPARE: Range<u64> = 4 << 20..1 << 30;
-/// How many bytes of a delta engines are given a second to fetch, before the slot is written: both want the memory's bandwidth,
-/// and nobody waits for the slot.
+/// Grace period before the slot is written, at 1 GiB of delta per second: engines fetch first because only they are waiting.
 const FETCHED_PER_SECOND: u64 = 1 << 30;
-/// The longest that they are given.
+/// The longest grace period.
 const REST: Duration = Duration::from_millis(200);
-
-/// What a rank answers for, and how it works.
-#[derive(Clone, Debug)]
-pub struct RankSpec {
-    /// Its blocks: all of what it writes, whole blocks, and no other rank's.
-    pub blocks: BlockRanges,
-    /// Threads of the background work.
-    pub threads: usize,
-}
 
 /// How a version can be published.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,22 +60,22 @@ pub struct Base<'a> {
     pub threads: usize,
 }
 
-/// Whoever knows what changed in a rank's blocks since the base.
+/// An encoder: finds the change of a rank's blocks since the base.
 pub trait DeltaSource: Send {
     /// The records of the change. Called once, in the background.
-    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<Records, EarlyError>;
+    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<Records, PublishError>;
 }
 
 /// Records that an encoder has made already.
 impl DeltaSource for Records {
-    fn records(self: Box<Self>, _: Base<'_>, _: &Stop) -> Result<Records, EarlyError> {
+    fn records(self: Box<Self>, _: Base<'_>, _: &Stop) -> Result<Records, PublishError> {
         Ok(*self)
     }
 }
 
 /// What a slot holds of this rank's blocks.
 #[derive(Clone, Debug)]
-struct Known {
+pub(super) struct Known {
     version: Version,
     id: u64,
     slot: usize,
@@ -102,6 +91,12 @@ struct Memory {
     older: Option<(Known, Arc<Records>)>,
 }
 
+impl Memory {
+    fn of_copy(Committed { id, version, slot }: Committed, sums: SumTable) -> Memory {
+        Memory { newest: Some(Known { version, id, slot, sums: Arc::new(sums) }), older: None }
+    }
+}
+
 /// A version that this rank has handed out, and what its blocks must be if it is written again.
 #[derive(Clone, Copy, Debug)]
 struct Taken {
@@ -112,7 +107,7 @@ struct Taken {
 /// What is left when background work is over.
 struct Outcome {
     writer: Writer,
-    memory: Result<Memory, EarlyError>,
+    memory: Result<Memory, PublishError>,
     /// Where this rank's delta leads, if it was put in its place.
     handed_out: Option<StateDigest>,
 }
@@ -126,18 +121,17 @@ enum Aim {
     Sums,
 }
 
-struct Job {
+pub(super) struct Job {
     version: Version,
-    /// What it is for.
     aim: Aim,
     stop: Stop,
     hurry: Arc<Hurry>,
     /// Carries nothing; it closes when the work is over.
-    over: Receiver<()>,
+    over: Mutex<Receiver<()>>,
     thread: JoinHandle<Outcome>,
 }
 
-/// Whether somebody waits for background work, which then does not rest.
+/// Whether a caller waits for background work, which then skips its grace period.
 #[derive(Debug, Default)]
 struct Hurry {
     is_wanted: Mutex<bool>,
@@ -150,30 +144,20 @@ impl Hurry {
         self.changed.notify_all();
     }
 
-    /// Returns after `time`, or at once when somebody waits.
+    /// Returns after `time`, or at once when a caller waits.
     fn rest(&self, time: Duration) {
         let wanted = self.is_wanted.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.changed.wait_timeout_while(wanted, time, |wanted| !*wanted));
     }
 }
 
-enum Seat {
-    Idle(Writer),
-    Busy(Job),
-    /// The writer is part of a copy.
-    Lent,
-    Closed,
-}
-
-/// One rank of a region, which publishes by delta where it can. Dropping it ends the background work and gives the rank
-/// back.
-pub struct Rank {
+/// A rank in delta mode.
+pub(super) struct DeltaMode {
     region: Arc<Region>,
-    number: u16,
+    rank: u16,
     roster: Arc<Roster>,
     folder: Folder,
     threads: usize,
-    seat: Seat,
     memory: Memory,
     /// Why there is nothing to start from.
     why: String,
@@ -183,41 +167,17 @@ pub struct Rank {
     spare: Arc<Mutex<Option<Spare>>>,
 }
 
-impl fmt::Debug for Rank {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rank")
-            .field("rank", &self.number)
-            .field("region", &self.region.dir())
-            .finish_non_exhaustive()
-    }
-}
-
-impl Rank {
-    /// Takes over a rank's place: says which blocks it answers for, and removes what a predecessor left.
-    pub fn new(writer: Writer, spec: RankSpec) -> Result<Rank, Box<(Writer, EarlyError)>> {
-        match Rank::prepare(&writer, &spec) {
-            Ok((roster, folder, taken)) => Ok(Rank {
-                region: Arc::clone(writer.region()),
-                number: writer.rank(),
-                roster: Arc::new(roster),
-                folder,
-                threads: spec.threads.max(1),
-                seat: Seat::Idle(writer),
-                memory: Memory::default(),
-                why: "nothing was published by this process yet".into(),
-                taken,
-                copied: None,
-                spare: Arc::default(),
-            }),
-            Err(e) => Err(Box::new((writer, e))),
-        }
-    }
-
-    fn prepare(writer: &Writer, spec: &RankSpec) -> Result<(Roster, Folder, Option<Taken>), EarlyError> {
-        let (region, rank) = (writer.region(), writer.rank());
+impl DeltaMode {
+    /// Says which blocks the writer's rank answers for, and removes the files that a predecessor left.
+    pub(super) fn new(
+        writer: &Writer,
+        blocks: BlockRanges,
+        threads: usize,
+    ) -> Result<DeltaMode, PublishError> {
+        let (region, rank) = (Arc::clone(writer.region()), writer.rank());
         let manifest = region.manifest();
         if region.slot_count() != 2 {
-            return Err(EarlyError::Slots { rank, slots: region.slot_count() });
+            return Err(PublishError::Slots { rank, slots: region.slot_count() });
         }
         let roster = Roster {
             rank,
@@ -225,18 +185,18 @@ impl Rank {
             incarnation: region.incarnation(),
             layout_hash: manifest.layout_hash(),
             cuts_hash: manifest.cuts_hash(),
-            blocks: spec.blocks.clone(),
+            blocks,
         };
         roster
             .check(manifest, region.incarnation(), region.ranks())
-            .map_err(|source| EarlyError::Blocks { rank, source })?;
-        if let Some(block) = region.part().and_then(|held| spec.blocks.difference(held).first()) {
-            return Err(EarlyError::NotHeld { rank, block });
+            .map_err(|source| PublishError::Blocks { rank, source })?;
+        if let Some(block) = region.part().and_then(|held| roster.blocks.difference(held).first()) {
+            return Err(PublishError::NotHeld { rank, block });
         }
         let folder = Folder::new(region.parts_dir());
-        let io = |action, path| move |source| EarlyError::Io { action, path, source };
+        let io = |action, path| move |source| PublishError::Io { action, path, source };
         folder.make().map_err(io("make", region.parts_dir()))?;
-        let taken = left_behind(region, &folder, &roster);
+        let taken = left_behind(&region, &folder, &roster);
         // A draft takes the place of one that a predecessor left, and goes when it is dropped.
         drop(Draft::create(&folder.spare(rank)));
         let committed = region.state().active.map(|s| s.version);
@@ -247,38 +207,27 @@ impl Rank {
         });
         let path = folder.path(Part::Roster { rank });
         folder.put(Part::Roster { rank }, &roster.to_bytes()).map_err(io("write", path))?;
-        Ok((roster, folder, taken))
+        Ok(DeltaMode {
+            region,
+            rank,
+            roster: Arc::new(roster),
+            folder,
+            threads: threads.max(1),
+            memory: Memory::default(),
+            why: "nothing was published by this process yet".into(),
+            taken,
+            copied: None,
+            spare: Arc::default(),
+        })
     }
 
-    /// The region.
-    pub fn region(&self) -> &Arc<Region> {
-        &self.region
+    /// The newest version that was handed out by delta.
+    pub(super) fn handed_out(&self) -> Option<Version> {
+        self.taken.map(|t| t.version)
     }
 
-    /// Which rank it is.
-    pub fn rank(&self) -> u16 {
-        self.number
-    }
-
-    /// The blocks that it answers for.
-    pub fn blocks(&self) -> &BlockRanges {
-        &self.roster.blocks
-    }
-
-    /// Whether background work is under way.
-    pub fn is_busy(&self) -> bool {
-        matches!(&self.seat, Seat::Busy(job) if !job.thread.is_finished())
-    }
-
-    /// The newest version that this rank has begun to publish: its number cannot be given to other bytes.
-    pub fn newest(&self) -> Option<Version> {
-        let committed = self.region.state().active.map(|s| s.version);
-        self.taken.map(|t| t.version).max(committed)
-    }
-
-    /// How `version` can be published. Waits for the version before, and gives its error.
-    pub fn way(&mut self, version: Version, stop: &Stop) -> Result<Way, EarlyError> {
-        self.settle(stop)?;
+    /// How `version` can be published.
+    pub(super) fn way(&self, version: Version) -> Result<Way, PublishError> {
         self.allow(version)?;
         let copy = |why: String| Ok(Way::Copy { why });
         let Some(newest) = &self.memory.newest else { return copy(self.why.clone()) };
@@ -293,131 +242,20 @@ impl Rank {
         Ok(Way::Delta { base: newest.version })
     }
 
-    /// Publishes `version` by what `source` knows: returns at once, and works in the background until it is committed or
-    /// `timeout` has passed. [`Rank::way`] must have said that it can.
-    pub fn publish(
-        &mut self,
-        version: Version,
-        source: Box<dyn DeltaSource>,
-        timeout: Duration,
-    ) -> Result<(), EarlyError> {
-        let rank = self.number;
-        let needs = |why: &str| EarlyError::NeedsCopy { rank, version, why: why.to_owned() };
-        let newest = self.memory.newest.clone().ok_or_else(|| needs(&self.why))?;
-        if version <= newest.version {
-            return Err(crate::region::RegionError::VersionOrder { version, current: newest.version }.into());
-        }
-        let writer = self.take("publish a delta")?;
-        let memory = std::mem::take(&mut self.memory);
-        self.why = format!("version {version} is being published");
-        let aim = Aim::Delta(self.taken.replace(Taken { version, digest: None }));
-        self.collect(version);
-        let run = Run {
-            region: Arc::clone(&self.region),
-            rank,
-            roster: Arc::clone(&self.roster),
-            folder: self.folder.clone(),
-            threads: self.threads,
-            version,
-            spare: Arc::clone(&self.spare),
-            hurry: Arc::default(),
-        };
-        let hurry = Arc::clone(&run.hurry);
-        self.spawn(version, aim, timeout, hurry, writer, move |writer, stop, handed_out| {
-            run.delta(writer, newest, memory.older, source, handed_out, stop)
-        })
-    }
-
-    /// Begins to write `version` by a copy, together with all other ranks.
-    pub fn begin(&mut self, version: Version, stop: &Stop) -> Result<OwnedAttempt, EarlyError> {
-        self.settle(stop)?;
-        self.allow(version)?;
-        let writer = self.take("begin a copy")?;
-        // From here on the slot may hold anything.
-        self.memory = Memory::default();
-        self.why = format!("version {version} was begun as a copy and not committed");
-        match writer.into_attempt(version, stop) {
-            Ok(attempt) => {
-                self.seat = Seat::Lent;
-                Ok(attempt)
-            }
-            Err(back) => {
-                let (writer, e) = *back;
-                self.seat = Seat::Idle(writer);
-                Err(e.into())
-            }
-        }
-    }
-
-    /// Commits a copy. The sums of this rank's blocks may be given by who knows them (those of other blocks zero);
-    /// otherwise they are made in the background.
-    pub fn commit(
-        &mut self,
-        attempt: OwnedAttempt,
-        sums: Option<SumTable>,
-        stop: &Stop,
-    ) -> Result<Committed, EarlyError> {
-        if let Err(e) = self.confirm(&attempt, stop) {
-            self.seat = Seat::Idle(attempt.abort());
-            return Err(e);
-        }
-        let (writer, result) = attempt.done(stop);
-        let committed = match result {
-            Ok(committed) => committed,
-            Err(e) => {
-                self.seat = Seat::Idle(writer);
-                return Err(e.into());
-            }
-        };
-        let Committed { id, version, slot } = committed;
-        self.copied = Some(version);
-        if self.spare.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
-            let bytes = self.region.manifest().bytes_of(&self.roster.blocks) / container::LIKELY;
-            make_spare(&self.spare, &self.folder, self.number, bytes);
-        }
-        let known = move |sums| {
-            let newest = Some(Known { version, id, slot, sums: Arc::new(sums) });
-            Memory { newest, older: None }
-        };
-        match sums {
-            Some(sums) => {
-                self.memory = known(sums);
-                self.seat = Seat::Idle(writer);
-            }
-            None => {
-                let (region, roster, threads) =
-                    (Arc::clone(&self.region), Arc::clone(&self.roster), self.threads);
-                // The version is there whether or not its sums can be made.
-                self.spawn(version, Aim::Sums, Duration::MAX, Arc::default(), writer, move |_, stop, _| {
-                    let data = region.slot_data(slot);
-                    let kernels = crate::simd::kernels();
-                    let sums = seal::sums(kernels, region.manifest(), &roster.blocks, data, threads, stop)?;
-                    Ok(known(sums))
-                })?;
-            }
-        }
-        Ok(committed)
-    }
-
-    /// Gives a copy up.
-    pub fn abort(&mut self, attempt: OwnedAttempt) {
-        self.seat = Seat::Idle(attempt.abort());
-    }
-
-    /// Whether a version may be published at all: its number was not handed out for other bytes.
-    pub fn allow(&self, version: Version) -> Result<(), EarlyError> {
+    /// An error if the number of this version was handed out for other bytes.
+    pub(super) fn allow(&self, version: Version) -> Result<(), PublishError> {
         match self.taken {
             Some(Taken { version: taken, digest })
                 if version < taken || version == taken && digest.is_none() =>
             {
-                Err(EarlyError::Taken { rank: self.number, version, taken })
+                Err(PublishError::Taken { rank: self.rank, version, taken })
             }
             Some(_) | None => Ok(()),
         }
     }
 
-    /// Whether what was written is what was handed out under the same number, if anything was.
-    pub fn confirm(&self, attempt: &Attempt<'_>, stop: &Stop) -> Result<(), EarlyError> {
+    /// An error if other bytes were handed out under the number of the version that was written.
+    pub(super) fn confirm(&self, attempt: &Attempt<'_>, stop: &Stop) -> Result<(), PublishError> {
         let version = attempt.version();
         let Some(Taken { digest: Some(digest), .. }) = self.taken.filter(|t| t.version == version) else {
             return Ok(());
@@ -428,123 +266,99 @@ impl Rank {
         if sums.digest(manifest) == digest {
             Ok(())
         } else {
-            Err(EarlyError::Taken { rank: self.number, version, taken: version })
+            Err(PublishError::Taken { rank: self.rank, version, taken: version })
         }
     }
 
-    /// Waits for the background work of the version before, and gives its error.
-    pub fn settle(&mut self, stop: &Stop) -> Result<(), EarlyError> {
-        let Seat::Busy(job) = &self.seat else { return Ok(()) };
-        job.hurry.now();
-        while job.over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
-            stop.check()?;
-        }
-        self.finish()
-    }
-
-    /// Ends the background work, and gives the rank back.
-    pub fn close(&mut self) -> Result<(), EarlyError> {
-        if let Seat::Busy(job) = &self.seat {
-            job.stop.set();
-            job.hurry.now();
-        }
-        let result = self.finish();
-        self.seat = Seat::Closed;
+    /// A copy of `version` begins: from here on the slot may hold anything.
+    pub(super) fn forget(&mut self, version: Version) {
         self.memory = Memory::default();
-        result
+        self.why = format!("version {version} was begun as a copy and not committed");
     }
 
-    /// Joins the thread, which is over or will be soon.
-    fn finish(&mut self) -> Result<(), EarlyError> {
-        let job = match std::mem::replace(&mut self.seat, Seat::Closed) {
-            Seat::Busy(job) => job,
-            other => {
-                self.seat = other;
-                return Ok(());
+    /// Notes a copy that was committed. Returns the work that is left if its hashes are not known.
+    pub(super) fn committed(&mut self, committed: Committed, sums: Option<SumTable>) -> Option<CopyRun> {
+        self.copied = Some(committed.version);
+        if self.spare.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            let bytes = self.region.manifest().bytes_of(&self.roster.blocks) / container::LIKELY;
+            make_spare(&self.spare, &self.folder, self.rank, bytes);
+        }
+        match sums {
+            Some(sums) => {
+                self.memory = Memory::of_copy(committed, sums);
+                None
             }
+            None => {
+                let (region, roster) = (Arc::clone(&self.region), Arc::clone(&self.roster));
+                Some(CopyRun { region, roster, threads: self.threads, committed })
+            }
+        }
+    }
+
+    /// What `version` can be a delta from.
+    pub(super) fn base_of(&self, version: Version) -> Result<Known, PublishError> {
+        let Some(newest) = &self.memory.newest else {
+            return Err(PublishError::NeedsCopy { rank: self.rank, version, why: self.why.clone() });
         };
-        let (rank, version) = (self.number, job.version);
+        if version <= newest.version {
+            return Err(crate::region::RegionError::VersionOrder { version, current: newest.version }.into());
+        }
+        Ok(newest.clone())
+    }
+
+    /// Begins to publish `version` as a delta from `newest`.
+    pub(super) fn begin(&mut self, version: Version, newest: Known) -> DeltaRun {
+        let older = std::mem::take(&mut self.memory).older;
+        self.why = format!("version {version} is being published");
+        let before = self.taken.replace(Taken { version, digest: None });
+        self.collect(version);
+        DeltaRun {
+            region: Arc::clone(&self.region),
+            rank: self.rank,
+            roster: Arc::clone(&self.roster),
+            folder: self.folder.clone(),
+            threads: self.threads,
+            version,
+            newest,
+            older,
+            before,
+            spare: Arc::clone(&self.spare),
+            hurry: Arc::default(),
+        }
+    }
+
+    /// Joins the thread of a job and notes what it left. The writer is lost if the thread panicked.
+    pub(super) fn end(&mut self, job: Job) -> (Option<Writer>, Result<(), PublishError>) {
+        let (rank, version) = (self.rank, job.version);
         let Ok(outcome) = job.thread.join() else {
             self.why = "the background thread panicked".into();
-            return Err(EarlyError::Panicked { rank, version });
+            return (None, Err(PublishError::Panicked { rank, version }));
         };
-        self.seat = Seat::Idle(outcome.writer);
         if let Aim::Delta(before) = job.aim {
             // A number that was not handed out can be given to anything.
             let now = outcome.handed_out.map(|digest| Taken { version, digest: Some(digest) });
             self.taken = now.or(before);
         }
-        match (outcome.memory, job.aim) {
+        let result = match (outcome.memory, job.aim) {
             (Ok(memory), _) => {
                 self.memory = memory;
                 Ok(())
             }
             (Err(e), Aim::Delta(_)) => {
                 self.why = format!("version {version} was not committed ({e})");
-                Err(EarlyError::Background { rank, version, source: Box::new(e) })
+                Err(PublishError::Background { rank, version, source: Box::new(e) })
             }
             (Err(e), Aim::Sums) => {
                 // The copy was committed; only the next version cannot be a delta.
-                self.why = format!("the sums of version {version} could not be made ({e})");
+                self.why = format!("the hashes of version {version} could not be computed ({e})");
                 tracing::warn!(version, error = %e, "the next version has to be a copy");
                 Ok(())
             }
-        }
-    }
-
-    fn take(&mut self, what: &'static str) -> Result<Writer, EarlyError> {
-        let why = match std::mem::replace(&mut self.seat, Seat::Closed) {
-            Seat::Idle(writer) => return Ok(writer),
-            other => {
-                let why = match &other {
-                    Seat::Busy(_) => "the version before is still under way",
-                    Seat::Lent => "a copy is being written",
-                    Seat::Idle(_) | Seat::Closed => "it is closed",
-                };
-                self.seat = other;
-                why
-            }
         };
-        Err(EarlyError::Turn { rank: self.number, what, why })
+        (Some(outcome.writer), result)
     }
 
-    /// Runs work in the background. `work` may note where the rank's delta leads once that is in its place.
-    fn spawn(
-        &mut self,
-        version: Version,
-        aim: Aim,
-        timeout: Duration,
-        hurry: Arc<Hurry>,
-        writer: Writer,
-        work: impl FnOnce(&mut Writer, &Stop, &mut Option<StateDigest>) -> Result<Memory, EarlyError>
-        + Send
-        + 'static,
-    ) -> Result<(), EarlyError> {
-        let stop = Stop::never().with_timeout(timeout);
-        let (ended, over) = channel::<()>();
-        let theirs = stop.clone();
-        // If no thread can be had, the writer is lost with the closure; another one is as good.
-        let (region, rank) = (Arc::clone(&self.region), self.number);
-        let thread = std::thread::Builder::new().name(format!("windlass-rank-{rank}")).spawn(move || {
-            let mut writer = writer;
-            let mut handed_out = None;
-            let memory = work(&mut writer, &theirs, &mut handed_out);
-            drop(ended);
-            Outcome { writer, memory, handed_out }
-        });
-        match thread {
-            Ok(thread) => {
-                self.seat = Seat::Busy(Job { version, aim, stop, hurry, over, thread });
-                Ok(())
-            }
-            Err(source) => {
-                self.seat = Seat::Idle(region.writer(rank)?);
-                Err(EarlyError::Exhausted { what: "a thread for the background work", source })
-            }
-        }
-    }
-
-    /// Removes own deltas that nobody needs any more.
+    /// Removes own deltas that no agent needs any more.
     fn collect(&self, next: Version) {
         let state = self.region.state();
         let sealed = [state.active, state.inactive].into_iter().flatten().filter(|s| s.sealed.is_some());
@@ -553,18 +367,91 @@ impl Rank {
         self.folder.remove(|part, _| match part {
             // The one before may not be sealed yet; what is older can no longer be sealed at all.
             Part::Delta { version, rank } => {
-                rank == self.number && version < next && (Some(version) <= sealed || Some(version) < before)
+                rank == self.rank && version < next && (Some(version) <= sealed || Some(version) < before)
             }
             Part::Roster { .. } | Part::Doubt { .. } => false,
         });
     }
 }
 
-impl Drop for Rank {
-    fn drop(&mut self) {
-        if let Err(error) = self.close() {
-            tracing::warn!(%error, "the last version of a rank that ends");
+impl Job {
+    /// Hands out a delta and brings the slot to it, for at most `timeout`.
+    pub(super) fn delta(
+        run: DeltaRun,
+        source: Box<dyn DeltaSource>,
+        timeout: Duration,
+        writer: Writer,
+    ) -> Result<Job, PublishError> {
+        let (version, aim, hurry) = (run.version, Aim::Delta(run.before), Arc::clone(&run.hurry));
+        Job::spawn(version, aim, timeout, hurry, writer, move |writer, stop, handed_out| {
+            run.run(writer, source, handed_out, stop)
+        })
+    }
+
+    /// Computes the hashes of a copy, which is committed whether or not that succeeds.
+    pub(super) fn sums(run: CopyRun, writer: Writer) -> Result<Job, PublishError> {
+        let version = run.committed.version;
+        Job::spawn(version, Aim::Sums, Duration::MAX, Arc::default(), writer, move |_, stop, _| run.run(stop))
+    }
+
+    /// `work` may note where the rank's delta leads once that is in its place.
+    fn spawn(
+        version: Version,
+        aim: Aim,
+        timeout: Duration,
+        hurry: Arc<Hurry>,
+        mut writer: Writer,
+        work: impl FnOnce(&mut Writer, &Stop, &mut Option<StateDigest>) -> Result<Memory, PublishError>
+        + Send
+        + 'static,
+    ) -> Result<Job, PublishError> {
+        let stop = Stop::never().with_timeout(timeout);
+        let (ended, over) = channel::<()>();
+        let theirs = stop.clone();
+        let name = format!("windlass-rank-{}", writer.rank());
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            let mut handed_out = None;
+            let memory = work(&mut writer, &theirs, &mut handed_out);
+            drop(ended);
+            Outcome { writer, memory, handed_out }
+        });
+        let what = "a thread for the background work";
+        let thread = thread.map_err(|source| PublishError::Exhausted { what, source })?;
+        Ok(Job { version, aim, stop, hurry, over: Mutex::new(over), thread })
+    }
+
+    /// Waits until the work is over, which no longer rests.
+    pub(super) fn wait(&self, stop: &Stop) -> Result<(), PublishError> {
+        self.hurry.now();
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        while over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
+            stop.check()?;
         }
+        Ok(())
+    }
+
+    /// Tells the work to stop.
+    pub(super) fn cancel(&self) {
+        self.stop.set();
+        self.hurry.now();
+    }
+}
+
+/// The background work after a copy.
+pub(super) struct CopyRun {
+    region: Arc<Region>,
+    roster: Arc<Roster>,
+    threads: usize,
+    committed: Committed,
+}
+
+impl CopyRun {
+    fn run(self, stop: &Stop) -> Result<Memory, PublishError> {
+        let CopyRun { region, roster, threads, committed } = self;
+        let data = region.slot_data(committed.slot);
+        let kernels = crate::simd::kernels();
+        let sums = seal::sums(kernels, region.manifest(), &roster.blocks, data, threads, stop)?;
+        Ok(Memory::of_copy(committed, sums))
     }
 }
 
@@ -596,19 +483,24 @@ fn rest(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / FETCHED_PER_SECOND as f64).min(REST)
 }
 
-/// The background work of one version.
-struct Run {
+/// The background work of a version by delta.
+pub(super) struct DeltaRun {
     region: Arc<Region>,
     rank: u16,
     roster: Arc<Roster>,
     folder: Folder,
     threads: usize,
     version: Version,
+    newest: Known,
+    /// The other slot, and what leads from there to the newest.
+    older: Option<(Known, Arc<Records>)>,
+    /// What was handed out before.
+    before: Option<Taken>,
     spare: Arc<Mutex<Option<Spare>>>,
     hurry: Arc<Hurry>,
 }
 
-/// A file for the next delta, reserved and mapped while nobody waits: that takes as long as filling it.
+/// A file for the next delta, reserved and mapped in advance: that takes as long as filling it.
 struct Spare {
     draft: Draft,
     memory: Mapping,
@@ -637,18 +529,17 @@ fn make_spare(kept: &Mutex<Option<Spare>>, folder: &Folder, rank: u16, bytes: u6
     }
 }
 
-impl Run {
-    fn delta(
+impl DeltaRun {
+    fn run(
         self,
         writer: &mut Writer,
-        newest: Known,
-        older: Option<(Known, Arc<Records>)>,
         source: Box<dyn DeltaSource>,
         handed_out: &mut Option<StateDigest>,
         stop: &Stop,
-    ) -> Result<Memory, EarlyError> {
+    ) -> Result<Memory, PublishError> {
         let mut begun = Instant::now();
-        let (rank, version, manifest) = (self.rank, self.version, self.region.manifest());
+        let (rank, version, manifest, newest) =
+            (self.rank, self.version, self.region.manifest(), &self.newest);
         let data = self.region.slot_data(newest.slot);
         let records = source.records(
             Base {
@@ -666,22 +557,22 @@ impl Run {
         let records = Arc::new(records);
         let encode_ms = lap(&mut begun);
         let digest = sums.digest(manifest);
-        self.hand_out(&newest, digest, &records, handed_out, stop);
+        self.hand_out(digest, &records, handed_out, stop);
         let part_ms = lap(&mut begun);
         if handed_out.is_some() {
             self.hurry.rest(rest(records.bytes()));
         }
         let rest_ms = lap(&mut begun);
-        // Engines wait for what was handed out, and nobody waits for the slot.
+        // Engines wait for the delta; no process waits for the slot.
         step_back();
         let attempt = writer.begin(version, stop)?;
-        // Nobody but this rank writes its blocks, so they are as it left them, also if others have begun and given up.
-        let older = older.filter(|(known, _)| known.slot == attempt.slot());
+        // Only this rank writes its blocks, so they are as it left them, even if other ranks have begun and given up.
+        let older = self.older.as_ref().filter(|(known, _)| known.slot == attempt.slot());
         let work = Work {
             region: &self.region,
             rank,
             blocks: &self.roster.blocks,
-            lag: older.as_ref().map_or(Lag::Unknown, |(known, last)| Lag::Known(&known.sums, last)),
+            lag: older.map_or(Lag::Unknown, |(known, last)| Lag::Known(&known.sums, last)),
             base: (data, &newest.sums),
             version,
             records: &records,
@@ -708,17 +599,17 @@ impl Run {
             make_spare(&self.spare, &self.folder, rank, bytes + bytes / 4);
         }
         let known = Known { version, id, slot, sums: Arc::new(sums) };
-        Ok(Memory { newest: Some(known), older: Some((newest, records)) })
+        Ok(Memory { newest: Some(known), older: Some((self.newest, records)) })
     }
 
     /// The sums after the records.
-    fn next_sums(&self, base: &SumTable, records: &Records) -> Result<SumTable, EarlyError> {
+    fn next_sums(&self, base: &SumTable, records: &Records) -> Result<SumTable, PublishError> {
         let (mut sums, mut tensor) = (base.clone(), 0);
         sums.set_all(records.entries().iter().map(|e| {
             let block = e.block;
             if !self.roster.blocks.contains(block) {
                 let source = RecordsFault::NotOwn { block };
-                return Err(EarlyError::Records { rank: self.rank, version: self.version, source });
+                return Err(PublishError::Records { rank: self.rank, version: self.version, source });
             }
             tensor = self.region.manifest().cuts().tensor_of(block, tensor)?;
             Ok((block, tensor, e.sum))
@@ -726,16 +617,15 @@ impl Run {
         Ok(sums)
     }
 
-    /// Puts the delta in its place and wakes the agent. Whatever fails here costs only time.
+    /// Puts the delta in its place and wakes the agent. A failure here costs only time.
     fn hand_out(
         &self,
-        newest: &Known,
         digest: StateDigest,
         records: &Records,
         handed_out: &mut Option<StateDigest>,
         stop: &Stop,
     ) {
-        let (region, rank, version) = (&self.region, self.rank, self.version);
+        let (region, rank, version, newest) = (&self.region, self.rank, self.version, &self.newest);
         if region.part().is_some() {
             return;
         }
@@ -766,7 +656,7 @@ impl Run {
             container::write(draft.file(), &header, counts, record, self.threads, memory.as_ref(), stop)
                 .map_err(WriteFault::into_io)?;
             step("part-drafted");
-            // From here on somebody may have it.
+            // From here on an engine may have it.
             *handed_out = Some(digest);
             draft.place()
         };

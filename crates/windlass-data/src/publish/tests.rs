@@ -21,7 +21,7 @@ use crate::stop::Stop;
 /// What a second process has.
 #[derive(Default)]
 pub(crate) struct Held {
-    rank: Option<Rank>,
+    rank: Option<Publisher>,
     server: Option<Server>,
 }
 
@@ -31,15 +31,15 @@ pub(crate) fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Option<
     let number = |i: usize| words[i].parse::<u64>().unwrap();
     let rank = |held: &mut Held| held.rank.take().unwrap();
     let result = match words[0] {
-        "early" => {
+        "publisher" => {
             held.rank = Some(take(region, number(1) as u16));
             Ok(())
         }
-        "early-copy" | "early-delta" => {
+        "publish-copy" | "publish-delta" => {
             let mut mine = rank(held);
             let version = number(1);
             let patience = words.get(2).map_or(PATIENCE, |_| Duration::from_millis(number(2)));
-            let result = if words[0] == "early-copy" {
+            let result = if words[0] == "publish-copy" {
                 copy(&mut mine, version)
             } else {
                 bring(&mut mine, version, patience).and_then(|()| mine.settle(&stop()))
@@ -61,10 +61,15 @@ fn stop() -> Stop {
 }
 
 /// Every second block.
-fn take(region: &Arc<Region>, rank: u16) -> Rank {
+fn blocks(region: &Region, rank: u16) -> BlockRanges {
     let blocks = (0..region.manifest().cuts().blocks()).filter(|b| b % 2 == u32::from(rank));
-    let blocks: BlockRanges = blocks.map(|b| b..b + 1).collect();
-    Rank::new(region.writer(rank).unwrap(), RankSpec { blocks, threads: 1 }).map_err(|e| e.1).unwrap()
+    blocks.map(|b| b..b + 1).collect()
+}
+
+fn take(region: &Arc<Region>, rank: u16) -> Publisher {
+    let mut publisher = Publisher::new(Arc::clone(region), rank).unwrap();
+    publisher.use_deltas(region.manifest(), blocks(region, rank), 1).unwrap();
+    publisher
 }
 
 fn serve(region: &Arc<Region>) -> Server {
@@ -94,24 +99,25 @@ fn digest(region: &Region, version: Version) -> StateDigest {
     seal::sums(kernels, region.manifest(), &all, &data, 1, &stop()).unwrap().digest(region.manifest())
 }
 
-fn each_run(rank: &Rank, data: &[u8], mut put: impl FnMut(u64, &[u8])) {
+fn each_run(rank: &Publisher, data: &[u8], mut put: impl FnMut(u64, &[u8])) {
     let manifest = rank.region().manifest();
-    for block in rank.blocks().iter() {
+    for block in blocks(rank.region(), rank.rank()).iter() {
         for run in manifest.byte_runs(&manifest.cuts().block(block).unwrap()) {
             put(run.start, &data[run.start as usize..run.end as usize]);
         }
     }
 }
 
-fn copy(rank: &mut Rank, version: Version) -> Result<(), EarlyError> {
-    let attempt = rank.begin(version, &stop())?;
+fn copy(rank: &mut Publisher, version: Version) -> Result<(), PublishError> {
+    rank.begin(version, &stop())?;
+    let attempt = rank.attempt()?;
     each_run(rank, &data(rank.region(), version), |at, bytes| attempt.write(at, bytes).unwrap());
-    rank.commit(attempt, None, &stop()).map(drop)
+    rank.commit(None, &stop()).map(drop)
 }
 
-fn bring(rank: &mut Rank, version: Version, timeout: Duration) -> Result<(), EarlyError> {
+fn bring(rank: &mut Publisher, version: Version, timeout: Duration) -> Result<(), PublishError> {
     if let Way::Copy { why } = rank.way(version, &stop())? {
-        return Err(EarlyError::NeedsCopy { rank: rank.rank(), version, why });
+        return Err(PublishError::NeedsCopy { rank: rank.rank(), version, why });
     }
     let staging = Staging::new(rank.region().manifest().data_bytes())?;
     let memory = Arc::clone(staging.memory());
@@ -131,7 +137,7 @@ fn check(region: &Arc<Region>, version: Version) {
 /// Two ranks, one of them a child, an agent and a receiver.
 struct World {
     region: Arc<Region>,
-    mine: Rank,
+    mine: Publisher,
     child: Option<Child>,
     rank: u16,
     version: Version,
@@ -156,7 +162,7 @@ impl World {
 
     fn restart(&mut self) {
         let mut child = Child::open(self.region.dir());
-        child.ask(&format!("early {}", self.rank)).unwrap();
+        child.ask(&format!("publisher {}", self.rank)).unwrap();
         self.child = Some(child);
     }
 
@@ -165,7 +171,7 @@ impl World {
         self.version += 1;
         let version = self.version;
         let child = self.child.as_mut().unwrap();
-        child.send(&format!("early-{way} {version}"));
+        child.send(&format!("publish-{way} {version}"));
         if way == "copy" {
             copy(&mut self.mine, version).unwrap();
         } else {
@@ -229,7 +235,7 @@ fn a_rank_killed_at_every_step_of_a_delta_leaves_nothing_wrong() {
             if joined {
                 bring(&mut world.mine, next, PATIENCE).unwrap();
             }
-            victim.run_to(step, &format!("early-delta {next}"));
+            victim.run_to(step, &format!("publish-delta {next}"));
             if !joined {
                 bring(&mut world.mine, next, Duration::from_millis(300)).unwrap();
             }
@@ -256,7 +262,7 @@ fn a_rank_killed_at_every_step_of_a_delta_leaves_nothing_wrong() {
         let next = world.version + 1;
         let mut victim = world.child.take().unwrap();
         bring(&mut world.mine, next, PATIENCE).unwrap();
-        victim.run_to(if rank == 0 { "committed" } else { "done" }, &format!("early-delta {next}"));
+        victim.run_to(if rank == 0 { "committed" } else { "done" }, &format!("publish-delta {next}"));
         victim.kill();
         world.mine.settle(&stop()).unwrap();
         check(&world.region, next);
@@ -271,12 +277,12 @@ fn a_stopped_rank_holds_up_a_delta_for_its_deadline_and_brings_nothing_into_late
     for step in ["part-drafted", "barrier", "applying:1"] {
         let (before, next) = (world.version, world.version + 1);
         let mut victim = world.child.take().unwrap();
-        let early = step == "part-drafted";
-        if !early {
+        let drafted = step == "part-drafted";
+        if !drafted {
             bring(&mut world.mine, next, Duration::from_millis(1500)).unwrap();
         }
-        victim.run_to(step, &format!("early-delta {next} 3000"));
-        if early {
+        victim.run_to(step, &format!("publish-delta {next} 3000"));
+        if drafted {
             bring(&mut world.mine, next, Duration::from_millis(300)).unwrap();
         }
         victim.stop();

@@ -11,8 +11,8 @@ use windlass_core::delta::container::Entry;
 use windlass_core::delta::{Encoder, Tile};
 use windlass_core::digest::sum_block;
 
-use super::rank::{Base, DeltaSource};
-use super::{EarlyError, Records};
+use super::delta_mode::{Base, DeltaSource};
+use super::{PublishError, Records};
 use crate::copies::CopyTarget;
 use crate::region::RegionError;
 use crate::seal::SealError;
@@ -29,10 +29,10 @@ pub struct Staging {
 
 impl Staging {
     /// Memory for images of so many bytes. It is taken when it is written.
-    pub fn new(data_bytes: u64) -> Result<Staging, EarlyError> {
+    pub fn new(data_bytes: u64) -> Result<Staging, PublishError> {
         let what = "memory for the tensors of the next version";
         let memory =
-            Mapping::anonymous(data_bytes).map_err(|source| EarlyError::Exhausted { what, source })?;
+            Mapping::anonymous(data_bytes).map_err(|source| PublishError::Exhausted { what, source })?;
         Ok(Staging { memory: Arc::new(memory) })
     }
 
@@ -68,7 +68,7 @@ struct Hand {
 }
 
 impl DeltaSource for Staging {
-    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<Records, EarlyError> {
+    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<Records, PublishError> {
         let kernels = crate::simd::kernels();
         let manifest = base.manifest;
         let data = self.memory.bytes(0..self.memory.len());
@@ -98,7 +98,7 @@ impl DeltaSource for Staging {
             let len = (payload.len() - at) as u32;
             entries.push(Entry { block: tile.number, mode: e.mode, sum: e.sum, offset: at, len });
             *changes += u64::from(e.changes);
-            Ok::<(), EarlyError>(())
+            Ok::<(), PublishError>(())
         })?;
         let mut payload = Vec::with_capacity(hands.iter().map(|h| h.payload.len()).sum());
         let (mut entries, mut changes) = (Vec::new(), 0);
@@ -109,7 +109,7 @@ impl DeltaSource for Staging {
             changes += hand.changes;
         }
         entries.sort_unstable_by_key(|e| e.block);
-        Records::new(entries, changes, Box::new(payload)).map_err(|source| EarlyError::Records {
+        Records::new(entries, changes, Box::new(payload)).map_err(|source| PublishError::Records {
             rank: base.rank,
             version: base.version,
             source,

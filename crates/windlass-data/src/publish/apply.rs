@@ -11,7 +11,7 @@ use windlass_core::identity::Version;
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 
-use super::{EarlyError, Records};
+use super::{PublishError, Records};
 use crate::region::{Attempt, Region, step};
 use crate::seal::pass::gather;
 use crate::shm::Mapping;
@@ -55,7 +55,7 @@ struct Hand {
 
 impl Work<'_> {
     /// Brings this rank's blocks of the attempt's slot to the version.
-    pub(super) fn run(&self, attempt: &Attempt<'_>, stop: &Stop) -> Result<Done, EarlyError> {
+    pub(super) fn run(&self, attempt: &Attempt<'_>, stop: &Stop) -> Result<Done, PublishError> {
         let numbers: Vec<u32> = match &self.lag {
             Lag::Known(_, last) => {
                 let mut all: Vec<u32> =
@@ -77,7 +77,7 @@ impl Work<'_> {
         }))
     }
 
-    fn block(&self, attempt: &Attempt<'_>, hand: &mut Hand, number: u32) -> Result<(), EarlyError> {
+    fn block(&self, attempt: &Attempt<'_>, hand: &mut Hand, number: u32) -> Result<(), PublishError> {
         let manifest = self.region.manifest();
         let tile = Tile::of(manifest, number)?;
         let newest = self.records.find(number);
@@ -98,7 +98,7 @@ impl Work<'_> {
         if self.change(attempt, hand, &tile, self.base.1.get(number), &[newest])? {
             Ok(())
         } else {
-            Err(EarlyError::Misfit { rank: self.rank, block: number, version: self.version })
+            Err(PublishError::Misfit { rank: self.rank, block: number, version: self.version })
         }
     }
 
@@ -110,7 +110,7 @@ impl Work<'_> {
         tile: &Tile,
         mut sum: BlockSum,
         steps: &[Option<Record<'_>>],
-    ) -> Result<bool, EarlyError> {
+    ) -> Result<bool, PublishError> {
         if steps.iter().all(Option::is_none) {
             return Ok(true);
         }
@@ -129,7 +129,7 @@ impl Work<'_> {
     }
 
     /// Copies a block from the slot of the base.
-    fn copy(&self, attempt: &Attempt<'_>, hand: &mut Hand, tile: &Tile) -> Result<(), EarlyError> {
+    fn copy(&self, attempt: &Attempt<'_>, hand: &mut Hand, tile: &Tile) -> Result<(), PublishError> {
         let manifest = self.region.manifest();
         let Some(tensor) = manifest.tensors().get(tile.block.tensor as usize) else { return Ok(()) };
         let range = tensor.range();
@@ -151,8 +151,8 @@ fn change_block<T>(
     manifest: &Manifest,
     tile: &Tile,
     scratch: &mut Vec<u8>,
-    change: impl FnOnce(&mut [u8]) -> Result<T, EarlyError>,
-) -> Result<T, EarlyError> {
+    change: impl FnOnce(&mut [u8]) -> Result<T, PublishError>,
+) -> Result<T, PublishError> {
     let mut runs = manifest.byte_runs(&tile.block);
     if tile.block.is_contiguous() {
         let Some(run) = runs.next() else { return change(&mut []) };

@@ -2,11 +2,11 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use windlass_core::delta::early::{EarlyError as CoreError, MAX_ROSTER, Roster};
+use windlass_core::delta_mode::{DeltaModeError, MAX_ROSTER, Roster};
 use windlass_core::identity::Version;
 
 use crate::seal::draft::{self, Draft, is_draft, remove_if_there};
@@ -130,13 +130,11 @@ impl Folder {
 
     /// Writes a small file, whole or not at all.
     pub(super) fn put(&self, part: Part, bytes: &[u8]) -> io::Result<()> {
-        let draft = Draft::create(&self.path(part))?;
-        draft.file().write_all(bytes)?;
-        draft.place()
+        Draft::write(&self.path(part), bytes)
     }
 
     /// A rank's roster; `None` if it has not written one.
-    pub fn roster(&self, rank: u16) -> io::Result<Option<Result<Roster, CoreError>>> {
+    pub fn roster(&self, rank: u16) -> io::Result<Option<Result<Roster, DeltaModeError>>> {
         let file = match open(&self.path(Part::Roster { rank })) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other?,

@@ -18,7 +18,7 @@
 //!
 //! # A rank's delta
 //!
-//! A container as in [`super`], whose header has the digests of the sums of the rank's blocks alone, those of all other
+//! A container as in [`crate::delta`], whose header has the digests of the sums of the rank's blocks alone, those of all other
 //! blocks being zero: that of the blocks before and that of the blocks after the change. Its records are of the rank's
 //! blocks, and plain: context records do not compose.
 //!
@@ -34,12 +34,12 @@
 //! - for every rank, the digest of its blocks' sums in the base's table is the container's base digest;
 //! - for every rank, the digest of its blocks' sums after the records were put in is the container's target digest.
 //!
-//! The last two tie each container to the very bytes that the base has and to what the rank says its blocks are now. What
-//! is *in* a record is checked by whoever applies it.
+//! The last two tie each container to the very bytes that the base has and to what the rank says its blocks are now. The
+//! process that applies a record checks what is in it.
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Delta, DeltaError, Mode};
+use crate::delta::{Delta, DeltaError, Mode};
 use crate::digest::{BlockSum, StateSum, SumTable};
 use crate::error::Kind;
 use crate::identity::{CutsHash, Incarnation, LayoutHash, ModelId, StateDigest};
@@ -53,7 +53,7 @@ pub const MAX_ROSTER: usize = FIXED + 8 + 8 + 10 * BlockRanges::MAX_RANGES;
 
 /// Why rosters or the deltas of ranks cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum EarlyError {
+pub enum DeltaModeError {
     #[error("not a roster: it begins with {found:02x?} instead of \"WLROST1\"")]
     Magic { found: Vec<u8> },
     #[error("a roster says that it has {said} bytes, and {have} are there")]
@@ -100,10 +100,10 @@ pub enum EarlyError {
     Delta { rank: u16, source: DeltaError },
 }
 
-impl EarlyError {
+impl DeltaModeError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
-        use EarlyError as E;
+        use DeltaModeError as E;
         match self {
             E::Magic { .. } | E::Rank { .. } | E::Count { .. } | E::Cover { .. } => Kind::Invalid,
             E::Length { .. } | E::Damaged { .. } | E::NotOwn { .. } | E::Base { .. } | E::Target { .. } => {
@@ -119,7 +119,7 @@ impl EarlyError {
 
     /// Whether what was brought is well-formed, for this base, and contradicts what is known of it.
     pub fn is_contradiction(&self) -> bool {
-        use EarlyError as E;
+        use DeltaModeError as E;
         match self {
             E::NotOwn { .. } | E::Base { .. } | E::Target { .. } | E::Cover { .. } => true,
             E::Magic { .. }
@@ -171,21 +171,21 @@ impl Roster {
     }
 
     /// Reads a roster, which must be all of `bytes`.
-    pub fn parse(bytes: &[u8]) -> Result<Roster, EarlyError> {
+    pub fn parse(bytes: &[u8]) -> Result<Roster, DeltaModeError> {
         if !bytes.starts_with(MAGIC) {
-            return Err(EarlyError::Magic { found: bytes.iter().take(8).copied().collect() });
+            return Err(DeltaModeError::Magic { found: bytes.iter().take(8).copied().collect() });
         }
         let have = bytes.len() as u64;
-        let short = || EarlyError::Length { said: FIXED as u64 + 8, have };
+        let short = || DeltaModeError::Length { said: FIXED as u64 + 8, have };
         let (body, sum) = bytes.split_last_chunk::<8>().ok_or_else(short)?;
         let mut fields = Fields(body.get(MAGIC.len()..).ok_or_else(short)?);
         let said = fields.take().map(u32::from_le_bytes).ok_or_else(short)?;
         if u64::from(said) != have || bytes.len() > MAX_ROSTER {
-            return Err(EarlyError::Length { said: said.into(), have });
+            return Err(DeltaModeError::Length { said: said.into(), have });
         }
         let (found, expected) = (xxh3_64(body), u64::from_le_bytes(*sum));
         if found != expected {
-            return Err(EarlyError::Damaged { found, expected });
+            return Err(DeltaModeError::Damaged { found, expected });
         }
         let rank = fields.take().map(u16::from_le_bytes).ok_or_else(short)?;
         let ranks = fields.take().map(u16::from_le_bytes).ok_or_else(short)?;
@@ -195,17 +195,22 @@ impl Roster {
         let (blocks, taken) = BlockRanges::decode(fields.0)?;
         if taken != fields.0.len() {
             let said = (FIXED + taken + 8) as u64;
-            return Err(EarlyError::Length { said, have });
+            return Err(DeltaModeError::Length { said, have });
         }
         if rank >= ranks {
-            return Err(EarlyError::Rank { rank, ranks });
+            return Err(DeltaModeError::Rank { rank, ranks });
         }
         Ok(Roster { rank, ranks, incarnation, layout_hash, cuts_hash, blocks })
     }
 
     /// Whether it is of this life of a publisher of this manifest.
-    pub fn check(&self, manifest: &Manifest, incarnation: Incarnation, ranks: u16) -> Result<(), EarlyError> {
-        let foreign = |what, found: String, expected: String| EarlyError::Foreign {
+    pub fn check(
+        &self,
+        manifest: &Manifest,
+        incarnation: Incarnation,
+        ranks: u16,
+    ) -> Result<(), DeltaModeError> {
+        let foreign = |what, found: String, expected: String| DeltaModeError::Foreign {
             rank: self.rank,
             what,
             found,
@@ -262,24 +267,24 @@ pub fn cover(
     incarnation: Incarnation,
     held: &BlockRanges,
     rosters: &[Roster],
-) -> Result<(), EarlyError> {
+) -> Result<(), DeltaModeError> {
     let ranks = u16::try_from(rosters.len()).unwrap_or(u16::MAX);
     let mut all = BlockRanges::new();
     for (i, roster) in rosters.iter().enumerate() {
         roster.check(manifest, incarnation, ranks)?;
         if usize::from(roster.rank) != i {
-            return Err(EarlyError::Rank { rank: roster.rank, ranks });
+            return Err(DeltaModeError::Rank { rank: roster.rank, ranks });
         }
         if let Some(block) = all.intersection(&roster.blocks).first() {
-            return Err(EarlyError::Cover { block, what: "two ranks" });
+            return Err(DeltaModeError::Cover { block, what: "two ranks" });
         }
         all = all.union(&roster.blocks);
     }
     if let Some(block) = held.difference(&all).first() {
-        return Err(EarlyError::Cover { block, what: "no rank" });
+        return Err(DeltaModeError::Cover { block, what: "no rank" });
     }
     if let Some(block) = all.difference(held).first() {
-        return Err(EarlyError::Cover { block, what: "a rank though it is not held here" });
+        return Err(DeltaModeError::Cover { block, what: "a rank though it is not held here" });
     }
     Ok(())
 }
@@ -313,12 +318,12 @@ pub fn join(
     version: u64,
     rosters: &[Roster],
     deltas: &[Delta<'_>],
-) -> Result<SumTable, EarlyError> {
+) -> Result<SumTable, DeltaModeError> {
     let manifest = base.manifest;
     assert_eq!(base.sums.sums().len(), manifest.cuts().blocks() as usize, "a table of this manifest");
     if rosters.len() != deltas.len() {
         let expected = u16::try_from(rosters.len()).unwrap_or(u16::MAX);
-        return Err(EarlyError::Count { expected, found: deltas.len() });
+        return Err(DeltaModeError::Count { expected, found: deltas.len() });
     }
     let layout = manifest.layout_hash();
     let mut sums = base.sums.clone();
@@ -329,33 +334,33 @@ pub fn join(
         let expected = state.digest(layout);
         if delta.header.base_digest != expected {
             let found = delta.header.base_digest;
-            return Err(EarlyError::Base { rank, base: base.version, found, expected });
+            return Err(DeltaModeError::Base { rank, base: base.version, found, expected });
         }
         let mut tensor = 0;
         let change = sums.set_all(delta.entries().iter().map(|entry| {
             let block = entry.block;
             if !roster.blocks.contains(block) {
-                return Err(EarlyError::NotOwn { rank, block });
+                return Err(DeltaModeError::NotOwn { rank, block });
             }
             if entry.mode == Mode::Context {
-                return Err(EarlyError::Context { rank, block });
+                return Err(DeltaModeError::Context { rank, block });
             }
             tensor = manifest.cuts().tensor_of(block, tensor)?;
             Ok((block, tensor, entry.sum))
         }))?;
         let found = state.plus(change).digest(layout);
         if delta.header.target_digest != found {
-            return Err(EarlyError::Target { rank, said: delta.header.target_digest, found });
+            return Err(DeltaModeError::Target { rank, said: delta.header.target_digest, found });
         }
     }
     Ok(sums)
 }
 
-fn check_header(base: &Origin<'_>, version: u64, rank: u16, delta: &Delta<'_>) -> Result<(), EarlyError> {
+fn check_header(base: &Origin<'_>, version: u64, rank: u16, delta: &Delta<'_>) -> Result<(), DeltaModeError> {
     let header = &delta.header;
-    header.check(base.manifest).map_err(|source| EarlyError::Delta { rank, source })?;
+    header.check(base.manifest).map_err(|source| DeltaModeError::Delta { rank, source })?;
     let foreign =
-        |what, found: String, expected: String| Err(EarlyError::Foreign { rank, what, found, expected });
+        |what, found: String, expected: String| Err(DeltaModeError::Foreign { rank, what, found, expected });
     if header.model_id != *base.model_id {
         return foreign("model", header.model_id.to_string(), base.model_id.to_string());
     }

@@ -44,7 +44,7 @@ fn sums(manifest: &Manifest, data: &[u8], of: impl Fn(u32) -> bool) -> SumTable 
 /// What a rank brings that has the blocks `of`.
 fn brought(manifest: &Manifest, old: &[u8], new: &[u8], of: impl Fn(u32) -> bool + Copy) -> Vec<u8> {
     let (before, after) = (sums(manifest, old, of), sums(manifest, new, of));
-    let header = super::super::DeltaHeader {
+    let header = crate::delta::DeltaHeader {
         model_id: model(),
         base: (Incarnation(9), 4),
         target: (Incarnation(9), 5),
@@ -83,7 +83,7 @@ fn join_two(
     old: &[u8],
     rosters: &[Roster],
     files: &[Vec<u8>],
-) -> Result<SumTable, EarlyError> {
+) -> Result<SumTable, DeltaModeError> {
     let held = BlockRanges::from(0..manifest.cuts().blocks());
     let table = sums(manifest, old, |_| true);
     let origin = Origin {
@@ -180,19 +180,19 @@ fn what_does_not_fit_together_is_refused_by_name() {
         |rosters: &[Roster], files: &[Vec<u8>]| join_two(&manifest, &old, rosters, files).unwrap_err();
 
     let swapped = [rosters[1].clone(), rosters[0].clone()];
-    assert!(matches!(fails(&swapped, &files), EarlyError::Rank { .. }));
+    assert!(matches!(fails(&swapped, &files), DeltaModeError::Rank { .. }));
     let twice = [rosters[0].clone(), Roster { blocks: rosters[0].blocks.clone(), ..rosters[1].clone() }];
-    assert!(matches!(fails(&twice, &files), EarlyError::Cover { what: "two ranks", .. }));
+    assert!(matches!(fails(&twice, &files), DeltaModeError::Cover { what: "two ranks", .. }));
     let none = [rosters[0].clone(), Roster { blocks: BlockRanges::new(), ..rosters[1].clone() }];
-    assert!(matches!(fails(&none, &files), EarlyError::Cover { what: "no rank", block: 1 }));
+    assert!(matches!(fails(&none, &files), DeltaModeError::Cover { what: "no rank", block: 1 }));
     let older = [rosters[0].clone(), Roster { incarnation: Incarnation(8), ..rosters[1].clone() }];
-    assert!(matches!(fails(&older, &files), EarlyError::Foreign { rank: 1, what: "incarnation", .. }));
+    assert!(matches!(fails(&older, &files), DeltaModeError::Foreign { rank: 1, what: "incarnation", .. }));
     let more = [rosters[0].clone(), Roster { ranks: 3, ..rosters[1].clone() }];
-    assert!(matches!(fails(&more, &files), EarlyError::Foreign { rank: 1, what: "ranks", .. }));
+    assert!(matches!(fails(&more, &files), DeltaModeError::Foreign { rank: 1, what: "ranks", .. }));
 
-    assert!(matches!(fails(&rosters, &files[..1]), EarlyError::Count { expected: 2, found: 1 }));
+    assert!(matches!(fails(&rosters, &files[..1]), DeltaModeError::Count { expected: 2, found: 1 }));
     let exchanged = [files[1].clone(), files[0].clone()];
-    assert!(matches!(fails(&rosters, &exchanged), EarlyError::Base { rank: 0, .. }));
+    assert!(matches!(fails(&rosters, &exchanged), DeltaModeError::Base { rank: 0, .. }));
     let all = [brought(&manifest, &old, &new, |_| true), files[1].clone()];
-    assert!(matches!(fails(&rosters, &all), EarlyError::Base { rank: 0, .. }));
+    assert!(matches!(fails(&rosters, &all), DeltaModeError::Base { rank: 0, .. }));
 }

@@ -1,7 +1,6 @@
 //! Versions that are served by delta before their slot is whole: ranks, agent and receivers with real regions and
 //! sockets, in one process. Processes that are killed are in the crate's own tests, which know the steps.
 
-
 use crate::plane;
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -16,15 +15,16 @@ use windlass_core::identity::{ModelId, StateDigest, Version};
 use windlass_core::manifest::{DimCut, Manifest};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
-use windlass_data::early::{EarlyError, Folder, Part, Rank, RankSpec, Staging, Way};
-use windlass_data::region::{Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots};
+use windlass_data::publish::{Folder, Part, PublishError, Publisher, Staging, Way};
+use windlass_data::region::{Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec};
 use windlass_data::serve::{Server, ServerConfig};
+use windlass_data::stop::Stop;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A trainer of some ranks, each of which answers for every so-manieth block.
 struct Trainer {
-    ranks: Vec<Rank>,
+    ranks: Vec<Publisher>,
     region: Arc<Region>,
     server: Option<Arc<Server>>,
     data: Vec<u8>,
@@ -38,7 +38,14 @@ fn manifest() -> Manifest {
     plane::odd_manifest().with_cuts(&cuts.into()).unwrap()
 }
 
-fn mine(blocks: u32, rank: u16, ranks: u16) -> BlockRanges {
+fn publisher(region: &Arc<Region>, rank: u16, blocks: BlockRanges) -> Publisher {
+    let mut publisher = Publisher::new(Arc::clone(region), rank).unwrap();
+    publisher.use_deltas(region.manifest(), blocks, 2).unwrap();
+    publisher
+}
+
+fn mine(region: &Region, rank: u16) -> BlockRanges {
+    let (blocks, ranks) = (region.manifest().cuts().blocks(), region.ranks());
     (0..blocks).filter(|b| b % u32::from(ranks) == u32::from(rank)).map(|b| b..b + 1).collect()
 }
 
@@ -50,16 +57,13 @@ impl Trainer {
     fn new(ranks: u16, config: Option<ServerConfig>) -> Trainer {
         let home = shm();
         let region = Region::create(&RegionSpec {
-            dir: home.path().join("region"),
-            model_id: ModelId::new("actor").unwrap(),
-            manifest: Arc::new(manifest()),
-            slots: Slots::Two,
             ranks,
-            part: None,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
-            incarnation: None,
+            ..RegionSpec::new(
+                home.path().join("region"),
+                ModelId::new("actor").unwrap(),
+                Arc::new(manifest()),
+            )
         })
         .unwrap();
         let data = vec![0; region.manifest().data_bytes() as usize];
@@ -75,9 +79,8 @@ impl Trainer {
         trainer
     }
 
-    fn rank(&self, rank: u16) -> Rank {
-        let blocks = mine(self.region.manifest().cuts().blocks(), rank, self.region.ranks());
-        Rank::new(self.region.writer(rank).unwrap(), RankSpec { blocks, threads: 2 }).unwrap()
+    fn rank(&self, rank: u16) -> Publisher {
+        publisher(&self.region, rank, mine(&self.region, rank))
     }
 
     fn serve(&mut self, config: ServerConfig) {
@@ -104,7 +107,7 @@ impl Trainer {
     }
 
     /// All ranks copy `version`.
-    fn copy(&mut self, version: Version) -> Vec<Result<(), EarlyError>> {
+    fn copy(&mut self, version: Version) -> Vec<Result<(), PublishError>> {
         let data = &self.data;
         std::thread::scope(|scope| {
             let ranks: Vec<_> =
@@ -125,7 +128,7 @@ impl Trainer {
         }
     }
 
-    fn settle(&mut self) -> Vec<Result<(), EarlyError>> {
+    fn settle(&mut self) -> Vec<Result<(), PublishError>> {
         self.ranks.iter_mut().map(|r| r.settle(&stop())).collect()
     }
 
@@ -185,26 +188,24 @@ impl Trainer {
     }
 }
 
-fn copy(rank: &mut Rank, data: &[u8], version: Version) -> Result<(), EarlyError> {
-    let region = Arc::clone(rank.region());
-    let (blocks, attempt) = (rank.blocks().clone(), rank.begin(version, &stop())?);
-    for block in blocks.iter() {
-        let block = region.manifest().cuts().block(block).unwrap();
-        for run in region.manifest().byte_runs(&block) {
-            if let Err(e) = attempt.write(run.start, &data[run.start as usize..run.end as usize]) {
-                // Another rank has given the attempt up.
-                rank.abort(attempt);
-                return Err(e.into());
+fn copy(rank: &mut Publisher, data: &[u8], version: Version) -> Result<(), PublishError> {
+    let (region, blocks) = (Arc::clone(rank.region()), mine(rank.region(), rank.rank()));
+    rank.copy(version, &stop(), |attempt| {
+        for block in blocks.iter() {
+            let block = region.manifest().cuts().block(block).unwrap();
+            for run in region.manifest().byte_runs(&block) {
+                // An error if another rank has given the attempt up.
+                attempt.write(run.start, &data[run.start as usize..run.end as usize])?;
             }
         }
-    }
-    rank.commit(attempt, None, &stop()).map(drop)
+        Ok(())
+    })
 }
 
-fn bring(rank: &mut Rank, data: &[u8], version: Version, timeout: Duration) {
+fn bring(rank: &mut Publisher, data: &[u8], version: Version, timeout: Duration) {
     let manifest = Arc::clone(rank.region().manifest());
     let staging = Staging::new(manifest.data_bytes()).unwrap();
-    for block in rank.blocks().iter() {
+    for block in mine(rank.region(), rank.rank()).iter() {
         for run in manifest.byte_runs(&manifest.cuts().block(block).unwrap()) {
             staging.memory().copy_in(run.start, &data[run.start as usize..run.end as usize]);
         }
@@ -296,7 +297,7 @@ fn a_version_is_served_by_delta_before_its_slot_is_whole() {
         assert_eq!(trainer.sealed(4), new);
         // 2, 3 and 4, none of which was compared.
         assert_eq!(trainer.count(|c| &c.joined), 3);
-        eventually("all are sealed", || trainer.count(|c| &c.sealed_early) == 3);
+        eventually("all are sealed", || trainer.count(|c| &c.sealed_by_delta) == 3);
         assert_eq!(trainer.server().delta().unwrap().version, 4);
     }
 }
@@ -403,7 +404,7 @@ fn torn_and_contradicting_parts_are_sealed_the_ordinary_way() {
         held.finish().unwrap();
         trainer.settle().into_iter().for_each(Result::unwrap);
         assert_eq!((trainer.served(4), trainer.sealed(4)), (trainer.digest(), trainer.digest()), "{how}");
-        assert_eq!(trainer.count(|c| &c.sealed_early), 0, "{how}");
+        assert_eq!(trainer.count(|c| &c.sealed_by_delta), 0, "{how}");
         assert_eq!(trainer.count(|c| &c.contradictions), u64::from(contradicts), "{how}");
         assert_eq!(trainer.server().contradiction().is_some(), contradicts, "{how}");
         for rank in &mut trainer.ranks {
@@ -456,9 +457,9 @@ fn a_number_that_was_handed_out_is_not_given_to_other_bytes() {
         trainer.data.iter_mut().for_each(|b| *b ^= 1);
         let errors: Vec<_> = trainer.copy(4).into_iter().map(Result::unwrap_err).collect();
         // Who is slower may hear of the other's refusal before it comes to its own.
-        let is_refusal = |e: &EarlyError| matches!(e, EarlyError::Taken { .. });
+        let is_refusal = |e: &PublishError| matches!(e, PublishError::Taken { .. });
         assert!(errors.iter().any(is_refusal), "{errors:?}");
-        let is_told = |e: &EarlyError| matches!(e, EarlyError::Region(RegionError::Aborted { .. }));
+        let is_told = |e: &PublishError| matches!(e, PublishError::Region(RegionError::Aborted { .. }));
         assert!(errors.iter().all(|e| is_refusal(e) || is_told(e)), "{errors:?}");
         trainer.data = kept;
         assert_eq!(trainer.region.state().active.unwrap().version, 3);
@@ -616,7 +617,8 @@ fn a_rank_that_ends_ends_its_background_work() {
     let held = trainer.hold();
     trainer.change(5);
     trainer.begin(4);
-    assert!(trainer.ranks[0].is_busy());
+    let busy = trainer.ranks[0].settle(&Stop::after(Duration::ZERO)).unwrap_err();
+    assert_eq!(busy.kind(), Kind::Timeout, "{busy}");
     let begun = std::time::Instant::now();
     assert!(trainer.ranks[0].close().is_err(), "it was not committed");
     assert!(begun.elapsed() < Duration::from_secs(5), "it waited for a slot that nobody gives back");
@@ -678,7 +680,7 @@ fn a_receiver_follows_ranks_that_take_any_way_at_any_time() {
     let _ = &trainer.home;
 }
 
-/// `cargo test --release -p windlass-data --test it -- early:: --ignored --nocapture` prints how long a trainer waits and when
+/// `cargo test --release -p windlass-data --test it -- delta_mode:: --ignored --nocapture` prints how long a trainer waits and when
 /// receivers can have a version, both ways, on this machine. Figures of a CPU: the diff that a GPU makes in milliseconds
 /// is part of "visible" here.
 #[test]
@@ -692,21 +694,17 @@ fn figures_of_blocked_time_and_of_step_to_visible() {
     let manifest =
         Manifest::new([TensorSpec::new("w", Dtype::BF16, [ELEMENTS])], std::collections::BTreeMap::new());
     let region = Region::create(&RegionSpec {
-        dir: home.path().join("region"),
-        model_id: ModelId::new("actor").unwrap(),
-        manifest: Arc::new(manifest.unwrap()),
-        slots: Slots::Two,
-        ranks: 1,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
-        incarnation: None,
+        ..RegionSpec::new(
+            home.path().join("region"),
+            ModelId::new("actor").unwrap(),
+            Arc::new(manifest.unwrap()),
+        )
     })
     .unwrap();
     let server = Server::start(Arc::clone(&region), plane::config()).unwrap();
     let blocks = BlockRanges::from(0..region.manifest().cuts().blocks());
-    let mut rank = Rank::new(region.writer(0).unwrap(), RankSpec { blocks, threads: 2 }).unwrap();
+    let mut rank = publisher(&region, 0, blocks);
     let mut noise = Noise(5);
     let mut data = vec![0; region.manifest().data_bytes() as usize];
     noise.fill_fast(&mut data);

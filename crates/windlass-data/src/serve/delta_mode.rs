@@ -1,7 +1,8 @@
-//! A version by delta before its slot is whole: the agent's half of [`crate::early`].
+//! Delta mode, the agent's half: serves a version by the deltas of its ranks before its slot is whole
+//! ([`crate::publish`] is the ranks' half).
 //!
 //! The **joiner** looks whenever the region's bell rings whether all ranks have brought their delta to a version that
-//! follows the one that is served. If all of it together is one delta (see [`windlass_core::delta::early`]), it becomes
+//! follows the one that is served. If all of it together is one delta (see [`windlass_core::delta_mode`]), it becomes
 //! the newest link of the history and the version is served. One rank's delta is linked into the history as it is; those
 //! of several are put together in the order of their blocks. The sealer asks the joiner first, so that a version whose
 //! deltas are there is never compared.
@@ -17,17 +18,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use windlass_core::delta::early::{self, Origin, Roster};
 use windlass_core::delta::{Delta, DeltaError, DeltaHeader};
+use windlass_core::delta_mode::{self, DeltaModeError, Origin, Roster};
 use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::identity::Version;
 
 use super::{DeltaStats, Inner, NO_SLOT, SealedSlot, State, blocks_of, count};
 use crate::container;
-use crate::early::{Part, open};
 use crate::file::io_kind;
 use crate::history::HistoryError;
+use crate::publish::{Part, open};
 use crate::region::{LeaseKind, step};
 use crate::seal::draft::{Draft, remove_if_there};
 use crate::seal::{self, DeltaFile, Names};
@@ -49,7 +50,7 @@ pub(super) enum JoinError {
     #[error("the delta has {bytes} bytes, too many for an image of {image}")]
     TooDense { bytes: u64, image: u64 },
     #[error(transparent)]
-    Early(#[from] early::EarlyError),
+    DeltaMode(#[from] DeltaModeError),
     #[error(transparent)]
     History(#[from] HistoryError),
 }
@@ -62,14 +63,14 @@ impl JoinError {
             JoinError::Torn { source, .. } => source.kind(),
             JoinError::Late { .. } => Kind::Stale,
             JoinError::TooDense { .. } => Kind::Unsupported,
-            JoinError::Early(e) => e.kind(),
+            JoinError::DeltaMode(e) => e.kind(),
             JoinError::History(e) => e.kind(),
         }
     }
 
     fn is_contradiction(&self) -> bool {
         match self {
-            JoinError::Early(e) => e.is_contradiction(),
+            JoinError::DeltaMode(e) => e.is_contradiction(),
             JoinError::Io { .. }
             | JoinError::NoRoster { .. }
             | JoinError::Torn { .. }
@@ -173,7 +174,7 @@ impl Inner {
             return Err(JoinError::TooDense { bytes, image });
         }
         let rosters = self.rosters()?;
-        early::cover(manifest, self.region.incarnation(), &held, &rosters)?;
+        delta_mode::cover(manifest, self.region.incarnation(), &held, &rosters)?;
         let deltas: Vec<Delta<'_>> = (0..)
             .zip(&brought)
             .map(|(rank, b)| b.parse(rank, self.config.threads))
@@ -188,7 +189,7 @@ impl Inner {
         };
         let read_ms = lap(&mut begun);
         step("join");
-        let sums = Arc::new(early::join(origin, version, &rosters, &deltas)?);
+        let sums = Arc::new(delta_mode::join(origin, version, &rosters, &deltas)?);
         let join_ms = lap(&mut begun);
         let file = self.link(base, version, &sums, &brought, &deltas)?;
         let (bytes, changes) = (file.bytes, file.changes);
@@ -201,7 +202,7 @@ impl Inner {
         let digest = self.part_digest(sums.state());
         let mut state = self.state();
         state.delta = Some(DeltaStats { base: base.version, version, bytes, changes, seconds });
-        state.early.insert(version, Arc::clone(&sums));
+        state.by_delta.insert(version, Arc::clone(&sums));
         self.serve(&mut state, SealedSlot { id: NO_SLOT, version, sums, digest });
         drop(state);
         count(&self.counters.joined);
@@ -282,18 +283,18 @@ impl Inner {
         Ok(DeltaFile { path, header, bytes, changes, context_records: 0 })
     }
 
-    /// The sums of a version that was served early, if every rank's delta to it is still there.
-    pub(super) fn early_sums(&self, version: Version) -> Option<Arc<SumTable>> {
-        let sums = self.state().early.get(&version).cloned()?;
+    /// The sums of a version that was served by delta, if every rank's delta to it is still there.
+    pub(super) fn delta_sums(&self, version: Version) -> Option<Arc<SumTable>> {
+        let sums = self.state().by_delta.get(&version).cloned()?;
         let there = (0..self.region.ranks()).all(|rank| self.parts.has(Part::Delta { version, rank }));
         there.then_some(sums)
     }
 
     /// Forgets what ranks brought to versions that are sealed, and removes it.
     pub(super) fn sweep(&self, sealed: Version) {
-        self.state().early.retain(|v, _| *v > sealed);
+        self.state().by_delta.retain(|v, _| *v > sealed);
         self.parts.remove(|part, _| match part {
-            // That of the sealed one stays until the next, so that whoever has just looked finds it.
+            // That of the sealed one stays until the next, so that a process that has just listed it finds it.
             Part::Delta { version, .. } => version < sealed,
             Part::Doubt { version } => version < sealed.saturating_sub(1),
             Part::Roster { .. } => false,
@@ -312,13 +313,13 @@ impl Inner {
         if let Err(error) = self.parts.put_doubt(version, why) {
             tracing::error!(version, %error, "ranks could not be told to copy the next version");
         }
-        // Whoever sees it counted finds the rest.
+        // A reader that sees it counted finds the rest.
         count(&self.counters.contradictions);
     }
 
     /// Notes a slot that was sealed unseen, and has it summed if it is its turn.
     pub(super) fn sealed_unseen(&self, slot: usize, sealed: SealedSlot) {
-        let before = self.counters.sealed_early.fetch_add(1, Ordering::Relaxed);
+        let before = self.counters.sealed_by_delta.fetch_add(1, Ordering::Relaxed);
         let every = self.config.check_every;
         let mut state = self.state();
         if every > 0 && (before.is_multiple_of(every) || state.check_missed) {
