@@ -1,7 +1,7 @@
 """An actor and its verifier, trained at different speeds and always served at the same version.
 
-    python examples/two_models.py
-    python examples/two_models.py --versions 8 --receivers 3 --json
+    python examples/05_two_models/run.py
+    python examples/05_two_models/run.py --versions 8 --receivers 3 --json
 
 Two trainers in processes of their own publish a tiny model each, the verifier four times as slowly. Receivers serve both.
 A controller lets nobody load a version before every receiver has it of both models, so rollouts never score the answers
@@ -33,7 +33,7 @@ try:
     import windlass
 except ModuleNotFoundError:
     # A checkout in which `make develop` was run, and nothing installed.
-    package = str(Path(__file__).resolve().parent.parent / "python")
+    package = str(Path(__file__).resolve().parent.parent.parent / "python")
     sys.path.append(package)
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), package])
     import windlass

@@ -1,7 +1,7 @@
 """Trains a small language model with GRPO under FSDP2, and keeps receivers at every step's weights.
 
-    python examples/01_grpo_fsdp2/run.py
-    python examples/01_grpo_fsdp2/run.py --size tiny --steps 3 --json
+    python examples/02_grpo_fsdp2/run.py
+    python examples/02_grpo_fsdp2/run.py --size tiny --steps 3 --json
 
 Starts torchrun with the ranks (train.py), prints what they say, and leaves nothing behind, however it ends.
 """
