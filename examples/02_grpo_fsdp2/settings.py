@@ -1,4 +1,4 @@
-"""What can be set, for the launcher and for the ranks alike. Imports nothing heavy."""
+"""The options of a run, read by the launcher and by every rank. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen3 of this shape."""
+    """The shape of a Qwen3 model."""
 
     vocab: int
     hidden: int
@@ -29,7 +29,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
+    """The options of one run."""
 
     size: str
     steps: int
@@ -47,37 +47,46 @@ class Settings:
     json: bool
 
     def plain(self) -> dict[str, object]:
-        """What a result depends on, without paths; no warm-up where the weights are there already."""
-        told = {name: value for name, value in asdict(self).items() if name not in ("init", "stats", "json")}
-        return told | {"warm_up": None} if self.init is not None and self.init.exists() else told
+        """The options that determine the result: no paths, and no warm-up where ``init`` provides the weights."""
+        plain = {name: value for name, value in asdict(self).items() if name not in ("init", "stats", "json")}
+        return plain | {"warm_up": None} if self.init is not None and self.init.exists() else plain
 
 
 def parse(arguments: list[str], about: str) -> Settings:
-    """From a command line."""
+    """Parses a command line."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
+    add("--quick", action="store_true", help="the tiny model, 5 warm-up steps and 3 GRPO steps by default")
     add("--size", choices=list(SIZES), default="small", help="0.1, 5, 46 or 122 million parameters")
-    add("--steps", type=_count, default=6, help="GRPO steps, and so versions after the first")
-    add("--ranks", type=_count, default=2, help="trainer ranks")
-    add("--engines", type=_count, default=2, help="receivers")
-    add("--learning-rate", type=float, default=3e-6, help="of the GRPO steps")
-    add("--warm-up", type=int, default=30, help="supervised steps before them")
-    add("--init", type=Path, help="start from these weights; the warm-up makes the file if there is none")
+    add("--steps", type=_count, default=6, help="GRPO steps; each publishes a version after the initial one")
+    add("--ranks", type=_count, default=2, help="number of trainer ranks")
+    add("--engines", type=_count, default=2, help="number of receivers")
+    add("--learning-rate", type=float, default=3e-6, help="learning rate of the GRPO steps")
+    add("--warm-up", type=int, default=30, help="supervised steps before the first GRPO step")
+    add(
+        "--init",
+        type=Path,
+        help="file with the initial weights; if it does not exist, the warm-up creates it",
+    )
     add(
         "--start",
         choices=["bf16", "float32"],
         default="bf16",
-        help="master weights rounded to bf16, as loaded from a checkpoint, or as a long run would have them",
+        help="initial master weights: rounded to bf16, as from a checkpoint, or float32, as in a long run",
     )
-    add("--prompts", type=_count, default=4, help="prompts of a rank and step")
-    add("--group", type=_count, default=8, help="completions of a prompt")
-    add("--digits", type=_count, default=4, help="how many digits are to be reversed")
-    add("--seed", type=int, default=1, help="of the weights and of the sampling")
-    add("--stats", type=Path, help="write how the weights changed, step by step, to this JSON file")
+    add("--prompts", type=_count, default=4, help="prompts per rank and step")
+    add("--group", type=_count, default=8, help="completions per prompt")
+    add("--digits", type=_count, default=4, help="number of digits to reverse")
+    add("--seed", type=int, default=1, help="seed of the weights and of the sampling")
+    add("--stats", type=Path, help="write statistics of the weight changes in each step to this JSON file")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    return Settings(**vars(parser.parse_args(arguments)))
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(size="tiny", warm_up=5, steps=3)
+    values = vars(parser.parse_args(arguments))
+    del values["quick"]
+    return Settings(**values)
 
 
 def _count(text: str) -> int:
