@@ -1,11 +1,11 @@
-"""An actor and its verifier, trained at different speeds and always served at the same version.
+"""Trains an actor and a verifier at different speeds, and always serves both at the same version.
 
-    python examples/two_models.py
-    python examples/two_models.py --versions 8 --receivers 3 --json
+    python examples/05_two_models/run.py
+    python examples/05_two_models/run.py --versions 8 --receivers 3 --json
 
-Two trainers in processes of their own publish a tiny model each, the verifier four times as slowly. Receivers serve both.
-A controller lets nobody load a version before every receiver has it of both models, so rollouts never score the answers
-of one step with the judgement of another. Everything is started here, and nothing is left behind.
+Two trainer processes publish one tiny model each; the verifier's steps take four times as long. Every receiver serves both
+models. The controller orders the load of a version once every receiver has it for both models. A rollout therefore never
+scores the actor of one step with the verifier of another. This script starts all processes and cleans up after them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from torch import nn
 try:
     import windlass
 except ModuleNotFoundError:
-    # A checkout in which `make develop` was run, and nothing installed.
-    package = str(Path(__file__).resolve().parent.parent / "python")
+    # In a checkout, the package that `make develop` built.
+    package = str(Path(__file__).resolve().parent.parent.parent / "python")
     sys.path.append(package)
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), package])
     import windlass
 
 MODELS = ("actor", "verifier")
-#: Seconds of one training step beyond the arithmetic, which takes nothing here.
-PACE = {"actor": 0.05, "verifier": 0.2}
+#: Seconds that a training step of each model takes.
+STEP_S = {"actor": 0.05, "verifier": 0.2}
 WIDTH = 64
-PATIENCE = 60.0
+TIMEOUT_S = 120.0
 
 
 def network() -> nn.Module:
@@ -53,12 +53,12 @@ def network() -> nn.Module:
 
 
 def train(model_id: str, home: Path, versions: int) -> None:
-    # Ctrl-C is for whoever started this, who asks it to end.
+    # Ctrl-C reaches the whole process group; the parent process handles it and sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.manual_seed(len(model_id))
     model, token_file = network(), str(home / "token")
-    # As in real training: a step changes few weights of what is published, and deltas are small.
+    # The rate is small, as in real training: a step changes few bf16 weights, and deltas are small.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     with windlass.WeightManager(
         model_id=model_id,
@@ -69,25 +69,25 @@ def train(model_id: str, home: Path, versions: int) -> None:
         agent={"token_file": token_file},
     ) as wm:
         for version in range(1, versions + 1):
-            time.sleep(PACE[model_id])
+            time.sleep(STEP_S[model_id])
             batch = torch.randn(16, WIDTH)
             loss = (model(batch) - batch.roll(1, dims=-1)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             wm.offload(model, version)
-            told = wm.notify_version()
-            if told is not None and told.wait:
-                # Too far ahead: the other model or the receivers are slower.
-                wm.gate(version - 2, timeout=PATIENCE)
-        wm.gate(versions, timeout=PATIENCE)
+            notified = wm.notify_version()
+            if notified is not None and notified.wait:
+                # This trainer is too far ahead of the other model or of the receivers.
+                wm.gate(version - 2, timeout=TIMEOUT_S)
+        wm.gate(versions, timeout=TIMEOUT_S)
 
 
 # A rollout: both models of one receiver, at one version.
 
 
 def rollout(place: Path, timeout: float) -> tuple[int, float]:
-    """Takes both images where they are, lets the actor answer and the verifier judge: (version, reward)."""
+    """Loads both models of a receiver at one version; the verifier scores the actor's answer: (version, reward)."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         with contextlib.ExitStack() as held:
@@ -99,7 +99,7 @@ def rollout(place: Path, timeout: float) -> tuple[int, float]:
                 with torch.no_grad():
                     reward = verifier(actor(torch.ones(1, WIDTH))).mean().item()
                 return images[0].version, reward
-        # One of them is just being loaded.
+        # The receiver is between the loads of the two models.
         time.sleep(0.002)
     raise TimeoutError(f"{place} had no common version within {timeout:g} s")
 
@@ -107,23 +107,23 @@ def rollout(place: Path, timeout: float) -> tuple[int, float]:
 def rollouts(place: Path, controller: windlass.Controller, versions: int, out: list[dict[str, Any]]) -> None:
     seen = 0
     while seen < versions:
-        controller.gate(seen + 1, set="main", timeout=PATIENCE)
-        seen, reward = rollout(place, PATIENCE)
+        controller.gate(seen + 1, set="main", timeout=TIMEOUT_S)
+        seen, reward = rollout(place, TIMEOUT_S)
         out.append({"receiver": place.name, "version": seen, "reward": reward})
 
 
-# All of it.
+# The launcher.
 
 
-def start(out: IO[bytes], url: str | None, *words: str) -> subprocess.Popen[bytes]:
+def start(output: IO[bytes], url: str | None, *arguments: str) -> subprocess.Popen[bytes]:
     variables = {**os.environ, **({"WINDLASS_CONTROLLER": url} if url else {})}
     variables.pop("WINDLASS_TOKEN", None)
-    # They end with their standard input: also if this process is killed.
-    return subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=out, env=variables)
+    # With --with-parent, a process ends when its standard input closes, even if this process is killed.
+    return subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, stdout=output, env=variables)
 
 
 def endpoint_of(log: Path, process: subprocess.Popen[bytes]) -> str:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until and process.poll() is None:
         lines = log.read_bytes().splitlines(keepends=True)
         if lines and lines[0].endswith(b"\n"):
@@ -155,18 +155,20 @@ def run(versions: int, receivers: int, log: Path, home: Path) -> dict[str, Any]:
     token = f"--token-file={home / 'token'}"
     windlass_command = ("-m", "windlass")
     processes: list[subprocess.Popen[bytes]] = []
-    with ended(processes), log.open("ab") as said, (home / "controller").open("ab") as told:
-        words = ("controller", "--set=main=actor,verifier", f"--floor={receivers}", token)
-        processes.append(start(told, None, *windlass_command, *words, "--with-parent", "--json"))
+    with ended(processes), log.open("ab") as events, (home / "controller").open("ab") as output:
+        options = ("controller", "--set=main=actor,verifier", f"--floor={receivers}", token)
+        processes.append(start(output, None, *windlass_command, *options, "--with-parent", "--json"))
         url = endpoint_of(home / "controller", processes[0])
         places = [home / f"receiver-{i}" for i in range(receivers)]
         for place in places:
-            words = ("receive", f"--controller={url}", token, f"--dir={place}", f"--name={place.name}")
+            options = ("receive", f"--controller={url}", token, f"--dir={place}", f"--name={place.name}")
             models = [f"--model={name}" for name in MODELS]
-            processes.append(start(said, None, *windlass_command, *words, *models, "--with-parent", "--json"))
+            processes.append(
+                start(events, None, *windlass_command, *options, *models, "--with-parent", "--json")
+            )
         begun = time.monotonic()
         trainers = [
-            start(told, url, __file__, "--train", name, "--home", str(home), "--versions", str(versions))
+            start(output, url, __file__, "--train", name, "--home", str(home), "--versions", str(versions))
             for name in MODELS
         ]
         processes += trainers
@@ -179,12 +181,13 @@ def run(versions: int, receivers: int, log: Path, home: Path) -> dict[str, Any]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
-        codes = [trainer.wait(PATIENCE) for trainer in trainers]
+            thread.join(TIMEOUT_S)
+        codes = [trainer.wait(TIMEOUT_S) for trainer in trainers]
         served = controller.service_version("main")
         syncs = controller.status()["sets"][0]["syncs"]
+    finished = {each["receiver"] for each in results if each["version"] == versions}
     return {
-        "ok": codes == [0, 0] and not any(thread.is_alive() for thread in threads),
+        "ok": codes == [0, 0] and finished == {place.name for place in places},
         "seconds": round(time.monotonic() - begun, 1),
         "served": None if served is None else served.version,
         "rollouts": results,
@@ -197,10 +200,15 @@ def run(versions: int, receivers: int, log: Path, home: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--versions", type=int, default=6, help="how many steps each trainer makes")
-    parser.add_argument("--receivers", type=int, default=2, help="how many receivers serve both models")
-    parser.add_argument("--json", action="store_true", help="print one object instead of a table")
-    parser.add_argument("--log", type=Path, help="where to keep what receivers say, a line of JSON each")
+    parser.add_argument("--quick", action="store_true", help="three versions, unless --versions is given")
+    parser.add_argument("--versions", type=int, help="training steps of each trainer (default: 6)")
+    parser.add_argument(
+        "--receivers", type=int, default=2, help="number of receivers, each of which serves both models"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--log", type=Path, help="keep the receivers' events in this file, one JSON object per line"
+    )
     parser.add_argument("--train", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -208,9 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(given.train, given.home, given.versions)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    versions = given.versions or (3 if given.quick else 6)
     home = Path(tempfile.mkdtemp(prefix="windlass-two-", dir="/dev/shm"))
     try:
-        result = run(given.versions, given.receivers, given.log or home / "receivers", home)
+        result = run(versions, given.receivers, given.log or home / "receivers", home)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
@@ -232,7 +241,7 @@ def table(result: dict[str, Any]) -> None:
             f"{sync['version']:>7}  {latency:>16}  {sync['delta']:>8}  {sync['full']:>7}   "
             + " ".join(f"{reward:+.6f}" for reward in rewards)
         )
-    print(f"{'all as it should be' if result['ok'] else 'failed'}, {result['seconds']} s")
+    print(f"{'passed' if result['ok'] else 'failed'} in {result['seconds']} s")
 
 
 if __name__ == "__main__":

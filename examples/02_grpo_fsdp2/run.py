@@ -1,9 +1,9 @@
-"""Trains a small language model with GRPO under FSDP2, and keeps receivers at every step's weights.
+"""Trains a small language model with GRPO under FSDP2, and brings the weights of every step to two receivers.
 
-    python examples/01_grpo_fsdp2/run.py
-    python examples/01_grpo_fsdp2/run.py --size tiny --steps 3 --json
+    python examples/02_grpo_fsdp2/run.py
+    python examples/02_grpo_fsdp2/run.py --quick --json
 
-Starts torchrun with the ranks (train.py), prints what they say, and leaves nothing behind, however it ends.
+Starts the ranks (train.py) with torchrun, prints their progress, and cleans up, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from settings import Settings, parse
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "python"
-#: How long the ranks have to end by themselves.
+#: Grace period before the ranks are terminated.
 GRACE_S = 10.0
 HEADS = (
     "step",
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _run(settings: Settings, home: Path) -> dict[str, Any]:
-    """Runs the ranks to their end and gathers what rank 0 says."""
+    """Runs the ranks and collects the events that rank 0 prints."""
     result: dict[str, Any] = {"settings": settings.plain(), "versions": [], "equal": []}
     launcher = _start(settings, home)
     try:
@@ -74,7 +74,7 @@ def _run(settings: Settings, home: Path) -> dict[str, Any]:
                 told = json.loads(line)
                 event = told.pop("event")
             except (ValueError, KeyError, AttributeError):
-                # Somebody else's words.
+                # Not an event: output of torchrun or of a library.
                 sys.stderr.write(line)
                 continue
             if event == "version":
@@ -93,13 +93,13 @@ def _run(settings: Settings, home: Path) -> dict[str, Any]:
 
 def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
     (home / "arguments.json").write_text(json.dumps(sys.argv[1:]))
-    # The package that was built here, if there is one, and otherwise the installed one.
+    # In a checkout, the package that `make develop` built; otherwise the installed one.
     here = [str(PACKAGE)] if any(PACKAGE.glob("windlass/_windlass*.so")) else []
     path = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
         "PYTHONPATH": path,
-        # What torchrun and the agent write goes with the rest.
+        # Temporary files of torchrun and of the agent are removed with the run's directory.
         "TMPDIR": str(home),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -108,7 +108,7 @@ def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={settings.ranks}", str(HERE / "train.py"), str(home)]
-    # A group of its own: Ctrl-C is for this process, which ends the others by closing their standard input.
+    # In a session of its own, Ctrl-C reaches only this process, which then closes the ranks' standard input.
     return subprocess.Popen(
         command,
         env=environment,
@@ -120,7 +120,7 @@ def _start(settings: Settings, home: Path) -> subprocess.Popen[str]:
 
 
 def _end(launcher: subprocess.Popen[str]) -> None:
-    """Ends the ranks, and with them the agent and the receivers, which hang on their pipes."""
+    """Stops the ranks. The agent and the receivers stop with them, because their standard input closes."""
     assert launcher.stdin is not None and launcher.stdout is not None
     launcher.stdin.close()
     try:
@@ -137,7 +137,7 @@ def _end(launcher: subprocess.Popen[str]) -> None:
 
 def _print(event: str, told: dict[str, Any], result: dict[str, Any]) -> None:
     if event == "model":
-        print(f"{told['parameters'] / 1e6:.1f} M parameters in {told['tensors']} tensors; bf16 is published")
+        print(f"{told['parameters'] / 1e6:.1f} M parameters in {told['tensors']} tensors, published as bf16")
     elif event == "warm-up":
         print(f"warm-up {told['step']}/{told['steps']}: loss {told['loss']:.3f}")
     elif event == "version":
@@ -165,7 +165,7 @@ def _row(told: dict[str, Any], image: int) -> str:
 
 def _print_end(settings: Settings, result: dict[str, Any]) -> None:
     if not result["ok"]:
-        print("failed; what the ranks said is above", file=sys.stderr)
+        print("failed; the output of the ranks is above", file=sys.stderr)
         return
     steps = result["versions"][1:]
     image = result["bytes"]
@@ -177,16 +177,16 @@ def _print_end(settings: Settings, result: dict[str, Any]) -> None:
     changed = mean([s["changes"]["share"] for s in steps])
     offload = mean([sum(s["offload_ms"].values()) for s in steps])
     sync = mean([mean([e["total_ms"] for e in s["synced"]]) for s in steps])
-    print(f"\n{len(steps)} steps at learning rate {settings.learning_rate:g}, means")
+    print(f"\n{len(steps)} steps at learning rate {settings.learning_rate:g}, mean values")
     print(f"  changed          {changed:.3%} of bf16 elements")
     print(f"  sent             {sent / 1024:.1f} KiB of {image / 1024:.0f} KiB, 1/{image / sent:.0f}")
     print(f"  offload, sync    {offload:.1f} ms, {sync:.1f} ms")
-    print(f"  images           all {len(result['equal'])} equal full_tensor() bit by bit")
-    print(f"  all of it        {result['seconds']} s")
+    print(f"  images           all {len(result['equal'])} bit-equal to full_tensor()")
+    print(f"  total time       {result['seconds']} s")
 
 
 def _statistics(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
-    """How the weights changed, step by step, and summed over the second half of the steps."""
+    """Statistics of the weight changes: of every step, and over the second half of the steps."""
     steps = []
     for told in result["versions"][1:]:
         sent = told["synced"][0]["wire_bytes"]
@@ -205,7 +205,7 @@ def _statistics(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steady(steps: list[dict[str, Any]], image: int) -> dict[str, Any]:
-    """Means over steps, each weighted by what it counted."""
+    """Statistics over several steps, each step weighted by its number of elements."""
 
     def total(*path: str) -> int:
         return sum(functools.reduce(operator.getitem, path, step) for step in steps)  # type: ignore[misc]
@@ -230,7 +230,7 @@ def _steady(steps: list[dict[str, Any]], image: int) -> dict[str, Any]:
 
 
 def _by_octave(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """P(change) by the power of two of the old weight, where there are enough of them, and their share of changes."""
+    """P(change) by the power of two of the old weight, and each octave's share of the changes; at least 1000 weights."""
     totals: dict[str, list[int]] = {}
     for step in steps:
         for octave, (every, changed) in step["octaves"].items():

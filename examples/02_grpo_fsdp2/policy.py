@@ -1,4 +1,4 @@
-"""The policy and its task: a Qwen3 with random weights, a tokenizer made here, and digits to be reversed.
+"""The policy and its task: a Qwen3 with random weights, a tokenizer trained on the spot, and digits to reverse.
 
 Nothing is downloaded. The tokenizer is a byte-level BPE trained on the sources of Python's standard library, which
 every interpreter has; the warm-up learns from the same text and from solved tasks.
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 END = "<|end|>"
-#: How much text the tokenizer and the warm-up read.
+#: Length of the text for the tokenizer and the warm-up.
 TEXT_CHARS = 2_000_000
 
 
 def text(chars: int = TEXT_CHARS) -> str:
-    """Real text that is on every machine."""
+    """Text that exists on every machine: the sources of the standard library."""
     parts: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         parts.append(path.read_text("utf-8", errors="ignore"))
@@ -72,7 +72,7 @@ def make_model(size: str, vocab: int, end: int) -> nn.Module:
 
 
 class Task:
-    """Reverse the digits. The answer can be checked, and half a right answer is worth half."""
+    """Reverse the digits. A rule checks the answer and gives partial credit."""
 
     def __init__(self, tokenizer: Tokenizer, digits: int, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -90,11 +90,11 @@ class Task:
         return ids
 
     def solved(self, count: int) -> Tensor:
-        """Questions with answers, to learn from."""
+        """Questions with their answers, for supervised training."""
         return torch.tensor([[*self.ids("".join(self.draw())), self.end] for _ in range(count)])
 
     def reward(self, completion: list[int], answer: str) -> float:
-        """The share of digits in their place, and a little for about the right length: groups seldom all get the same."""
+        """The share of correct digits, plus a small term for the length, so that rewards differ within a group."""
         ended = completion.index(self.end) if self.end in completion else len(completion)
         said: str = self.tokenizer.decode(completion[:ended])
         right = sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer))
@@ -102,7 +102,7 @@ class Task:
 
 
 def windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Pieces of the text."""
+    """Random windows of the text."""
     starts = torch.randint(0, len(ids) - length, (count,), generator=generator)
     return torch.stack([ids[s : s + length] for s in starts.tolist()])
 
@@ -114,7 +114,7 @@ def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: Any, task: Task, prompts: int, group: int) -> tuple[Tensor, int, Tensor]:
-    """Groups of completions from the policy as it is: (tokens, where completions start, rewards by group)."""
+    """Samples groups of completions: (tokens, start of the completions, rewards by group)."""
     drawn = [task.draw() for _ in range(prompts)]
     asked = torch.tensor([task.ids(question) for question, _ in drawn]).repeat_interleave(group, 0)
     tokens: Tensor = model.generate(
@@ -133,12 +133,12 @@ def sample(model: Any, task: Task, prompts: int, group: int) -> tuple[Tensor, in
 
 
 def grpo_loss(model: nn.Module, tokens: Tensor, start: int, rewards: Tensor, end: int) -> Tensor:
-    """Advantages normalised within each group, times the ratio to the policy that sampled: one step, on policy."""
+    """The clipped policy-gradient loss of one on-policy step, with advantages normalised within each group."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     logits = model(input_ids=tokens[:, :-1]).logits[:, start - 1 :].float()
     said = tokens[:, start:]
     logp = torch.log_softmax(logits, -1).gather(-1, said.unsqueeze(-1)).squeeze(-1)
-    # The end counts, what follows it does not.
+    # The loss includes the end token and excludes the tokens after it.
     ended = (said == end).long().cumsum(1)
     counts = (ended - (said == end).long() == 0).float()
     ratio = torch.exp(logp - logp.detach())

@@ -1,7 +1,7 @@
-"""How bf16 weights change from one version to the next, counted on each rank's own shards.
+"""Counts how bf16 weights change from one version to the next.
 
-A rank compares what it holds now with what it held before, and the counts are summed over the ranks. Blocks of 4 KiB
-are counted within shards, which are contiguous in the image.
+Each rank compares its shards with those of the version before; an all-reduce sums the counts. Blocks of 4 KiB are
+counted within shards, which are contiguous in the image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 KINDS = ("embedding", "attention", "mlp", "norm")
-#: Steps between neighbouring bf16 values: the least of each bin.
+#: Bins of the distance in steps between neighbouring bf16 values, with the lower bound of each.
 ULPS = {"1": 1, "2-3": 2, "4-7": 4, ">7": 8}
 BLOCK = 2048
 EXPONENTS = 256
@@ -29,7 +29,7 @@ def kind_of(name: str) -> str:
 
 
 def local_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds, flat, each tied parameter once."""
+    """The shards of this rank, flattened; a tied parameter appears once."""
     for name, p in model.named_parameters():
         given: Any = p.detach()
         yield name, (given.to_local() if hasattr(given, "to_local") else given).flatten()
@@ -40,13 +40,13 @@ def bits(values: Tensor) -> Tensor:
 
 
 def ordered(raw: Tensor) -> Tensor:
-    """Bit patterns as integers in the order of the values: neighbours differ by one."""
+    """Maps bit patterns to integers in the order of the values: neighbours differ by one."""
     wide = raw.int()
     return torch.where(wide < 0, -(wide & 0x7FFF), wide)
 
 
 class Changes:
-    """Counts from step to step. All ranks call :meth:`step` after each version."""
+    """Counts changes between steps. All ranks call :meth:`step` after each version."""
 
     def __init__(self, model: nn.Module, thorough: bool, learning_rate: float) -> None:
         self._model = model
@@ -57,11 +57,11 @@ class Changes:
         self._master = {name: p.clone() for name, p in local_shards(model)} if thorough else {}
 
     def set_base(self) -> None:
-        """From now on the net change since this version is told, too."""
+        """Makes this version the base: :meth:`step` then also reports the net change since it."""
         self._base = dict(self._before)
 
     def step(self) -> dict[str, Any]:
-        """What changed since the last call."""
+        """Counts the changes since the last call."""
         names = list(self._before)
         counts = {name: torch.zeros(2, dtype=torch.int64) for name in names}
         steps = torch.zeros(len(ULPS), dtype=torch.int64)
@@ -99,7 +99,7 @@ class Changes:
 
 
 def _count(old: Tensor, new: Tensor, changed: Tensor, steps: Tensor, octaves: Tensor, blocks: Tensor) -> None:
-    """Adds to the sums of steps, octaves and blocks."""
+    """Adds the counts of one tensor to ``steps``, ``octaves`` and ``blocks``."""
     was, now = old[changed], new[changed]
     far = (ordered(now) - ordered(was)).abs()
     at_least = torch.tensor([int((far >= least).sum()) for least in (*ULPS.values(), 1 << 17)])
@@ -127,7 +127,7 @@ def _shares(names: list[str], tensors: Tensor) -> dict[str, Any]:
 
 
 def _octaves(counts: Tensor) -> dict[str, list[int]]:
-    """By the power of two of the old weight: how many there were, how many of them changed; zeros apart."""
+    """Weights and changed weights by the power of two of the old weight; zeros are a bin of their own."""
     every, changed = counts.tolist()
     return {
         "zero" if exponent == 0 else str(exponent - 127): [every[exponent], changed[exponent]]

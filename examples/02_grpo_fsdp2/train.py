@@ -1,7 +1,7 @@
-"""What every rank does: FSDP2 over gloo, a few GRPO steps, and one call after each to publish the weights.
+"""The program of every rank: FSDP2 over gloo, a few GRPO steps, and one call per step that publishes the weights.
 
-Started by run.py through torchrun. Rank 0 also keeps the receivers, which stand for engines on other machines, and
-says what happened as lines of JSON on standard output. The lines that Windlass needs are marked with `# Windlass`.
+run.py starts it with torchrun. Rank 0 also starts the receivers, which stand for engines on other machines, and prints
+events as lines of JSON. The lines that a trainer adds for Windlass are marked with `# Windlass`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from windlass import Receiver, WeightManager
 
-#: How long anything may take before the run is given up.
-PATIENCE_S = 120.0
-#: How long a rank has to clean up once the launcher is gone.
+#: Timeout of every wait.
+TIMEOUT_S = 120.0
+#: Grace period for the cleanup of a rank after the launcher has ended.
 GRACE_S = 5.0
 
 
 def main() -> None:
     home = Path(sys.argv[1])
-    # torchrun would take some options for its own.
+    # The options are in a file, because torchrun would parse some of them itself.
     settings = parse(json.loads((home / "arguments.json").read_text()), __doc__ or "")
     gone = _end_with_launcher()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
         _train(settings, home)
         dist.destroy_process_group()
     except BaseException:
-        # What fails because the run is called off is no failure.
+        # After the launcher has ended, errors are expected.
         if not gone.is_set():
             raise
 
@@ -57,7 +57,7 @@ def _train(settings: Settings, home: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
 
     with WeightManager(model_id="policy", region_dir=str(home), generator_dtype="bfloat16") as wm:  # Windlass
-        wm.prepare(model, rank, world)  # Windlass: optional; the first offload would do it, too
+        wm.prepare(model, rank, world)  # Windlass: optional; otherwise the first offload does it
         with Engines(settings, home, wm) as engines:
             changes = Changes(model, settings.stats is not None, settings.learning_rate)
             told: dict[str, Any] = {}
@@ -69,7 +69,9 @@ def _train(settings: Settings, home: Path) -> None:
                 took = torch.tensor([done.wait_ms, done.copy_ms, done.commit_ms])
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 if rank == 0:
-                    digest = wm.wait_delta_ready(version)  # Windlass: optional; what receivers will have
+                    digest = wm.wait_delta_ready(
+                        version
+                    )  # Windlass: optional; the digest that receivers verify
                     synced = engines.wait(version, digest)
                     everywhere = (time.perf_counter() - begun) * 1e3
                     parts = dict(zip(("wait", "copy", "commit"), took.tolist(), strict=True))
@@ -82,14 +84,14 @@ def _train(settings: Settings, home: Path) -> None:
 
 
 def _ready(settings: Settings, rank: int) -> tuple[nn.Module, Task]:
-    """A policy that knows a little of the task, with master weights in float32."""
+    """A policy after a short warm-up, with master weights in float32."""
     vocab = SIZES[settings.size].vocab
     corpus = text()
     words = [make_tokenizer(vocab, corpus).to_str() if rank == 0 else ""]
     dist.broadcast_object_list(words)
     tokenizer = Tokenizer.from_str(words[0])
     torch.manual_seed(settings.seed)
-    # Ranks draw different prompts and completions from the same policy.
+    # Ranks sample different prompts and completions from the same policy.
     task = Task(tokenizer, settings.digits, settings.seed * 1000 + rank)
     model = make_model(settings.size, vocab, task.end)
     known = settings.init is not None and settings.init.exists()
@@ -97,7 +99,7 @@ def _ready(settings: Settings, rank: int) -> tuple[nn.Module, Task]:
         model.load_state_dict(torch.load(str(settings.init)))
     torch.manual_seed(settings.seed * 1000 + rank)
 
-    # Computes in bf16, keeps float32. Weights stay gathered from the first token sampled to the backward pass.
+    # FSDP computes in bf16 and keeps float32. Weights stay gathered from the first sampled token to the backward pass.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
@@ -116,7 +118,7 @@ def _ready(settings: Settings, rank: int) -> tuple[nn.Module, Task]:
 
 
 def _warm_up(model: nn.Module, task: Task, steps: int, ids: torch.Tensor) -> None:
-    """Half text, half solved tasks, at a rate that decays to nothing."""
+    """Trains on half text, half solved tasks, with a learning rate that decays to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min(1.0, (i + 1) / (steps / 8 + 1)) * (1 - i / max(steps, 1))
@@ -160,7 +162,7 @@ def _step(
 
 
 def _full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter gathered. All ranks take part."""
+    """Gathers every parameter. A collective: all ranks call it."""
     sharded: dict[str, Any] = dict(model.named_parameters())
     return {name: p.detach().full_tensor() for name, p in sharded.items()}
 
@@ -173,7 +175,7 @@ def _keep(model: nn.Module, path: Path) -> None:
 
 
 def _compare(model: nn.Module, engines: Engines, region: str | None) -> dict[str, Any]:
-    """Each image bit by bit with the gathered weights, once the receivers have ended."""
+    """Compares each image bit by bit with the gathered weights, after the receivers have ended."""
     wanted = {name: whole.bfloat16() for name, whole in _full(model).items()}
     if dist.get_rank() != 0:
         return {}
@@ -193,10 +195,10 @@ def _compare(model: nn.Module, engines: Engines, region: str | None) -> dict[str
 
 
 class Engines:
-    """Receivers in processes of their own, as they would run beside engines; here rank 0 starts them.
+    """Receiver processes. In production each runs on the host of an engine; here rank 0 starts them.
 
-    Each is ``windlass receive``, which knows the agent's address and its token, says a line for each version, and ends
-    with the last one or with this process.
+    Each is a ``windlass receive`` with the agent's address and token. It prints one line per version, and ends after the
+    last version or with this process.
     """
 
     def __init__(self, settings: Settings, home: Path, wm: WeightManager) -> None:
@@ -215,14 +217,14 @@ class Engines:
             self._threads[-1].start()
 
     def wait(self, version: int, digest: str) -> list[dict[str, Any]]:
-        """What each said of this version, with the digest that the trainer's agent has for it."""
-        until = time.monotonic() + PATIENCE_S
+        """The event of each receiver for this version; raises unless its digest equals the trainer's."""
+        until = time.monotonic() + TIMEOUT_S
         said = []
         for place, lines in zip(self.homes, self._lines, strict=True):
             try:
                 line = lines.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                late = f"{place.name} did not get version {version} within {PATIENCE_S:g} s"
+                late = f"{place.name} did not get version {version} within {TIMEOUT_S:g} s"
                 raise TimeoutError(late) from None
             told = json.loads(line) if line else {}
             if told.get("event") != "synced":
@@ -234,9 +236,9 @@ class Engines:
         return said
 
     def ended(self) -> None:
-        """Waits until all have seen the last version and gone."""
+        """Waits until every receiver has loaded the last version and ended."""
         for place, process in zip(self.homes, self._processes, strict=True):
-            code = process.wait(PATIENCE_S)
+            code = process.wait(TIMEOUT_S)
             if code != 0:
                 raise RuntimeError(f"{place.name} ended with {code}")
 
@@ -269,7 +271,7 @@ def _say(event: str, **what: Any) -> None:
 
 
 def _end_with_launcher() -> threading.Event:
-    """Standard input is a pipe that only the launcher holds: its end is the end of this run."""
+    """Interrupts this rank when the launcher ends, which closes the pipe that is this rank's standard input."""
     gone = threading.Event()
 
     def watch() -> None:
@@ -277,7 +279,7 @@ def _end_with_launcher() -> threading.Event:
             pass
         gone.set()
         _thread.interrupt_main()
-        # A collective does not hear of it.
+        # A collective that is under way does not notice the interrupt.
         time.sleep(GRACE_S)
         os._exit(0)
 
