@@ -31,6 +31,7 @@ FORBIDDEN = {
         windlass-data windlass windlass-py
     """.split(),
     "windlass-data": "tokio async-std smol axum hyper reqwest pyo3 clap indicatif windlass windlass-py".split(),
+    "windlass-synth": "tokio rustix libc memmap2 getrandom pyo3 clap windlass-data windlass windlass-py".split(),
     "windlass": "pyo3 windlass-py".split(),
 }
 # crate -> what it must not name in its own manifest; what it uses may.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::plane::child::{self, Child, Weights};
+use crate::plane::child::{Child, Weights};
 use crate::plane::proxy::Via;
 use crate::plane::remote::{Desk, Remote};
 use crate::plane::{Noise, digest, odd_manifest, shm};

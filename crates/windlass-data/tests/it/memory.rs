@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::plane::child::{self, Child};
+use crate::plane::child::Child;
 use crate::plane::shm;
 use windlass_core::dtype::Dtype;
 use windlass_core::identity::ModelId;

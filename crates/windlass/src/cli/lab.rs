@@ -13,8 +13,8 @@ use crate::console::Session;
 use crate::error::Error;
 use crate::lab::bench::{self, BenchConfig, PlaneConfig};
 use crate::lab::demo;
-use crate::lab::synth::SynthConfig;
 use crate::tools::doctor;
+use windlass_synth::SynthConfig;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum ParsedBench {

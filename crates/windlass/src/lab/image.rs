@@ -16,7 +16,7 @@ use windlass_data::work;
 
 use crate::console::Progress;
 use crate::error::Error;
-use crate::lab::synth::{Synth, SynthError};
+use windlass_synth::{Synth, SynthError};
 
 /// The layout of a synthetic model.
 pub(crate) fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {

@@ -25,8 +25,8 @@ use crate::console::round;
 use crate::console::{Session, Table, bytes, count, percent};
 use crate::error::Error;
 use crate::lab::image;
-use crate::lab::synth::{Synth, SynthConfig};
 use windlass_core::manifest::Manifest;
+use windlass_synth::{Synth, SynthConfig};
 
 /// What to measure on.
 #[derive(Clone, Copy, Debug)]

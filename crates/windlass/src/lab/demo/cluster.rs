@@ -26,13 +26,13 @@ use super::training::TrainingLoop;
 use super::{Demo, TIMEOUT, event, report};
 use crate::console::Session;
 use crate::error::Error;
-use crate::lab::synth::SynthConfig;
 use crate::service::controller::client::ControllerClient;
 use crate::service::controller::status::{SetStatus, Status};
 use crate::service::controller::wire::TrainerLeft;
 use crate::service::token;
 use crate::tools::gc::TOKEN;
 use crate::tools::verify;
+use windlass_synth::SynthConfig;
 
 /// The model set.
 pub(super) const SET: &str = "policy";

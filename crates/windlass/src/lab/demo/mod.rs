@@ -19,8 +19,8 @@ use serde_json::Value;
 
 use crate::console::Session;
 use crate::error::Error;
-use crate::lab::synth::{self, SynthConfig};
 use crate::tools::gc::HOME;
+use windlass_synth::{self, SynthConfig};
 
 /// The checked arguments of `demo`.
 #[derive(Debug)]

@@ -24,7 +24,7 @@ use windlass_data::stop::Stop;
 use crate::console::Session;
 use crate::error::Error;
 use crate::lab::image;
-use crate::lab::synth::{Synth, SynthConfig};
+use windlass_synth::{Synth, SynthConfig};
 
 /// The checked arguments of `demo-rank`.
 #[derive(Clone, Debug)]

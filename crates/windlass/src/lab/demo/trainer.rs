@@ -17,7 +17,7 @@ use super::{TIMEOUT, event};
 use crate::console::Session;
 use crate::error::Error;
 use crate::lab::image;
-use crate::lab::synth::{Synth, SynthConfig};
+use windlass_synth::{Synth, SynthConfig};
 
 /// Parameters of a trainer.
 #[derive(Clone, Debug)]

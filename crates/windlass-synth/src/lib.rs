@@ -1,7 +1,8 @@
 //! Synthetic images that change from step to step the way trained ones do.
 //!
 //! Owns: the weights and the steps of a synthetic language model, and its shapes ([`shapes`]): those of a decoder of a
-//! given size. Called by `bench` and `demo`. Must not: read or write files, keep state between calls, or depend on the
+//! given size. Called by the demo and the benchmarks. A crate of its own, so that builds for tests optimise it: it is
+//! arithmetic for every element of a model. Must not: read or write files, keep state between calls, or depend on the
 //! number of threads.
 //!
 //! # What it is true to
@@ -36,15 +37,15 @@ use windlass_core::error::Kind;
 use shapes::Role;
 
 /// Correlation of an element's update with its previous one.
-pub(crate) const MEMORY: f32 = 0.9;
+pub const MEMORY: f32 = 0.9;
 /// Steps that can be told apart; see [`Synth::fill`].
-pub(crate) const MAX_STEPS: u32 = 64;
+pub const MAX_STEPS: u32 = 64;
 /// The fewest elements a model can have.
-pub(crate) const MIN_ELEMENTS: u64 = 1 << 14;
+pub const MIN_ELEMENTS: u64 = 1 << 14;
 /// The most elements a model can have.
-pub(crate) const MAX_ELEMENTS: u64 = 1 << 40;
+pub const MAX_ELEMENTS: u64 = 1 << 40;
 /// The highest share of elements that can be asked to change; part of the embedding never does.
-pub(crate) const MAX_CHANGE: f64 = 0.6;
+pub const MAX_CHANGE: f64 = 0.6;
 
 /// Standard deviation of the update `u`; the mean of its magnitude is 0.8 times this.
 const UPDATE_SCALE: f64 = 0.22;
@@ -61,7 +62,7 @@ const TOKENS_PER_ROW: f64 = 0.1;
 
 /// A model that cannot be made.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SynthError {
+pub enum SynthError {
     #[error("a synthetic model of {0} elements cannot be made; ask for {MIN_ELEMENTS} to {MAX_ELEMENTS}")]
     Elements(u64),
     #[error("a change rate of {percent} % is out of range; ask for more than 0 and at most {max} %", percent = .0 * 100.0, max = MAX_CHANGE * 100.0)]
@@ -81,7 +82,7 @@ pub(crate) enum SynthError {
 
 impl SynthError {
     /// The kind of failure (see [`windlass_core::error`]).
-    pub(crate) fn kind(&self) -> Kind {
+    pub fn kind(&self) -> Kind {
         match self {
             SynthError::Elements(_) | SynthError::Change(_) | SynthError::Unreachable { .. } => Kind::Invalid,
             SynthError::Memory { .. } => Kind::Exhausted,
@@ -91,18 +92,18 @@ impl SynthError {
 
 /// What to make.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct SynthConfig {
+pub struct SynthConfig {
     /// Elements of the model; the result has at most this many and falls short by less than one row.
-    pub(crate) elements: u64,
+    pub elements: u64,
     /// Different seeds give different models.
-    pub(crate) seed: u64,
+    pub seed: u64,
     /// Share of all elements that change in the first step, between 0 and [`MAX_CHANGE`].
-    pub(crate) change: f64,
+    pub change: f64,
 }
 
 impl SynthConfig {
     /// Whether such a model can be made.
-    pub(crate) fn check(&self) -> Result<(), SynthError> {
+    pub fn check(&self) -> Result<(), SynthError> {
         if !(MIN_ELEMENTS..=MAX_ELEMENTS).contains(&self.elements) {
             return Err(SynthError::Elements(self.elements));
         }
@@ -116,10 +117,10 @@ impl SynthConfig {
 
 /// One tensor of a synthetic model. Elements are bf16.
 #[derive(Clone, Debug)]
-pub(crate) struct SynthTensor {
+pub struct SynthTensor {
     /// Its name in a Hugging Face checkpoint.
-    pub(crate) name: String,
-    pub(crate) shape: Vec<u64>,
+    pub name: String,
+    pub shape: Vec<u64>,
     role: Role,
     key: u64,
     mean: f64,
@@ -131,7 +132,7 @@ pub(crate) struct SynthTensor {
 
 impl SynthTensor {
     /// Number of elements.
-    pub(crate) fn elements(&self) -> u64 {
+    pub fn elements(&self) -> u64 {
         self.shape.iter().product()
     }
 
@@ -165,13 +166,13 @@ impl SynthTensor {
 
 /// A synthetic model; see the module's documentation.
 #[derive(Clone, Debug)]
-pub(crate) struct Synth {
+pub struct Synth {
     tensors: Vec<SynthTensor>,
 }
 
 impl Synth {
     /// Lays out a model of the wanted size and solves for the learning rates.
-    pub(crate) fn new(config: SynthConfig) -> Result<Synth, SynthError> {
+    pub fn new(config: SynthConfig) -> Result<Synth, SynthError> {
         config.check()?;
         let mut tensors = Vec::new();
         for (i, spec) in shapes::of_size(config.elements).into_iter().enumerate() {
@@ -189,13 +190,13 @@ impl Synth {
     }
 
     /// The tensors, in the order of a checkpoint.
-    pub(crate) fn tensors(&self) -> &[SynthTensor] {
+    pub fn tensors(&self) -> &[SynthTensor] {
         &self.tensors
     }
 
     /// Writes elements `start ..` of a tensor after `step` steps (at most [`MAX_STEPS`]); the time grows with
     /// the number of steps.
-    pub(crate) fn fill(&self, tensor: usize, start: u64, step: u32, out: &mut [u8]) {
+    pub fn fill(&self, tensor: usize, start: u64, step: u32, out: &mut [u8]) {
         assert!(step <= MAX_STEPS, "step {step} of at most {MAX_STEPS}");
         let count = out.len() / 2;
         let mut cells = out.chunks_exact_mut(2);
@@ -423,12 +424,6 @@ fn mix(mut z: u64) -> u64 {
 
 fn uniform(bits: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
-}
-
-impl From<SynthError> for crate::error::Error {
-    fn from(e: SynthError) -> crate::error::Error {
-        crate::error::Error::of_module(e.kind(), e.kind().advice(), e)
-    }
 }
 
 #[cfg(test)]
