@@ -73,4 +73,4 @@ fn event(line: &Value, name: &str) -> bool {
 }
 
 /// The most steps a demo can have.
-pub(crate) const MAX_STEPS: u32 = synth::MAX_STEPS;
+pub(crate) const MAX_STEPS: u32 = windlass_synth::MAX_STEPS;
