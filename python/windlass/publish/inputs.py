@@ -8,7 +8,7 @@ writes what (:mod:`windlass.publish.division`), or know a region.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Inputs",
     "WeightSource",
+    "Weights",
     "buffers_of",
     "copy",
     "everything",
@@ -69,6 +70,10 @@ class WeightSource(Protocol):
         ...
 
 
+#: What :meth:`windlass.WeightManager.offload` takes.
+Weights: TypeAlias = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]] | WeightSource
+
+
 class Inputs:
     """What a trainer gives to be published, as the configuration says to read it."""
 
@@ -81,7 +86,7 @@ class Inputs:
         self.adapted: Adapted | None = None
 
     def pairs(
-        self, given: Any, merging: Merging | None
+        self, given: Weights, merging: Merging | None
     ) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
         """What was given as pairs, or as a source that is asked for them."""
         if self._config.lora == "adapter":
@@ -101,12 +106,12 @@ class Inputs:
         if isinstance(given, Mapping):
             return given.items(), None
         if hasattr(given, "metadata") and hasattr(given, "__iter__"):
-            return None, given
+            return None, cast(WeightSource, given)
         if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
             raise not_pairs(given)
         return given, None
 
-    def _adapter(self, given: Any) -> Iterable[tuple[str, Any]]:
+    def _adapter(self, given: Weights) -> Iterable[tuple[str, Any]]:
         """The adapter of a model, as a file of PEFT's has it; whole on every rank."""
         from windlass.extract.lora import collect_lora
 
@@ -184,9 +189,9 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[Target, to
         yield from each_cast(plan, plan.gathered)
         return
     targets: dict[str, list[tuple[Target, Callable[[torch.Tensor], torch.Tensor]]]] = {}
-    for cast in plan.gathered:
-        name, make = stream_value(plan.sources[cast.source])
-        targets.setdefault(name, []).append((cast.target, make))
+    for piece in plan.gathered:
+        name, make = stream_value(plan.sources[piece.source])
+        targets.setdefault(name, []).append((piece.target, make))
     known = {s.name: s.shares[0] for s in plan.sources[: plan.given]}
     seen = set()
     for name, tensor in stream:

@@ -37,7 +37,7 @@ from windlass.publish.agent import about_agent, check_reachable, start_agent
 from windlass.publish.announce import ASK_S, AgentClient, Announcer
 from windlass.publish.derived import derive
 from windlass.publish.gpu import OnGpu, can_compare, find
-from windlass.publish.inputs import Inputs, WeightSource, stream_sources
+from windlass.publish.inputs import Inputs, Weights, WeightSource, stream_sources
 from windlass.publish.merged import Merged, merge
 from windlass.publish.offloading import Offloaded, Opened, SameBytes, left
 from windlass.publish.plan import Plan, make_plan
@@ -128,7 +128,7 @@ class WeightManager:
 
     def offload(
         self,
-        named_parameters: Any,
+        weights: Weights,
         version: int,
         rank: int | None = None,
         world_size: int | None = None,
@@ -140,7 +140,7 @@ class WeightManager:
         With ``offload_mode="delta"`` it returns when this rank's share is taken, after the first version: what changed is
         handed out and the slot written in the background. An error of that is raised by the next call.
 
-        ``named_parameters`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Of a model with
+        ``weights`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Of a model with
         LoRA adapters, the merged weights are published, and the model stays as it is; see ``lora`` of the config. Weights
         must not change until the call returns. Versions only grow; offloading the newest one again with the same
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
@@ -152,17 +152,17 @@ class WeightManager:
         until = time.monotonic() + timeout
         rank, world_size = self._who(rank, world_size)
         if self._open is None:
-            self._open, stream = self._prepare(named_parameters, rank, world_size, until)
+            self._open, stream = self._prepare(weights, rank, world_size, until)
             return self._publish(self._open, None, stream, version, until)
-        given, stream = self._inputs.pairs(named_parameters, self._open.merging)
+        given, stream = self._inputs.pairs(weights, self._open.merging)
         return self._publish(self._open, given, stream, version, until)
 
-    def prepare(self, named_parameters: Any, rank: int | None = None, world_size: int | None = None) -> None:
+    def prepare(self, weights: Weights, rank: int | None = None, world_size: int | None = None) -> None:
         """Agrees with the other ranks, makes the region and starts the agent, without publishing anything yet."""
         rank, world_size = self._who(rank, world_size)
         if self._open is None:
             until = time.monotonic() + self.config.timeout
-            self._open, _ = self._prepare(named_parameters, rank, world_size, until)
+            self._open, _ = self._prepare(weights, rank, world_size, until)
 
     # What follows a version.
 
@@ -363,13 +363,13 @@ class WeightManager:
         return timeout
 
     def _prepare(
-        self, named: Any, rank: int, world_size: int, until: float
+        self, weights: Weights, rank: int, world_size: int, until: float
     ) -> tuple[Opened, WeightSource | None]:
         exchange = exchange_for(rank, world_size, self._group)
         sources: list[Source] | Exception
         naming, stream, gpu, deltas = Naming(SourceMap(), frozenset, _own), None, None, False
         try:
-            given, stream = self._inputs.pairs(named, None)
+            given, stream = self._inputs.pairs(weights, None)
             sources = stream_sources(stream) if stream is not None else describe_sources(given or ())
             naming = self._inputs.naming(sources)
             gpu = find(sources)
