@@ -1,7 +1,7 @@
 """What a trainer gives to be published, as pieces of an image.
 
 Owns: :class:`WeightSource`, the buffers that a model itself tells, and the pieces that torch copies: what is cast,
-gathered, exported or on a device that nobody else reads. Called by :class:`windlass.WeightManager`. Must not: plan who
+gathered, exported or on a device that only torch reads. Called by :class:`windlass.WeightManager`. Must not: plan who
 writes what (:mod:`windlass.publish.division`), or know a region.
 """
 

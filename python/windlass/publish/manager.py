@@ -193,7 +193,7 @@ class WeightManager:
 
         With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
         should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits until the agent hands the version out,
-        and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
+        and with ``sync`` until it is served. With ``eval``, plain data for the process that runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 
         Only the first rank speaks; the others return ``None`` at once. So do all with ``controller=None`` in the
@@ -215,7 +215,7 @@ class WeightManager:
         return self._announcer.in_background(self._announcement(version, timeout, sync, eval))
 
     def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
-        """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
+        """Waits until at least ``version`` of this incarnation of the trainer is served, and returns what is served.
 
         Any rank may call it. With ``controller=None`` in the configuration there is nothing to wait for, and it returns
         ``None``; if nothing is said there, it is an error. ``timeout`` is the config's if not given. See
@@ -246,7 +246,7 @@ class WeightManager:
 
     @property
     def incarnation(self) -> int | None:
-        """Which life of the publisher this is, once it has begun."""
+        """The incarnation of the publisher, once it has begun."""
         publisher = None if self._open is None else self._open.publisher
         return None if publisher is None else int(publisher.incarnation, 16)
 
@@ -289,7 +289,7 @@ class WeightManager:
     # The end.
 
     def resume(self) -> None:
-        """Begins a new life: the next version may be older than the last one, and receivers follow it.
+        """Begins a new incarnation: the next version may be older than the last one, and receivers follow it.
 
         For a trainer that goes back to an older checkpoint without being restarted. All ranks call it.
         """
@@ -448,8 +448,8 @@ class WeightManager:
     def _beyond(self) -> str | None:
         """The incarnation after the newest that the controller and its receivers know, if the clock is behind that.
 
-        Lives are numbered by the clock, and by the region of the life before. Where the region is gone and the clock has
-        gone back, nobody would follow a life that is older than what they have.
+        The clock numbers incarnations, and so does the region of the one before. If the region is gone and the clock has gone
+        back, no receiver would follow an incarnation that is older than its own.
         """
         there = self._announcer.controller() if self.config.controller else None
         if there is None:
@@ -572,7 +572,7 @@ class WeightManager:
         return min(self.config.agent.history_bytes, plan.layout.data_bytes)
 
     def _check_agent(self) -> None:
-        """Says once what keeps the agent from running: training goes on, and nobody would be served."""
+        """Warns once if the agent does not run: training goes on, and receivers get nothing."""
         status = {} if self._agent is None else self._agent.status()
         error = None if status.get("running") else status.get("last_error")
         if error and error != self._complaint:
@@ -648,7 +648,7 @@ class WeightManager:
     ) -> Callable[[], Notified] | None:
         """What tells the controller, if this rank is to tell it anything.
 
-        Once the version is sealed: before that nobody can have it.
+        Once the version is sealed: before that no receiver can have it.
         """
         self._check_usable()
         agent, opened, token_file = self._agent, self._open, self.token_file

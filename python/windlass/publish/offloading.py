@@ -49,7 +49,7 @@ class Offloaded:
     """A committed version, and what this rank did for it."""
 
     version: int
-    #: Which life of the publisher; 0 on a rank that only takes part in the gathering.
+    #: The incarnation of the publisher; 0 on a rank that only takes part in the gathering.
     incarnation: int
     #: Bytes that this rank wrote.
     bytes: int
