@@ -68,11 +68,12 @@ ROOMS = {
     },
 }
 # The same for the Python package. `_windlass` is the extension, `__init__` the names that users import.
-BELOW = ["_windlass", "_lazy", "errors", "identity", "plain", "names", "dtypes", "document", "config", "http", "exchange"]
+BELOW = ["_windlass", "_lazy", "atomic", "errors", "identity", "plain", "names", "dtypes", "document", "config", "http", "exchange"]
 PYTHON = "python/windlass"
 PYTHON_ROOMS = {
     "_windlass": [],
     "_lazy": [],
+    "atomic": [],
     "_moved": [],
     "errors": ["_windlass"],
     "identity": [],

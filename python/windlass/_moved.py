@@ -11,10 +11,17 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+
+    class _Finder(MetaPathFinder, Loader): ...
+else:
+    # Importing importlib.abc would import tempfile and random into every program.
+    _Finder = object
 
 #: Names that stay.
 ALIASES = {name: f"engines.{name}" for name in ("ray", "sglang", "vllm")}
@@ -48,6 +55,7 @@ MOVED = {
     "memory": "receive.memory",
     "receiver": "receive.receiver",
     "remote": "engines.remote",
+    "sglang.links": "engines.links",
 }
 
 #: Names that ``windlass`` itself had, and the module of each.
@@ -85,7 +93,7 @@ def _warn(old: str, new: str, depth: int) -> None:
     warnings.warn(f"{old} is {new} now; the old name goes with 0.2", DeprecationWarning, stacklevel=depth + 1)
 
 
-class _Moved(MetaPathFinder, Loader):
+class _Moved(_Finder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

@@ -11,7 +11,7 @@ with the one that was meant, because a key that is misspelt is a wish that is no
 
 What a document leaves open is assumed, and the assumption is logged: nccl is taken to mean that there are GPUs,
 ``colocate_all`` that trainers and engines share them, and so does a ``weight_sync_backend`` of ``cuda_ipc`` where nothing
-else is said. ``facts`` that somebody has gathered come before all of them.
+else is said. ``facts`` that the caller has gathered come before all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Document", "codec_of", "flat", "is_document", "offloading", "plain",
 
 log = logging.getLogger("windlass")
 
-#: Stand for GPUs that nobody has named. Only their being the same or not matters.
+#: Stand for GPUs that the document does not name. Only their being the same or not matters.
 _TRAINER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
 _ENGINE_GPU = "GPU-00000000-0000-0000-0000-000000000002"
 
@@ -294,7 +294,7 @@ def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
 
 
 def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What a choice says about offloading, as settings of ``tcp``. A copy that nobody demanded is left to the manager,
+    """What a choice says about offloading, as settings of ``tcp``. A copy that the document does not demand is left to the manager,
     which looks for itself whether a GPU can tell what changed.
 
     >>> offloading({"strategy": "tcp", "offload": "delta"}, {})

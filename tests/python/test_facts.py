@@ -264,7 +264,7 @@ def test_facts_and_doctor_say_what_is_wrong_with_a_driver(case: str, driver: Dri
     how, _, parts = BROKEN[case]
     env = driver(**how)
     facts = json.loads(
-        ask(env, "import json, windlass; print(json.dumps(windlass.transfer.facts.gpu_facts()))")
+        ask(env, "import json; from windlass.transfer.facts import gpu_facts; print(json.dumps(gpu_facts()))")
     )
     # Of several parts of a message the doctor has some in the value.
     assert parts[-1] in facts["cuda"]["unusable"]

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from recorder import Recorder
 from windlass import Receiver, WeightManager, _windlass
+from windlass.engines.links import link_model
 from windlass.engines.sglang import SGLangLora, SGLangWeightLoader, custom, payload
-from windlass.engines.sglang.links import link_model
 from windlass.engines.sglang.served import Rules, Served, Shape
 from windlass.engines.sglang.session import SglangSession
 from windlass.errors import (

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from windlass.engines.links import WEIGHTS, side_files
 from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
 from windlass.http import Answer, HttpClient
 from windlass.transfer.base import WeightLoader, each_tensor, strategy_from_config
@@ -467,7 +468,7 @@ class RemoteWeightLoader(WeightLoader):
     async def load_image(self, image: Image) -> None:
         """Has the server read the image in place."""
         with self._directory() as folder:
-            (folder / "model.safetensors").symlink_to(image.path)
+            (folder / WEIGHTS).symlink_to(image.path)
             await self._load(folder, f"windlass:{image.incarnation:016x}:{image.version}")
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
@@ -478,7 +479,7 @@ class RemoteWeightLoader(WeightLoader):
         if not tensors:
             return
         with self._directory() as folder:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
             tensors.clear()
             await self._load(folder, None)
 
@@ -487,13 +488,8 @@ class RemoteWeightLoader(WeightLoader):
         """A directory that looks like the model's, without its weights."""
         folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
         try:
-            for file in self._model.iterdir():
-                if (
-                    file.is_file()
-                    and file.suffix in (".json", ".txt", ".model", ".jinja")
-                    and "index" not in file.name
-                ):
-                    (folder / file.name).symlink_to(file.resolve())
+            for name, target in side_files(self._model).items():
+                (folder / name).symlink_to(target)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

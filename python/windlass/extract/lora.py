@@ -187,7 +187,7 @@ def _find(model: torch.nn.Module) -> tuple[str, Any] | None:
 
 
 def _is_peft(module: object) -> bool:
-    # Whoever made a PEFT model has imported PEFT; for all others it is not worth the time.
+    # A program with a PEFT model has imported PEFT; importing it for others would cost seconds.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)
 

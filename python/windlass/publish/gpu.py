@@ -54,7 +54,7 @@ def find(sources: Sequence[Source]) -> Gpu | None:
 def can_compare(
     sources: Sequence[Source], gpu: Gpu | None, dtype: Callable[[str, str], str], where: str | int = "auto"
 ) -> bool:
-    """Whether versions are handed out by delta where nobody said how: if all weights are on one GPU, and comparing them is
+    """Whether versions are handed out by delta where the configuration does not say how: if all weights are on one GPU, and comparing them is
     expected to take less time than copying them. ``dtype`` says which dtype a tensor of a name and dtype is published in, and
     ``where`` is the configured place of the baseline."""
     if gpu is None or any(share.gathered for source in sources for share in source.shares):

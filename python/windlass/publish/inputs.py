@@ -1,28 +1,44 @@
 """What a trainer gives to be published, as pieces of an image.
 
 Owns: :class:`WeightSource`, the buffers that a model itself tells, and the pieces that torch copies: what is cast,
-gathered, exported or on a device that nobody else reads. Called by :class:`windlass.WeightManager`. Must not: plan who
+gathered, exported or on a device that only torch reads. Called by :class:`windlass.WeightManager`. Must not: plan who
 writes what (:mod:`windlass.publish.division`), or know a region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassInvalid
-from windlass.names import SourceMap, canonical_dtype
+from windlass.extract.adapters import Adapted, adapters_of
+from windlass.names import (
+    AsTheyAre,
+    DtypeRules,
+    Selection,
+    SourceMap,
+    canonical_dtype,
+    checkpoint_layout,
+    names_of,
+)
 from windlass.names.conversion import persistent_buffers
+from windlass.names.quantised import scales_among
 from windlass.publish import placement
 from windlass.publish.derived import stream_value
+from windlass.publish.merged import Merging, is_trained
 from windlass.publish.plan import Plan, each_cast
-from windlass.publish.sources import NOTHING, Source, Target, taken
+from windlass.publish.sources import NOTHING, Naming, Source, Target, not_pairs, taken
+
+if TYPE_CHECKING:
+    from windlass.config import WeightManagerConfig
 
 __all__ = [
+    "Inputs",
     "WeightSource",
+    "Weights",
     "buffers_of",
     "copy",
     "everything",
@@ -52,6 +68,88 @@ class WeightSource(Protocol):
     def held_names(self) -> Iterable[str] | None:
         """What this rank holds; all if ``None``."""
         ...
+
+
+#: What :meth:`windlass.WeightManager.offload` takes.
+Weights: TypeAlias = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]] | WeightSource
+
+
+class Inputs:
+    """What a trainer gives to be published, as the configuration says to read it."""
+
+    def __init__(self, config: WeightManagerConfig, names: SourceMap | None) -> None:
+        self._config, self._names = config, names
+        #: From the model, where no names were given; and its buffers that belong to the image.
+        self._found: SourceMap | AsTheyAre | None = None
+        self._buffers: frozenset[str] = frozenset()
+        #: What PEFT adapts in the model.
+        self.adapted: Adapted | None = None
+
+    def pairs(
+        self, given: Weights, merging: Merging | None
+    ) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
+        """What was given as pairs, or as a source that is asked for them."""
+        if self._config.lora == "adapter":
+            return self._adapter(given), None
+        if isinstance(given, torch.nn.Module):
+            if self._found is None:
+                found = self._names or names_of(given)
+                if self._config.lora == "merged":
+                    self.adapted = adapters_of(given)
+                    if self.adapted.saved is not None and hasattr(found, "with_saved_modules"):
+                        found = found.with_saved_modules(self.adapted.saved)
+                self._buffers = buffers_of(given, found, self._config.buffers)
+                self._found = found
+            elif merging is not None:
+                merging.follow(given)
+            return placement.named_of(given, self._buffers), None
+        if isinstance(given, Mapping):
+            return given.items(), None
+        if hasattr(given, "metadata") and hasattr(given, "__iter__"):
+            return None, cast(WeightSource, given)
+        if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
+            raise not_pairs(given)
+        return given, None
+
+    def _adapter(self, given: Weights) -> Iterable[tuple[str, Any]]:
+        """The adapter of a model, as a file of PEFT's has it; whole on every rank."""
+        from windlass.extract.lora import collect_lora
+
+        if not isinstance(given, torch.nn.Module):
+            raise WindlassInvalid(
+                f'lora="adapter" is set, and offload() was given a {type(given).__name__}',
+                "give offload() the model itself, which knows what belongs to its adapter",
+            )
+        tensors = collect_lora(given).tensors
+        self._found = AsTheyAre({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return tensors.items()
+
+    def naming(self, sources: list[Source]) -> Naming:
+        """What the sources are called in the image, and which of them belong to it."""
+        config = self._config
+        stored = None if config.checkpoint is None else checkpoint_layout(config.checkpoint)
+        dtypes = None if stored is None else {name: dtype for name, (dtype, _) in stored.items()}
+        rules = DtypeRules(config.generator_dtype, config.dtypes, dtypes)
+        selection = Selection(config.include, config.exclude, config.extras)
+
+        names = self._found or self._names or SourceMap()
+        known: Collection[str] | None = names.written() if stored is None else stored
+        if rules.schemes and known is not None:
+            # Scales come and go with their weights.
+            known = frozenset(known) - scales_among(known)
+
+        trained = {
+            view.name
+            for source in sources
+            for index, share in enumerate(source.shares)
+            if is_trained(source, index)
+            for view in names.views(share.name, share.shape)
+        }
+
+        def keep(every: Iterable[str]) -> frozenset[str]:
+            return frozenset(selection.choose(every, known, trained).kept)
+
+        return Naming(names, keep, rules.dtype_of, rules)
 
 
 def buffers_of(model: torch.nn.Module, names: SourceMap, every: bool) -> frozenset[str]:
@@ -91,9 +189,9 @@ def pieces(plan: Plan, stream: WeightSource | None) -> Iterable[tuple[Target, to
         yield from each_cast(plan, plan.gathered)
         return
     targets: dict[str, list[tuple[Target, Callable[[torch.Tensor], torch.Tensor]]]] = {}
-    for cast in plan.gathered:
-        name, make = stream_value(plan.sources[cast.source])
-        targets.setdefault(name, []).append((cast.target, make))
+    for piece in plan.gathered:
+        name, make = stream_value(plan.sources[piece.source])
+        targets.setdefault(name, []).append((piece.target, make))
     known = {s.name: s.shares[0] for s in plan.sources[: plan.given]}
     seen = set()
     for name, tensor in stream:

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from windlass._windlass import Copies, Publisher
+from windlass._windlass import Publisher
 from windlass.config import WeightManagerConfig
 from windlass.controller import Notified, Served
 from windlass.errors import (
@@ -34,45 +30,25 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.exchange import Alone, Exchange, agree_on_all_ranks, exchange_for
-from windlass.extract.adapters import Adapted, adapters_of
+from windlass.exchange import agree_on_all_ranks, exchange_for
 from windlass.identity import Identity
-from windlass.names import (
-    SCHEMES,
-    AsTheyAre,
-    DtypeRules,
-    Selection,
-    SourceMap,
-    checkpoint_layout,
-    names_of,
-    quantization_config,
-)
-from windlass.names.quantised import scales_among
-from windlass.plain import numbers
-from windlass.publish import placement
+from windlass.names import SCHEMES, SourceMap, quantization_config
+from windlass.publish.agent import about_agent, check_reachable, start_agent
 from windlass.publish.announce import ASK_S, AgentClient, Announcer
-from windlass.publish.derived import derive, refresh
+from windlass.publish.derived import derive
 from windlass.publish.gpu import OnGpu, can_compare, find
-from windlass.publish.inputs import (
-    WeightSource,
-    buffers_of,
-    copy,
-    everything,
-    is_same,
-    pieces,
-    stream_sources,
-)
-from windlass.publish.merged import Merged, Merging, is_trained, merge
-from windlass.publish.plan import Plan, addresses, follow, make_plan, placed
-from windlass.publish.sources import Naming, Source, describe_sources, lost, not_pairs
+from windlass.publish.inputs import Inputs, Weights, WeightSource, stream_sources
+from windlass.publish.merged import Merged, merge
+from windlass.publish.offloading import Offloaded, Opened, SameBytes, left
+from windlass.publish.plan import Plan, make_plan
+from windlass.publish.sources import Naming, Source, describe_sources
 from windlass.publish.teardown import end, kept, ports_of, remove, restore
-from windlass.receive.memory import flat
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Self
 
-    from windlass._windlass import Gpu, Held
+    from windlass._windlass import Gpu
     from windlass.publish.supervise import AgentSupervisor
 
 __all__ = ["Offloaded", "WeightManager", "WeightSource"]
@@ -81,59 +57,8 @@ log = logging.getLogger("windlass")
 
 #: How long the first rank waits at the end for the others to leave the region.
 LEAVE_S = 5.0
-#: How many versions in a row may have the same bytes before it is said.
-SAME = 3
-#: How long another rank's region may take to be let go of by a trainer that has just died.
+#: How long to wait for a dead trainer's region to be released.
 TAKE_S = 10.0
-
-
-@dataclass(frozen=True)
-class Offloaded:
-    """A committed version, and what this rank did for it."""
-
-    version: int
-    #: Which life of the publisher; 0 on a rank that only takes part in the gathering.
-    incarnation: int
-    #: Bytes that this rank wrote.
-    bytes: int
-    #: Waiting for the slot and for the other ranks to begin.
-    wait_ms: float
-    #: Copying, casting and gathering.
-    copy_ms: float
-    #: Waiting for the other ranks to end.
-    commit_ms: float
-    #: False if the same version with the same bytes was there already.
-    new: bool = True
-    #: "copy" if the version is committed; "delta" if it is handed out, and its slot follows in the background.
-    mode: str = "copy"
-
-    def metrics(self, prefix: str = "windlass/offload_") -> dict[str, float]:
-        """What a logger such as wandb or TensorBoard plots: numbers by flat names.
-
-        >>> Offloaded(7, 1, 2048, 0.5, 3.0, 0.25).metrics()["windlass/offload_copy_ms"]
-        3.0
-        """
-        return numbers(prefix, self, ("version", "bytes", "wait_ms", "copy_ms", "commit_ms"))
-
-
-@dataclass
-class _Open:
-    """Everything that exists once the first version is under way."""
-
-    plan: Plan
-    publisher: Publisher | None
-    copies: Copies | None
-    place: int
-    threads: int
-    exchange: Exchange
-    #: Whether it was made for a :class:`WeightSource`.
-    exported: bool
-    #: What is on a GPU.
-    gpu: OnGpu | None = None
-    #: Whether versions may be handed out by delta.
-    deltas: bool = False
-    #: Adapters that are merged into what is published.
-    merging: Merging | None = None
 
 
 class WeightManager:
@@ -183,23 +108,18 @@ class WeightManager:
             )
         self.config = config
         self._names = names
-        #: From the model, where no names were given; and its buffers that belong to the image.
-        self._found: SourceMap | AsTheyAre | None = None
-        self._buffers: frozenset[str] = frozenset()
-        self._adapted: Adapted | None = None
+        self._inputs = Inputs(config, names)
         self._group = group
         self._node = node or socket.gethostname()
         self._pid = os.getpid()
-        self._open: _Open | None = None
+        self._open: Opened | None = None
         self._rank: tuple[int, int] | None = None
         self._agent: AgentSupervisor | None = None
         #: What the next agent takes over: its ports, and the region's token.
         self._ports: tuple[str, str] | None = None
         self._token: tuple[bytes, int] | None = None
         self._complaint: object = None
-        #: The digests of the last versions that were seen sealed, and whether it was said that they are the same.
-        self._digests: dict[int, str] = {}
-        self._warned = False
+        self._same = SameBytes(config.model_id)
         self._announcer = Announcer(config, controller_token)
         self._closed = False
         self._end: weakref.finalize[Any, Any] | None = None
@@ -208,7 +128,7 @@ class WeightManager:
 
     def offload(
         self,
-        named_parameters: Any,
+        weights: Weights,
         version: int,
         rank: int | None = None,
         world_size: int | None = None,
@@ -220,7 +140,7 @@ class WeightManager:
         With ``offload_mode="delta"`` it returns when this rank's share is taken, after the first version: what changed is
         handed out and the slot written in the background. An error of that is raised by the next call.
 
-        ``named_parameters`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Of a model with
+        ``weights`` is a model, an iterable of (name, tensor), a mapping, or a :class:`WeightSource`. Of a model with
         LoRA adapters, the merged weights are published, and the model stays as it is; see ``lora`` of the config. Weights
         must not change until the call returns. Versions only grow; offloading the newest one again with the same
         bytes does nothing, and with others is an error. If any rank fails or dies, all of them get an error within
@@ -232,17 +152,17 @@ class WeightManager:
         until = time.monotonic() + timeout
         rank, world_size = self._who(rank, world_size)
         if self._open is None:
-            self._open, stream = self._prepare(named_parameters, rank, world_size, until)
+            self._open, stream = self._prepare(weights, rank, world_size, until)
             return self._publish(self._open, None, stream, version, until)
-        given, stream = self._given(named_parameters)
+        given, stream = self._inputs.pairs(weights, self._open.merging)
         return self._publish(self._open, given, stream, version, until)
 
-    def prepare(self, named_parameters: Any, rank: int | None = None, world_size: int | None = None) -> None:
+    def prepare(self, weights: Weights, rank: int | None = None, world_size: int | None = None) -> None:
         """Agrees with the other ranks, makes the region and starts the agent, without publishing anything yet."""
         rank, world_size = self._who(rank, world_size)
         if self._open is None:
             until = time.monotonic() + self.config.timeout
-            self._open, _ = self._prepare(named_parameters, rank, world_size, until)
+            self._open, _ = self._prepare(weights, rank, world_size, until)
 
     # What follows a version.
 
@@ -253,13 +173,13 @@ class WeightManager:
         """
         publisher = self._published("wait for")
         until = time.monotonic() + self._seconds(timeout)
-        publisher.settle(_left(until))
+        publisher.settle(left(until))
         newest = publisher.newest()
         if version is None:
             if newest is None:
                 raise WindlassNotFound("nothing was offloaded yet")
             version = newest[0]
-        return self._wait_sealed(publisher, version, _left(until))
+        return self._wait_sealed(publisher, version, left(until))
 
     def notify_version(
         self,
@@ -273,7 +193,7 @@ class WeightManager:
 
         With :attr:`~windlass.controller.Notified.wait` in the answer the trainer is too far ahead of what is served and
         should wait at the gate (:func:`windlass.gate`) before it publishes more. Waits until the agent hands the version out,
-        and with ``sync`` until it is served. With ``eval``, plain data for whoever runs evals
+        and with ``sync`` until it is served. With ``eval``, plain data for the process that runs evals
         (:func:`windlass.serve_evals`), an eval is run on it then, and its result is in the answer.
 
         Only the first rank speaks; the others return ``None`` at once. So do all with ``controller=None`` in the
@@ -295,7 +215,7 @@ class WeightManager:
         return self._announcer.in_background(self._announcement(version, timeout, sync, eval))
 
     def gate(self, version: int, *, timeout: float | None = None) -> Served | None:
-        """Waits until at least ``version`` of this life of the trainer is served, and returns what is served.
+        """Waits until at least ``version`` of this incarnation of the trainer is served, and returns what is served.
 
         Any rank may call it. With ``controller=None`` in the configuration there is nothing to wait for, and it returns
         ``None``; if nothing is said there, it is an error. ``timeout`` is the config's if not given. See
@@ -326,7 +246,7 @@ class WeightManager:
 
     @property
     def incarnation(self) -> int | None:
-        """Which life of the publisher this is, once it has begun."""
+        """The incarnation of the publisher, once it has begun."""
         publisher = None if self._open is None else self._open.publisher
         return None if publisher is None else int(publisher.incarnation, 16)
 
@@ -369,13 +289,13 @@ class WeightManager:
     # The end.
 
     def resume(self) -> None:
-        """Begins a new life: the next version may be older than the last one, and receivers follow it.
+        """Begins a new incarnation: the next version may be older than the last one, and receivers follow it.
 
         For a trainer that goes back to an older checkpoint without being restarted. All ranks call it.
         """
         self._check_usable()
-        self._found, self._buffers, self._adapted = None, frozenset(), None
-        self._digests, self._warned = {}, False
+        self._inputs = Inputs(self.config, self._names)
+        self._same = SameBytes(self.config.model_id)
         self._announcer.forget()
         self._leave()
 
@@ -442,62 +362,25 @@ class WeightManager:
             raise WindlassInvalid(f"a timeout of {timeout!r} makes no sense; give seconds, 0 or more")
         return timeout
 
-    def _given(self, given: Any) -> tuple[Iterable[tuple[str, Any]] | None, WeightSource | None]:
-        """What was given as pairs, or as a source that is asked for them."""
-        if self.config.lora == "adapter":
-            return self._adapter(given), None
-        if isinstance(given, torch.nn.Module):
-            if self._found is None:
-                found = self._names or names_of(given)
-                if self.config.lora == "merged":
-                    self._adapted = adapters_of(given)
-                    if self._adapted.saved is not None and hasattr(found, "with_saved_modules"):
-                        found = found.with_saved_modules(self._adapted.saved)
-                self._buffers = buffers_of(given, found, self.config.buffers)
-                self._found = found
-            elif self._open is not None and self._open.merging is not None:
-                self._open.merging.follow(given)
-            return placement.named_of(given, self._buffers), None
-        if isinstance(given, Mapping):
-            return given.items(), None
-        if hasattr(given, "metadata") and hasattr(given, "__iter__"):
-            return None, given
-        if isinstance(given, (torch.Tensor, str, bytes)) or not hasattr(given, "__iter__"):
-            raise not_pairs(given)
-        return given, None
-
-    def _adapter(self, given: Any) -> Iterable[tuple[str, Any]]:
-        """The adapter of a model, as a file of PEFT's has it; whole on every rank."""
-        from windlass.extract.lora import collect_lora
-
-        if not isinstance(given, torch.nn.Module):
-            raise WindlassInvalid(
-                f'lora="adapter" is set, and offload() was given a {type(given).__name__}',
-                "give offload() the model itself, which knows what belongs to its adapter",
-            )
-        tensors = collect_lora(given).tensors
-        self._found = AsTheyAre({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        return tensors.items()
-
     def _prepare(
-        self, named: Any, rank: int, world_size: int, until: float
-    ) -> tuple[_Open, WeightSource | None]:
+        self, weights: Weights, rank: int, world_size: int, until: float
+    ) -> tuple[Opened, WeightSource | None]:
         exchange = exchange_for(rank, world_size, self._group)
         sources: list[Source] | Exception
         naming, stream, gpu, deltas = Naming(SourceMap(), frozenset, _own), None, None, False
         try:
-            given, stream = self._given(named)
+            given, stream = self._inputs.pairs(weights, None)
             sources = stream_sources(stream) if stream is not None else describe_sources(given or ())
-            naming = self._naming(sources)
+            naming = self._inputs.naming(sources)
             gpu = find(sources)
         except Exception as e:
             # The others are told before it is raised here.
             sources = e
         ordinal, merging = None if gpu is None else gpu.ordinal, None
         if self.config.lora == "merged" and stream is None:
-            sources, naming, merging = merge(sources, naming, self._adapted, exchange, _left(until))
+            sources, naming, merging = merge(sources, naming, self._inputs.adapted, exchange, left(until))
         if not SCHEMES.keys().isdisjoint(self.config.dtypes.values()):
-            sources, naming = derive(sources, naming, exchange, ordinal, _left(until))
+            sources, naming = derive(sources, naming, exchange, ordinal, left(until))
         try:
             mode, where = self.config.offload_mode, self.config.baseline
             if not isinstance(sources, Exception):
@@ -515,7 +398,7 @@ class WeightManager:
             rank=rank,
             node=self._node,
             exchange=exchange,
-            timeout=_left(until),
+            timeout=left(until),
             by_rank=deltas,
             gpu=ordinal,
         )
@@ -541,7 +424,19 @@ class WeightManager:
             )
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // max(1, len(here)))
-        opened = _Open(plan, None, None, place, threads, exchange, stream is not None, merging=merging)
+        opened = Opened(
+            self.config.model_id,
+            self.config.timeout,
+            plan,
+            None,
+            None,
+            place,
+            threads,
+            exchange,
+            everyone=sum(map(len, plan.hosts)) == world_size,
+            exported=stream is not None,
+            merging=merging,
+        )
         try:
             self._join(opened, gpu, until)
         except BaseException:
@@ -550,37 +445,11 @@ class WeightManager:
             raise
         return opened, stream
 
-    def _naming(self, sources: list[Source]) -> Naming:
-        config = self.config
-        stored = None if config.checkpoint is None else checkpoint_layout(config.checkpoint)
-        dtypes = None if stored is None else {name: dtype for name, (dtype, _) in stored.items()}
-        rules = DtypeRules(config.generator_dtype, config.dtypes, dtypes)
-        selection = Selection(config.include, config.exclude, config.extras)
-
-        names = self._found or self._names or SourceMap()
-        known: Collection[str] | None = names.written() if stored is None else stored
-        if rules.schemes and known is not None:
-            # Scales come and go with their weights.
-            known = frozenset(known) - scales_among(known)
-
-        trained = {
-            view.name
-            for source in sources
-            for index, share in enumerate(source.shares)
-            if is_trained(source, index)
-            for view in names.views(share.name, share.shape)
-        }
-
-        def keep(every: Iterable[str]) -> frozenset[str]:
-            return frozenset(selection.choose(every, known, trained).kept)
-
-        return Naming(names, keep, rules.dtype_of, rules)
-
     def _beyond(self) -> str | None:
         """The incarnation after the newest that the controller and its receivers know, if the clock is behind that.
 
-        Lives are numbered by the clock, and by the region of the life before. Where the region is gone and the clock has
-        gone back, nobody would follow a life that is older than what they have.
+        The clock numbers incarnations, and so does the region of the one before. If the region is gone and the clock has gone
+        back, no receiver would follow an incarnation that is older than its own.
         """
         there = self._announcer.controller() if self.config.controller else None
         if there is None:
@@ -597,7 +466,7 @@ class WeightManager:
         newest = max(known, default=0)
         return f"{newest + 1:x}" if newest >= time.time_ns() else None
 
-    def _join(self, opened: _Open, gpu: Gpu | None, until: float) -> None:
+    def _join(self, opened: Opened, gpu: Gpu | None, until: float) -> None:
         """The region of this host: made by its first writer, joined by the others. All ranks or none.
 
         On several hosts the first writer of all goes first: the others need its incarnation and its secret, and its
@@ -618,7 +487,7 @@ class WeightManager:
                 group=self.config.group_readable,
                 memfd=self.config.memfd,
                 extra_bytes=self._room(plan),
-                timeout=min(TAKE_S, _left(until)),
+                timeout=min(TAKE_S, left(until)),
             )
             if opened.publisher.is_memfd:
                 log.warning(
@@ -657,7 +526,7 @@ class WeightManager:
                     plan.layout,
                     rank=place,
                     incarnation=begun.get("incarnation"),
-                    timeout=_left(until),
+                    timeout=left(until),
                 )
             if opened.publisher is not None:
                 opened.copies = opened.publisher.plan(plan.copies)
@@ -667,16 +536,16 @@ class WeightManager:
                     opened.publisher.deltas(plan.layout, plan.blocks, opened.threads)
                     opened.deltas = True
 
-        said = agree_on_all_ranks(exchange, begin, "make the region", _left(until))
+        said = agree_on_all_ranks(exchange, begin, "make the region", left(until))
         begun = said[plan.hosts[0][0]]
         if several:
-            self._check_reachable({words["host"] for words in said})
-            there = agree_on_all_ranks(exchange, follow, "make the region of its host", _left(until))
+            check_reachable(self.config, {words["host"] for words in said})
+            there = agree_on_all_ranks(exchange, follow, "make the region of its host", left(until))
             if first and opened.publisher is not None:
                 self._serve(opened.publisher, [endpoint for endpoint in there if endpoint])
-        agree_on_all_ranks(exchange, enter, "join the region", _left(until))
+        agree_on_all_ranks(exchange, enter, "join the region", left(until))
 
-    def _can_compare(self, opened: _Open) -> bool:
+    def _can_compare(self, opened: Opened) -> bool:
         """Whether this rank can tell what changed; says why not."""
         plan, gpu = opened.plan, opened.gpu
         if gpu is None:
@@ -703,7 +572,7 @@ class WeightManager:
         return min(self.config.agent.history_bytes, plan.layout.data_bytes)
 
     def _check_agent(self) -> None:
-        """Says once what keeps the agent from running: training goes on, and nobody would be served."""
+        """Warns once if the agent does not run: training goes on, and receivers get nothing."""
         status = {} if self._agent is None else self._agent.status()
         error = None if status.get("running") else status.get("last_error")
         if error and error != self._complaint:
@@ -714,204 +583,45 @@ class WeightManager:
             )
             self._complaint = error
 
-    def _check_reachable(self, hosts: set[str]) -> None:
-        if len(hosts) > 1 and self.config.agent.enabled and _is_loopback(self.config.agent.bind):
-            raise WindlassInvalid(
-                f"the weights are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and agents bound to "
-                f"{self.config.agent.bind} cannot reach each other",
-                'set agent.bind to an address of this host, or to "0.0.0.0"',
-            )
-
     def _serve(self, publisher: Publisher, peers: list[str]) -> None:
         """Starts the agent of this host's region, and sees to its end."""
-        self._start_agent(str(publisher.dir), peers)
+        agent = start_agent(self.config, str(publisher.dir), peers, self._ports)
+        if agent is not None:
+            self._agent = agent
         self._end = weakref.finalize(self, end, publisher, self._agent, os.getpid())
-
-    def _start_agent(self, region: str, peers: list[str]) -> None:
-        from windlass.publish.supervise import AgentSupervisor
-
-        agent = self.config.agent
-        if not agent.enabled:
-            return
-        self._agent = AgentSupervisor(
-            region,
-            bind=agent.bind,
-            advertise_host=agent.advertise_host or (socket.gethostname() if _is_any(agent.bind) else None),
-            ports=self._ports[0] if self._ports else agent.ports,
-            data_ports=self._ports[1] if self._ports else agent.data_ports,
-            token_file=agent.token_file,
-            tls_cert=self.config.tls_cert,
-            tls_key=self.config.tls_key,
-            tls_ca=self.config.tls_ca,
-            history=agent.history,
-            history_bytes=agent.history_bytes,
-            check_every=agent.check_every,
-            threads=agent.threads,
-            streams=self.config.engine.streams,
-            timeout=self.config.engine.timeout,
-            peers=peers,
-            log=agent.log,
-        )
 
     def _publish(
         self,
-        opened: _Open,
+        opened: Opened,
         given: Iterable[tuple[str, Any]] | None,
         stream: WeightSource | None,
         version: int,
         until: float,
     ) -> Offloaded:
         """``given`` is ``None`` right after the plan was made of it, and for a stream."""
-        plan, publisher = opened.plan, opened.publisher
+        publisher = opened.publisher
         if opened.exported != (stream is not None):
             raise WindlassInvalid(
                 "the first version came from a WeightSource and this one does not, or the other way round; "
                 "call resume() to change how weights are given"
             )
         if publisher is None:
-            # Another host publishes; this rank only takes part in what is gathered.
-            begun = time.monotonic()
-            self._follow(opened, given, until)
-            for _ in pieces(plan, stream):
-                pass
-            taken = (time.monotonic() - begun) * 1e3
-            return Offloaded(version, 0, 0, 0.0, taken, 0.0)
+            return opened.help(given, stream, version, until)
         start = time.monotonic()
         # The version before may still be under way; its error is raised here.
-        publisher.settle(_left(until))
+        publisher.settle(left(until))
         newest = publisher.newest()
         if newest is not None and version <= newest[0]:
-            return self._again(opened, given, stream, version, newest[0], until)
+            return opened.again(given, stream, version, newest[0], until)
         base = None if newest is None else newest[0]
         if base is not None:
-            # Without waiting for it: a version that is not sealed yet is looked at by whoever waits for it.
+            # Without waiting for it: a version that is not sealed yet is noted by the call that waits for it.
             with contextlib.suppress(WindlassError):
-                self._note(base, publisher.wait_sealed(base, 0.0))
-        delta = opened.deltas and self._is_delta(opened, base, version, until)
-        if not delta:
-            publisher.begin(version, _left(until))
-        elif opened.gpu is None:
-            publisher.stage(version)
-        try:
-            # Whatever is wrong from here on ends the attempt, so that the other ranks need not wait.
-            begun, size = time.monotonic(), plan.bytes
-            self._follow(opened, given, until)
-            here = addresses(plan)
-            if delta and opened.gpu is not None and base is not None:
-                work = self.config.timeout
-                size = opened.gpu.compare(plan, publisher, base, version, _left(until), work)
-                copied = time.monotonic()
-            else:
-                if here and opened.copies is not None:
-                    publisher.copy(opened.copies, here, opened.threads, _left(until))
-                if opened.gpu is not None:
-                    opened.gpu.copy(plan, publisher, version, _left(until))
-                if plan.casts or plan.gathered:
-                    self._write(plan, stream, publisher)
-                copied = time.monotonic()
-                if delta:
-                    publisher.publish(self.config.timeout)
-                else:
-                    publisher.commit(_left(until), None if opened.gpu is None else opened.gpu.baseline)
-        except BaseException:
-            publisher.abort()
-            raise
-        ended = time.monotonic()
-        self._announcer.offloaded(version, start, ended, size)
+                self._same.note(base, publisher.wait_sealed(base, 0.0))
+        done = opened.publish(given, stream, version, base, start, until)
+        self._announcer.offloaded(version, start, time.monotonic(), done.bytes)
         self._check_agent()
-        return Offloaded(
-            version,
-            int(publisher.incarnation, 16),
-            size,
-            (begun - start) * 1e3,
-            (copied - begun) * 1e3,
-            (ended - copied) * 1e3,
-            mode="delta" if delta else "copy",
-        )
-
-    def _follow(self, opened: _Open, given: Iterable[tuple[str, Any]] | None, until: float) -> None:
-        """The parameters of this call, and what is made of them."""
-        plan = opened.plan
-        if given is not None:
-            follow(plan, given)
-        if opened.merging is not None:
-            opened.merging.refresh(opened.exchange, _left(until))
-        if plan.given < len(plan.sources):
-            refresh(plan, opened.exchange, _left(until))
-
-    def _is_delta(self, opened: _Open, base: int | None, version: int, until: float) -> bool:
-        """Whether a version is handed out by what changed since the newest; says why not."""
-        assert opened.publisher is not None
-        why = opened.publisher.needs_copy(version, _left(until))
-        if why is None and opened.gpu is not None:
-            why = "nothing was published yet" if base is None else opened.gpu.why_copy(base)
-        if why is not None:
-            log.info("%s: version %d is copied: %s", self.config.model_id, version, why)
-        return why is None
-
-    def _write(self, plan: Plan, stream: WeightSource | None, publisher: Publisher) -> None:
-        """What torch copies: casts, other devices, gathered tensors."""
-        data = flat(publisher.slot())
-        devices: set[torch.device] = set()
-        try:
-            for target, values in pieces(plan, stream):
-                into = placed(plan, data, target)
-                if values.device.type != "cpu" and values.dtype != into.dtype:
-                    # On the device, where it is cheap, and so that less crosses the bus.
-                    values = values.to(into.dtype)
-                if values.device.type != "cpu":
-                    devices.add(values.device)
-                copy(into, values)
-        except RuntimeError as e:
-            if isinstance(e, WindlassError):
-                raise
-            raise lost("gathering or casting failed", e) from e
-        for device in devices:
-            torch.accelerator.synchronize(device)
-
-    def _again(
-        self,
-        opened: _Open,
-        given: Iterable[tuple[str, Any]] | None,
-        stream: WeightSource | None,
-        version: int,
-        newest: int,
-        until: float,
-    ) -> Offloaded:
-        """A version that is not newer: fine if it is the newest and the same."""
-        publisher, plan = opened.publisher, opened.plan
-        assert publisher is not None
-        if version < newest:
-            raise WindlassStale(
-                f"version {version} is older than {newest}, which was published before: versions only grow",
-                "call resume() first if the trainer went back to an older checkpoint",
-            )
-
-        def compare() -> bool:
-            self._follow(opened, given, until)
-            addresses(plan)
-            held: Held = publisher.hold(self.config.timeout)
-            try:
-                data = flat(held.memory())
-                # All of it, also after a difference: other ranks may wait for what is gathered.
-                same = [
-                    is_same(placed(plan, data, target), values) for target, values in everything(plan, stream)
-                ]
-            finally:
-                held.finish()
-            return all(same)
-
-        # Hosts that only help do not know that there is anything to compare.
-        assert self._rank is not None
-        everyone = sum(map(len, plan.hosts)) == self._rank[1]
-        exchange = opened.exchange if everyone else Alone(1)
-        same = agree_on_all_ranks(exchange, compare, f"compare version {version}", _left(until))
-        if not all(same):
-            raise WindlassStale(
-                f"version {version} was published before with other bytes; nothing was changed",
-                "give the next version another number",
-            )
-        return Offloaded(version, int(publisher.incarnation, 16), 0, 0.0, 0.0, 0.0, new=False)
+        return done
 
     def _published(self, what: str) -> Publisher:
         self._check_usable()
@@ -924,49 +634,21 @@ class WeightManager:
             )
         return self._open.publisher
 
-    def _about_agent(self) -> str:
-        if self._agent is not None:
-            status = self._agent.status()
-            state = f"runs as pid {status['pid']}" if status["running"] else "does not run"
-            said = f", last error: {status['last_error']}" if status["last_error"] else ""
-            return f"the agent {state} after {status['restarts']} restarts{said}; its log is {status['log']}"
-        if not self.config.agent.enabled:
-            return "no agent was started, since agent.enabled is False; run `windlass agent` for the region"
-        return "rank 0 has the agent and knows more"
-
     def _wait_sealed(self, publisher: Publisher, version: int, seconds: float) -> str:
         try:
             digest = publisher.wait_sealed(version, seconds)
         except WindlassTimeout as e:
-            raise WindlassTimeout(f"{e}: {self._about_agent()}", e.advice) from e
+            raise WindlassTimeout(f"{e}: {about_agent(self.config, self._agent)}", e.advice) from e
         self._announcer.sealed(version)
-        self._note(version, digest)
+        self._same.note(version, digest)
         return digest
-
-    def _note(self, version: int, digest: str) -> None:
-        """Warns when versions stay the same: what is trained may not be what is published."""
-        if version in self._digests:
-            return
-        self._digests[version] = digest
-        last = dict(sorted(self._digests.items())[-SAME:])
-        self._digests = last
-        if len(last) < SAME or len(set(last.values())) > 1:
-            self._warned = False
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                "%s: versions %s have the same bytes: see whether the optimizer steps, and whether the model that is "
-                "offloaded is the one that is trained",
-                self.config.model_id,
-                ", ".join(map(str, last)),
-            )
 
     def _announcement(
         self, version: int | None, timeout: float | None, sync: bool, eval: Any
     ) -> Callable[[], Notified] | None:
         """What tells the controller, if this rank is to tell it anything.
 
-        Once the version is sealed: before that nobody can have it.
+        Once the version is sealed: before that no receiver can have it.
         """
         self._check_usable()
         agent, opened, token_file = self._agent, self._open, self.token_file
@@ -994,12 +676,14 @@ class WeightManager:
             ask = AgentClient(agent.endpoint(seconds), token_file, self.config.tls_ca)
             if opened.deltas:
                 if not ask.wait_served(named, until):
-                    raise WindlassTimeout(f"version {named} is not served yet: {self._about_agent()}")
+                    raise WindlassTimeout(
+                        f"version {named} is not served yet: {about_agent(self.config, self._agent)}"
+                    )
                 self._announcer.sealed(named)
             else:
                 # One that was overtaken meanwhile is in the agent's history.
                 with contextlib.suppress(WindlassStale):
-                    self._wait_sealed(publisher, named, _left(until))
+                    self._wait_sealed(publisher, named, left(until))
             where = functools.partial(agent.endpoint, ASK_S)
             size = plan.layout.data_bytes
             return self._announcer.tell(identity, ask, where, size, sync=sync, eval=eval, until=until)
@@ -1032,7 +716,7 @@ class WeightManager:
                 else:
                     opened.publisher.close()
 
-    def _abandon(self, opened: _Open) -> None:
+    def _abandon(self, opened: Opened) -> None:
         """Undoes what was opened before it failed."""
         self._open = opened
         try:
@@ -1048,18 +732,6 @@ def _number(variable: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise WindlassInvalid(f"the environment has {variable}={text!r}, which is no number") from None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _is_any(address: str) -> bool:
-    return ipaddress.ip_address(address).is_unspecified
-
-
-def _left(until: float) -> float:
-    return max(0.0, until - time.monotonic())
 
 
 def _own(name: str, dtype: str) -> str:

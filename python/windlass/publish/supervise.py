@@ -167,7 +167,7 @@ def _environment() -> list[tuple[str, str | None]]:
         # Files in the trainer's directory must not stand in for modules (Python 3.11 and later).
         ("PYTHONSAFEPATH", "1"),
     ]
-    here = str(Path(__file__).resolve().parent.parent)
+    here = str(Path(__file__).resolve().parents[2])
     found = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     if here not in (os.path.realpath(path) for path in found):
         # Found by sys.path or a link alone; last, so that nothing beside the package hides anything else.

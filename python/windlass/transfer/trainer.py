@@ -7,12 +7,11 @@ error on all of them at the next meeting, and not a hang.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassError, WindlassPeerLost, WindlassTimeout
-from windlass.exchange import Alone, Arrivals, Exchange, OverGroup
+from windlass.exchange import Alone, Exchange, OverGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -112,27 +111,9 @@ class TrainerRanks:
 
     def _largest(self, mine: int, timeout: float, what: str) -> int:
         import torch
-        import torch.distributed as dist
 
-        nccl = dist.get_backend(self._group) == "nccl"
-        flag = torch.tensor([mine], device=torch.cuda.current_device() if nccl else "cpu")
-        until, nap = time.monotonic() + timeout, 0.0005
-        arrivals = Arrivals.count(self._group)
         try:
-            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            # Not by waiting inside torch, which Ctrl-C cannot end.
-            while not work.is_completed():
-                if time.monotonic() >= until:
-                    raise WindlassTimeout(
-                        f"training ranks did not meet within {timeout:g} s, each to {what}{arrivals.absent()}",
-                        "every training rank calls the sender with the chunks of its extractor",
-                    )
-                time.sleep(nap)
-                nap = min(nap * 2, 0.02)
-            work.wait()
-        except RuntimeError as e:
-            if isinstance(e, WindlassError):
-                raise
-            raise WindlassPeerLost(f"a training rank was lost{arrivals.absent()}: {e}") from e
-        return int(flag.item())
+            return int(OverGroup(self._group).largest(torch.tensor([mine]), timeout, what).item())
+        except (WindlassTimeout, WindlassPeerLost) as e:
+            advice = "every training rank calls the sender with the chunks of its extractor"
+            raise type(e)(f"training ranks could not {what}: {e}", advice) from e

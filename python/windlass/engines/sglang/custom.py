@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
+from windlass.atomic import replacing
 from windlass.engines.sglang.payload import ORDER
 from windlass.engines.sglang.served import Fit, Rules, Served, Shape
 from windlass.errors import (
@@ -335,9 +336,8 @@ class _Worker:
         except Exception as e:
             told = {"report": self._report().to_dict(), "parts": None, "unseen": [], "why": str(e)}
         final = Path(directory) / f"{_rank()}.json"
-        partial = final.with_name(f".{_rank()}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(told))
-        os.replace(partial, final)
+        with replacing(final) as draft:
+            draft.write_text(json.dumps(told))
 
 
 def _tell(report: Report, what: str, directory: str | None) -> None:

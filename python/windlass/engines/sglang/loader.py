@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
+from windlass.engines.links import link_model
 from windlass.engines.sglang import payload
 from windlass.engines.sglang.custom import PATH, check_identity, shapes_of
 from windlass.engines.sglang.engine import Engine, Facts, connect
 from windlass.engines.sglang.gate import SHORT, Gate, Passage, Pause, left, short
-from windlass.engines.sglang.links import link_model
 from windlass.engines.sglang.reports import raise_worst, read_reports, reports_in, silence
 from windlass.engines.sglang.served import Fit, Rules, Served, Shape
 from windlass.errors import (

@@ -12,9 +12,10 @@ import contextlib
 import os
 from pathlib import Path
 
+from windlass.atomic import replacing
 from windlass.errors import WindlassInvalid
 
-__all__ = ["WEIGHTS", "link_model"]
+__all__ = ["WEIGHTS", "link_model", "side_files"]
 
 #: What the image is called in the directory.
 WEIGHTS = "model.safetensors"
@@ -32,15 +33,13 @@ def link_model(directory: Path, image: Path, checkpoint: Path | None) -> Path:
         )
     wanted = {WEIGHTS: image.resolve()}
     if checkpoint is not None and checkpoint.is_dir():
-        for entry in sorted(checkpoint.iterdir()):
-            if entry.is_file() and not entry.name.endswith(_LEFT_OUT) and not entry.name.startswith("."):
-                wanted[entry.name] = entry.resolve()
+        wanted |= side_files(checkpoint)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         present = list(directory.iterdir())
         own = [entry for entry in present if not entry.is_symlink()]
         if own:
-            # Somebody's files, such as the checkpoint itself: nothing of theirs is replaced or loaded by accident.
+            # A user's files, such as the checkpoint itself: they are neither replaced nor loaded by accident.
             raise WindlassInvalid(
                 f"{directory} has {own[0].name}, which is not a link of ours",
                 "give links= a directory of its own",
@@ -58,12 +57,19 @@ def link_model(directory: Path, image: Path, checkpoint: Path | None) -> Path:
     return directory
 
 
+def side_files(checkpoint: Path) -> dict[str, Path]:
+    """The files of a checkpoint without its weights and their index, by name."""
+    return {
+        entry.name: entry.resolve()
+        for entry in sorted(checkpoint.iterdir())
+        if entry.is_file() and not entry.name.endswith(_LEFT_OUT) and not entry.name.startswith(".")
+    }
+
+
 def _link(path: Path, target: Path) -> None:
     with contextlib.suppress(OSError):
         if path.is_symlink() and Path(os.readlink(path)) == target:
             return
     # Put in place at once: an engine never finds the name missing.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(target)
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        draft.symlink_to(target)
