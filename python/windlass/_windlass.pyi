@@ -899,8 +899,8 @@ def extent(dtype: str, shape: SupportsGetItem[int, SupportsIndex]) -> tuple[int,
 
 def gpu_survey() -> str:
     """
-    The CUDA driver, the GPUs and what their memory can do, as JSON: the object "gpu" of `windlass doctor --json`.
-    Never fails for what is missing, but says so. Opens every visible device for a moment.
+    The CUDA driver, the GPUs and the abilities of their memory, as JSON: the object "gpu" of `windlass doctor --json`.
+    A missing driver or GPU is no error; the object says so. Opens every visible device for a moment.
     """
 
 def host_memory() -> int | None:
