@@ -111,7 +111,12 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
             Ok(u8::from(!fine))
         });
         if ended.is_err() {
+            // After Ctrl-C the first call that it ended is not the cause.
+            let interrupted = session.cancel().is_set();
             session.cancel().set();
+            if interrupted {
+                return Err(Error::Cancelled);
+            }
         }
         ended
     })
