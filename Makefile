@@ -44,7 +44,7 @@ build: develop ## everything that tests need
 	$(CARGO) test $(DEV) --no-run
 
 test: build engine-venvs ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	scripts/groups.sh "engines" "contract testdata loom rust pytest"
+	scripts/groups.sh "contract testdata loom rust engines" "pytest"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
 	$(CARGO) fmt --all --check

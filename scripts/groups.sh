@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs groups of tests, each a target of the Makefile: `groups.sh LANE...`. A lane is a list of groups in one word; its groups
-# run in turn, and lanes run at the same time, because tests with real servers wait more than they compute. Every group
+# run in turn, and lanes run at the same time, because tests of processes wait more than they compute. Every group
 # runs, whatever the others do. Prints the output of a group when it ends, then a table of all groups.
 set -euo pipefail
 logs=$(mktemp -d)
