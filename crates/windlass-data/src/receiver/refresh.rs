@@ -118,7 +118,7 @@ impl Receiver {
         let deltas = fetched.len();
         self.staged = None;
         let result = Run::start(self, &mut image, &mut progress, info, stop)
-            .and_then(|run| run.to_one_version(fetched));
+            .and_then(|run| run.into_one_version(fetched));
         if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
             // Something is not what it was thought to be. The sums will tell what.
             image.forget();
@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
     }
 
     /// Applies `fetched`, then repeats until every block is of one version.
-    fn to_one_version(mut self, fetched: Vec<Fetched>) -> Result<Known, ReceiverError> {
+    fn into_one_version(mut self, fetched: Vec<Fetched>) -> Result<Known, ReceiverError> {
         let (mut placed, alone) = (None, fetched.len() == 1);
         for fetched in fetched {
             let parts = fetched.parts(self.receiver.config.image.threads)?;
