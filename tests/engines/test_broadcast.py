@@ -16,12 +16,11 @@ import pytest
 
 import servers
 import tiny
-from windlass import WeightSyncManager, strategy_from_config
-from windlass.engines.remote import SglangEngine, VllmEngine
-from windlass.engines.sglang.custom import PATH
+from windlass import EngineShape, WeightSyncManager, strategy_from_config
+from windlass.client import EnginesFailed, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
-from windlass.transfer.client import EnginesFailed, InferenceEngineClient
-from windlass.transfer.sync_info import EngineShape
+from windlass.remote import SglangEngine, VllmEngine
+from windlass.sglang.custom import PATH
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 BACKEND = ("--weight-transfer-config", '{"backend": "windlass"}')

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outside import Kept, digest, say
+from windlass import EngineShape, WeightSyncInfo
 from windlass.compat import (
     BroadcastTransferStrategy,
     BroadcastWeightTransferReceiver,
@@ -27,7 +28,6 @@ from windlass.compat import (
     WeightExtractor,
     init_custom_process_group,
 )
-from windlass.transfer.sync_info import EngineShape, WeightSyncInfo
 
 
 class DictConfig(Mapping[str, Any]):

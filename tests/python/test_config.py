@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from children import environment
-from windlass import SenderAgentConfig, WeightManagerConfig, WindlassInvalid
-from windlass.config import Config, ReceiverAgentConfig, ReceiverInfo, TransferEngineConfig, TransferStatus
+from windlass import (
+    ReceiverAgentConfig,
+    ReceiverInfo,
+    SenderAgentConfig,
+    TransferEngineConfig,
+    TransferStatus,
+    WeightManagerConfig,
+    WindlassInvalid,
+)
+from windlass.config import Config
 
 EVERY: list[Config] = [
     WeightManagerConfig(

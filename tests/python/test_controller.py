@@ -21,6 +21,8 @@ from children import environment
 from controlled import PATIENCE, World, until, world
 from windlass import (
     Controller,
+    EvalTask,
+    Served,
     WeightManager,
     WindlassDenied,
     WindlassInvalid,
@@ -30,8 +32,7 @@ from windlass import (
     WindlassTimeout,
     open_image,
 )
-from windlass.controller import EvalTask, Served
-from windlass.transfer.request import Identity
+from windlass.request import Identity
 
 pytestmark = pytest.mark.timeout(180)
 

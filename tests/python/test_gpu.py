@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from windlass import Receiver, WeightManager
-from windlass.extract import ModuleWeightExtractor
+from windlass import ModuleWeightExtractor, Receiver, WeightManager
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,21 +2,21 @@
 //!
 //! Owns: the decision, and nothing of its execution. Called by the trainer side before sync info is made, by
 //! `windlass doctor` and by the live page, which show [`Choice::why`] and [`Choice::considered`] as they are.
-//! Must not: look for the facts itself. The caller asks the machine for GPUs, libraries and
-//! peers; [`choose`] is a pure function of these facts and of the configuration.
+//! Must not: look for the facts itself. Somebody else asks the machine whether there is a GPU, a library or a
+//! peer; [`choose`] is a pure function of what they found and of what the configuration demands.
 //!
 //! # How it decides
 //!
-//! The strategies have one order of preference ([`Strategy::ALL`]). For each, `choose` asks three questions:
+//! The strategies stand in one order of preference ([`Strategy::ALL`]). For each, three questions are asked:
 //!
 //! 1. *Does the configuration rule it out?* Every field of [`Overrides`] that is set narrows the list.
 //! 2. *Is it impossible here?* IPC handles do not open on another GPU, NCCL refuses two ranks on one GPU, a
 //!    collective group cannot gain members, a store needs an address, NIXL needs its library.
 //! 3. *Does it suit?* Possible is not the same as sensible: a store between neighbours, RDMA within one host.
 //!
-//! The first strategy that passes all three is chosen. If overrides leave only strategies that do not suit,
-//! the first possible one of those is chosen, because an override wins. If they leave no possible strategy,
-//! the result is an error that gives the reason. So without overrides:
+//! The first strategy with three good answers is chosen. If overrides leave only strategies that do not suit,
+//! the first possible one of those is chosen, because an override wins; if they leave none that is possible,
+//! the result is an error that says why. So without overrides:
 //!
 //! | facts | strategy | link |
 //! |---|---|---|
@@ -32,26 +32,26 @@
 //! and costs the receiver one more pass over the old weights, so it is taken only on a link so slow that the
 //! bits take longer than the pass.
 //!
-//! Last comes the encoder, and with it the offload mode of the trainers: *delta* (the GPU compares with a baseline that it
-//! keeps, and only records cross the bus) if there is a usable GPU, records are plain, and comparing is expected to
-//! take less time than a copy. The part of the baseline that does not fit on the GPU is on the host, and the GPU reads it
-//! over the bus ([`baseline`]). *Copy* (the agent compares slots) otherwise.
+//! Last, who finds what changed, and with it how trainers offload: *delta* (the GPU compares with a baseline that it
+//! keeps, and only records cross the bus) where there is a GPU that can be used, records are plain, and comparing is expected to
+//! take less time than a copy: what of the baseline finds no room on the GPU is on the host, and read over the bus
+//! ([`baseline`]). *Copy* (the agent compares slots) otherwise.
 //!
-//! # GPU requirements
+//! # What a GPU must have
 //!
 //! | for | facts | without |
 //! |---|---|---|
 //! | either kind of IPC | engines on the trainers' very GPUs, none of them reached by HTTP only, nor, unless it is demanded, SGLang, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
 //! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
 //! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
-//! | offload by delta | so much of `baseline_bytes` in half of the free GPU memory (in more of it if delta mode is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |
+//! | offload by delta | so much of `baseline_bytes` in half of what is free (in more of it where it is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |
 //!
 //! # Strict
 //!
-//! An option that was not taken only because something is *missing* (a GPU, a library, a peer's
+//! An option that would have been taken but for something that is *missing* (a GPU, a library, a peer's
 //! capability, the address of a store) is marked [`Considered::blocked`]. With `strict`, a choice that comes
-//! after a blocked option is an error that names the option and the missing thing: a silent fallback
-//! makes a sync ten times slower unnoticed. An option that the configuration itself ruled out is
+//! after a blocked option is an error that names the option and what blocks it, because a silent fallback is
+//! how a sync becomes ten times slower without anybody noticing. What the configuration itself ruled out is
 //! not a fallback.
 //!
 //! # Invariants
@@ -121,7 +121,7 @@ names! {
 }
 
 names! {
-    /// The transport of the bytes.
+    /// The way the bytes take.
     Link {
         /// Shared memory of one host.
         Shm = "shm",
@@ -141,19 +141,19 @@ names! {
 }
 
 names! {
-    /// The form of the bytes.
+    /// What the bytes are.
     Codec {
         /// Whole tensors.
         Full = "full",
-        /// Changes, in the mode that decodes without the old weights and composes.
+        /// What changed, in the mode that decodes without the old weights and composes.
         DeltaPlain = "delta_plain",
-        /// Changes, in the smaller mode that needs the old weights to decode.
+        /// What changed, in the smaller mode that needs the old weights to decode.
         DeltaContext = "delta_context",
     }
 }
 
 names! {
-    /// The process that finds the changes.
+    /// Who finds what changed.
     Encoder {
         /// The agent's threads, from the two slots.
         Host = "host",
@@ -165,7 +165,7 @@ names! {
 names! {
     /// How trainers put a version into their region.
     Offload {
-        /// The GPU finds the changes since its baseline, and only these cross the bus.
+        /// The GPU finds what changed since its baseline, and only that crosses the bus.
         Delta = "delta",
         /// All weights are copied.
         Copy = "copy",
@@ -185,7 +185,7 @@ names! {
 }
 
 names! {
-    /// The software that serves the model.
+    /// What serves the model.
     Engine {
         /// vLLM with our worker extension.
         Vllm = "vllm",
@@ -193,12 +193,12 @@ names! {
         Sglang = "sglang",
         /// Any engine that is reached by its HTTP interface only.
         Http = "http",
-        /// A custom engine with our receiver inside.
+        /// Somebody's own engine with our receiver inside.
         Custom = "custom",
     }
 }
 
-/// The engine side's decoders, from its registration.
+/// What the engine side can decode, as it said when it registered.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Peer {
@@ -209,7 +209,7 @@ pub struct Peer {
     pub codec_version: Option<u16>,
 }
 
-/// Facts about the run and the machines. The default is the least: remote, nothing present.
+/// What was found out about the run and the machines. Defaults to the least: remote, nothing present.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "independent findings, not states of one thing")]
@@ -224,18 +224,15 @@ pub struct Facts {
     pub trainer_gpus: Vec<String>,
     /// UUIDs of the engines' GPUs; empty if they have none.
     pub engine_gpus: Vec<String>,
-    /// The kinds of engines.
+    /// What kinds of engine there are.
     pub engines: Vec<Engine>,
     /// Engines may join and leave during the run.
     pub elastic: bool,
     /// The engines are in another region.
     pub cross_region: bool,
-    /// Address of a store: a URL, or a path on a shared file system. Not accepted in JSON: this build has no transport
-    /// for stores.
-    #[serde(skip)]
+    /// Address of a store: a URL, or a path on a shared file system.
     pub store_url: Option<String>,
-    /// NIXL can be used on both sides. Not accepted in JSON: this build has no transport for it.
-    #[serde(skip)]
+    /// The NIXL library can be loaded on both sides.
     pub nixl_library: bool,
     /// There is an RDMA device on both sides.
     pub rdma_device: bool,
@@ -249,13 +246,14 @@ pub struct Facts {
     pub link_bytes_per_second: Option<u64>,
     /// Share of elements expected to change per step, 0 to 1.
     pub change_rate: Option<f64>,
+    /// What the engine side can decode.
     pub peer: Peer,
     pub codec_version: u16,
-    /// The trainers' GPUs have room for a baseline; used only if the bytes are not known.
+    /// The trainers' GPUs have room for a baseline; asked only where the bytes are not known.
     pub gpu_baseline_fits: bool,
-    /// Facts about CUDA at the trainers.
+    /// What was found out about CUDA at the trainers.
     pub trainer_cuda: Cuda,
-    /// Facts about CUDA at the engines.
+    /// What was found out about CUDA at the engines.
     pub engine_cuda: Cuda,
     /// The engines' GPUs reach the memory of the trainers'.
     pub peer_access: Option<bool>,
@@ -296,7 +294,7 @@ impl Default for Facts {
     }
 }
 
-/// The demands of the configuration; `None` leaves the decision to [`choose`].
+/// What the configuration demands; `None` leaves the decision to [`choose`].
 ///
 /// In JSON each key may carry the prefix `generator.`, `null` means unset, and an unknown key is an error
 /// that suggests the nearest known one.
@@ -369,7 +367,7 @@ impl TryFrom<Map<String, Value>> for Overrides {
     }
 }
 
-/// A question that [`choose`] decides.
+/// Something that [`choose`] decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -400,24 +398,27 @@ pub struct Considered {
     pub option: Subject,
     /// Why it was not taken.
     pub why_not: String,
-    /// Something is missing without which it would have been taken.
+    /// It would have been taken, but something is missing.
     pub blocked: bool,
 }
 
-/// The decision and its reason.
+/// What to do, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Choice {
+    /// How the sides meet.
     pub strategy: Strategy,
+    /// The way the bytes take.
     pub link: Link,
+    /// What the bytes are.
     pub codec: Codec,
-    /// The encoder, if anything is encoded.
+    /// Who encodes, if anything is encoded.
     pub encoder: Option<Encoder>,
     /// How trainers offload, if they publish an image (`WeightManager(offload_mode=…)`).
     pub offload: Option<Offload>,
-    /// The reason, as text.
+    /// The reason, for people.
     pub why: String,
-    /// The options that were not taken.
+    /// What else there was.
     pub considered: Vec<Considered>,
 }
 
@@ -440,7 +441,7 @@ pub enum ChooseError {
         option: Subject,
         /// The overrides that leave nothing else.
         by: String,
-        /// The obstacle, and the remedy.
+        /// What stands in the way, and the remedy.
         why: String,
     },
     #[error("{by} contradict each other: no strategy satisfies all of them; remove one")]
@@ -448,9 +449,9 @@ pub enum ChooseError {
     #[error("strict: {faster} would be faster than {chosen}, but {blocked_by}")]
     Fallback {
         faster: Subject,
-        /// The fallback that `strict` refused.
+        /// What it would have fallen back to.
         chosen: Subject,
-        /// The missing thing, and the remedy.
+        /// What is missing, and the remedy.
         blocked_by: String,
     },
     #[error("fact {name} is {value}, expected {expected}")]
@@ -461,7 +462,7 @@ pub enum ChooseError {
     #[error("override {key:?}: {cause}")]
     BadValue {
         key: String,
-        /// The fault in its value.
+        /// What is wrong with its value.
         cause: String,
     },
 }

@@ -1,15 +1,15 @@
-//! Kinds of failure, and their meaning outside Rust.
+//! Kinds of failure, and what each one means outside Rust.
 //!
 //! Every module of this crate has an error enum of its own, whose `kind()` sorts each failure into one of eleven
-//! [`Kind`]s. [`Kind::row`] is the one table that maps a kind to a Python exception, an HTTP status, an exit code and a
-//! meaning. No caller keeps a second table. The remedy is part of each error; [`Kind::advice`] gives one where it is the
-//! same for all failures of a kind.
+//! [`Kind`]s. [`Kind::row`] is the one table that maps a kind to a Python exception, an HTTP status, an exit code and what
+//! it means. No caller keeps a second table. What to do about a failure only the failure itself can say; a kind says it ([`Kind::advice`]) where
+//! it is the same for all of them.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The kind of a failure. It decides how a caller reacts; the error itself describes the failure.
+/// What sort of failure an error is. Decides how a caller reacts; the error itself says what happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -17,12 +17,12 @@ pub enum Kind {
     Invalid,
     /// The named thing does not exist.
     NotFound,
-    /// The input is out of date: an older version, an earlier incarnation, a base that has changed.
+    /// The input was right once: an older version, another incarnation, a base that has moved on.
     Stale,
-    /// Bytes do not match their hash.
+    /// Bytes are not what their sums say.
     Corrupt,
     Timeout,
-    /// The peer disconnected or died.
+    /// The other side went away.
     PeerLost,
     /// Memory, disk, connections or a configured limit ran out.
     Exhausted,
@@ -30,13 +30,13 @@ pub enum Kind {
     Unsupported,
     /// Not authenticated or not allowed.
     Denied,
-    /// Cancelled by the caller.
+    /// Given up on request.
     Cancelled,
     /// A defect in Windlass.
     Bug,
 }
 
-/// One line of the table.
+/// One line of the table: what a [`Kind`] means to each kind of caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Row {
     /// Name of the Python exception; each one also derives from `WindlassError`.
@@ -47,6 +47,7 @@ pub struct Row {
     pub http: u16,
     /// Exit code of the command line.
     pub exit: u8,
+    /// What it means, in a few words.
     pub meaning: &'static str,
 }
 
@@ -89,13 +90,13 @@ impl Kind {
                 "RuntimeError",
                 409,
                 4,
-                "the input is out of date: an older version, an earlier incarnation, a base that has changed",
+                "it was right once: an older version, an earlier life, a base that has moved on",
             ),
-            Kind::Corrupt => row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes do not match their hash"),
-            Kind::Timeout => row("WindlassTimeout", "TimeoutError", 504, 6, "a deadline passed"),
-            Kind::PeerLost => {
-                row("WindlassPeerLost", "ConnectionError", 502, 7, "the peer disconnected or died")
+            Kind::Corrupt => {
+                row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes are not what their sums say")
             }
+            Kind::Timeout => row("WindlassTimeout", "TimeoutError", 504, 6, "a deadline passed"),
+            Kind::PeerLost => row("WindlassPeerLost", "ConnectionError", 502, 7, "the other side went away"),
             Kind::Exhausted => row(
                 "WindlassExhausted",
                 "OSError",
@@ -113,12 +114,12 @@ impl Kind {
             Kind::Denied => {
                 row("WindlassDenied", "PermissionError", 403, 10, "not authenticated or not allowed")
             }
-            Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "cancelled by the caller"),
+            Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "given up on request"),
             Kind::Bug => row("WindlassBug", "RuntimeError", 500, 70, "a defect in Windlass"),
         }
     }
 
-    /// The remedy for any failure of this kind; empty where it depends on the failure.
+    /// What to do about any failure of this kind; empty where that depends on the failure.
     pub const fn advice(self) -> &'static str {
         match self {
             Kind::Corrupt => "fetch it again; if it repeats, check memory and disk",
@@ -159,7 +160,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// The first characters of an untrusted text, for messages.
+/// The first characters of a text from outside, for messages.
 pub(crate) fn excerpt(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -1,6 +1,6 @@
 //! Numbers below 2^32 in groups of seven bits, lowest first, in their shortest form.
 
-/// A fault in a number.
+/// What is wrong with a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VarintFault {
     /// The bytes end within it.
@@ -12,7 +12,7 @@ pub(crate) enum VarintFault {
 }
 
 impl VarintFault {
-    /// The fault as text.
+    /// The fault in words.
     pub(crate) fn why(self) -> &'static str {
         match self {
             VarintFault::Truncated => "it ends within a varint",

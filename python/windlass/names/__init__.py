@@ -13,14 +13,13 @@ straight into place, and imports neither torch nor transformers until :meth:`Sou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from windlass._lazy import lazily
 from windlass.names.checkpoint import Layout, checkpoint_layout
 from windlass.names.dtypes import DtypeRules, canonical_dtype
 from windlass.names.quantised import SCHEMES, Scheme, quantization_config
 from windlass.names.selection import Chosen, Selection
-from windlass.names.source_map import Rule, SourceMap, names_of
+from windlass.names.source_map import Rule, SourceMap
 from windlass.names.view import AsTheyAre, Box, Shape, View, split_rows, transpose
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ __all__ = [
     "View",
     "canonical_dtype",
     "checkpoint_layout",
-    "names_of",
     "persistent_buffers",
     "quantization_config",
     "split_rows",
@@ -49,5 +47,10 @@ __all__ = [
 ]
 
 
-#: It needs torch.
-__getattr__ = lazily(__name__, {"persistent_buffers": "windlass.names.conversion"})
+def __getattr__(name: str) -> Any:
+    # This one needs torch.
+    if name == "persistent_buffers":
+        from windlass.names.conversion import persistent_buffers
+
+        return persistent_buffers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

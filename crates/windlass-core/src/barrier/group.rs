@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use crate::barrier::config::{Mode, Required, SetConfig};
 use crate::barrier::error::BarrierError;
 use crate::barrier::member::{Counted, Ctx, Lineage, Member, Slot, abandon, view};
-use crate::barrier::name::{ReceiverId, SetName};
-use crate::barrier::tally::{Round, Tally, count};
-use crate::barrier::types::{Action, Blocked, FenceReason, LagReason, Millis, Order, Peer};
+use crate::barrier::round::{Round, Tally, count};
+use crate::barrier::types::{
+    Action, Blocked, FenceReason, LagReason, Millis, Order, Peer, ReceiverId, SetName,
+};
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
 /// See the module's documentation.
@@ -26,7 +27,7 @@ pub(super) struct Group {
     pub(super) members: BTreeMap<ReceiverId, Member>,
     pub(super) live: usize,
     pub(super) service: Option<Version>,
-    /// Receivers that outlived the previous barrier may not have joined yet: the group loads and serves nothing.
+    /// Members may be missing who outlived the barrier before this one: nothing is loaded or served yet.
     pub(super) settling: bool,
     pub(super) round: Option<Round>,
     pub(super) tally: Tally,
@@ -34,7 +35,7 @@ pub(super) struct Group {
     pub(super) newest_common: Option<Version>,
     pub(super) stalled: Option<Blocked>,
     pub(super) release_due: bool,
-    /// Grows whenever the served version may have changed.
+    /// Grows whenever what is served may have changed.
     pub(super) revision: u64,
 }
 
@@ -69,7 +70,7 @@ impl Group {
         self.lineages.get_mut(model).and_then(Option::as_mut)
     }
 
-    /// Refuses an identity of a superseded incarnation.
+    /// Refuses what belongs to a superseded incarnation.
     pub(super) fn check_alive(&self, model: usize, identity: &Identity) -> Result<(), BarrierError> {
         match self.lineage(model) {
             Some(l) if l.incarnation > identity.incarnation => {
@@ -91,10 +92,10 @@ impl Group {
         let newest = lineage.newest();
         let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint != endpoint;
         if moved {
-            // The agent was restarted: orders that name its old address must be sent again.
+            // The agent was restarted: what it was asked for at the old address must be asked again.
             endpoint.clone_into(&mut lineage.endpoint);
         }
-        // Managers repeat their last announcement, which gives no reason to try again.
+        // Managers repeat what they announced last; that is nothing new to try.
         let newer = newest.is_none_or(|n| n < version) || moved;
         lineage.announce(version);
         self.consider(version);
@@ -113,7 +114,7 @@ impl Group {
         (0..self.models.len()).for_each(|model| self.press(model, ctx));
     }
 
-    /// A receiver joins with the versions its engines hold, per model index.
+    /// A receiver joins with what its engines hold, per model index.
     pub(super) fn join(
         &mut self,
         peer: Peer,
@@ -131,7 +132,7 @@ impl Group {
         self.advance(ctx);
     }
 
-    /// A receiver is gone. The caller removes all receivers that are gone at this moment before it advances the group,
+    /// A receiver is gone. The caller advances the group when all who are gone at this moment are removed,
     /// so that none of them counts for the others.
     pub(super) fn remove(&mut self, id: &ReceiverId) {
         let Some(member) = self.members.remove(id) else { return };
@@ -156,8 +157,11 @@ impl Group {
         let view = view!(self);
         let round = view.round.map(|(v, _)| v);
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let open = open_ask(&mut member.slots, model, order);
-        let (slot, at) = open.ok_or_else(|| stale_order(id, order, got))?;
+        let slot = member.slots.iter_mut().find(|s| s.model == model);
+        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
+        let Some((at, slot)) = open else {
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: got.clone() });
+        };
         let asked = slot.asked.get(at).and_then(|ask| view.identity(model, ask.version));
         let Some(asked) = asked else { return Ok(()) };
         if got.incarnation != asked.incarnation || got.version < asked.version {
@@ -170,7 +174,7 @@ impl Group {
         }
         slot.asked.swap_remove(at);
         let version = got.version;
-        // The arrived version also answers another order for it; abandoning that order would drop the bytes.
+        // Another order for what has just come is answered by it; calling it off would drop the bytes.
         slot.asked.retain(|ask| ask.version != got.version);
         slot.staged.insert(got.version);
         member.failing.went_well(Some(model));
@@ -181,7 +185,7 @@ impl Group {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity: asked, why });
         }
         if self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version)) {
-            // The version exists: receivers that did not find it are asked again.
+            // It is there after all: whoever did not find it is asked again.
             self.members.values_mut().for_each(|member| member.try_newer(ctx));
             self.reconsider(ctx);
         }
@@ -190,8 +194,8 @@ impl Group {
         Ok(())
     }
 
-    /// The agent does not show the version that a receiver was ordered to stage. That concerns all members, so it excuses
-    /// none; but if another member has the version, this is a failure like any other.
+    /// The agent does not show what a receiver was ordered to stage. That concerns everybody, so nobody is excused by it;
+    /// but whoever does not find what others have has failed like any other.
     pub(super) fn absent(
         &mut self,
         id: &ReceiverId,
@@ -202,8 +206,11 @@ impl Group {
     ) -> Result<(), BarrierError> {
         self.check_alive(model, identity)?;
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let open = open_ask(&mut member.slots, model, order);
-        let (slot, at) = open.ok_or_else(|| stale_order(id, order, identity))?;
+        let slot = member.slots.iter_mut().find(|s| s.model == model);
+        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
+        let Some((at, slot)) = open else {
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
+        };
         let version = slot.asked.swap_remove(at).version;
         let view = view!(self);
         let has =
@@ -219,7 +226,7 @@ impl Group {
                 }
                 let view = view!(self);
                 if let Some(member) = self.members.get_mut(id) {
-                    member.back_off(Some(model), &view, ctx);
+                    member.rest(Some(model), &view, ctx);
                 }
                 self.reconsider(ctx);
                 self.settle(id, ctx);
@@ -250,7 +257,9 @@ impl Group {
             let at = load.left.iter().position(|&i| slots.get(i).is_some_and(|s| s.model == model))?;
             Some((load, at))
         });
-        let (load, at) = open.ok_or_else(|| stale_order(id, order, got))?;
+        let Some((load, at)) = open else {
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: got.clone() });
+        };
         let version_fits = match self.mode {
             Mode::Strict => got.version == load.version,
             Mode::Relaxed => got.version >= load.version,
@@ -278,7 +287,7 @@ impl Group {
         Ok(())
     }
 
-    /// A receiver could not stage the ordered version.
+    /// A receiver could not stage what it was ordered to.
     pub(super) fn stage_failed(
         &mut self,
         id: &ReceiverId,
@@ -290,15 +299,18 @@ impl Group {
     ) -> Result<(), BarrierError> {
         self.check_alive(model, identity)?;
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let open = open_ask(&mut member.slots, model, order);
-        let (slot, at) = open.ok_or_else(|| stale_order(id, order, identity))?;
+        let slot = member.slots.iter_mut().find(|s| s.model == model);
+        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
+        let Some((at, slot)) = open else {
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
+        };
         let version = slot.asked.swap_remove(at).version;
         self.lag(id, model, version, LagReason::Failed(reason), ctx);
         self.advance(ctx);
         Ok(())
     }
 
-    /// A receiver could not load one model of the ordered version.
+    /// A receiver could not load one model of what it was ordered to.
     pub(super) fn load_failed(
         &mut self,
         id: &ReceiverId,
@@ -311,14 +323,14 @@ impl Group {
         self.check_alive(model, identity)?;
         let member = self.members.get(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
         if member.load.as_ref().is_none_or(|l| l.order != order) {
-            return Err(stale_order(id, order, identity));
+            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
         }
         self.fence(id, FenceReason::LoadFailed { identity: identity.clone(), reason }, ctx);
         self.advance(ctx);
         Ok(())
     }
 
-    /// All running receivers have joined. The caller advances the group.
+    /// All who live have joined. The caller advances the group.
     pub(super) fn settled(&mut self, ctx: &mut Ctx<'_>) {
         self.settling = false;
         let view = view!(self);
@@ -331,14 +343,14 @@ impl Group {
     /// Deals with every deadline that has passed.
     pub(super) fn tick(&mut self, ctx: &mut Ctx<'_>) {
         let now = ctx.now;
-        let (mut lapsed, mut expired, mut due) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut lapsed, mut expired, mut rested) = (Vec::new(), Vec::new(), Vec::new());
         let view = view!(self);
         for (id, member) in &mut self.members {
             if let Some(load) = member.load.as_ref().filter(|l| l.until <= now) {
                 expired.push((id.clone(), load.version));
             }
             if member.retry_at.take_if(|at| *at <= now).is_some() {
-                due.push(id.clone());
+                rested.push(id.clone());
             }
             for slot in &mut member.slots {
                 for ask in slot.asked.extract_if(.., |ask| ask.until <= now) {
@@ -353,7 +365,7 @@ impl Group {
         for (id, version) in expired {
             self.fence(&id, FenceReason::LoadTimeout { version }, ctx);
         }
-        for id in due {
+        for id in rested {
             self.settle(&id, ctx);
         }
         self.release_due = true;
@@ -372,7 +384,7 @@ impl Group {
 
     // ---- lineages ---------------------------------------------------------------------------------
 
-    /// The first notify of a new incarnation. The superseded lineage is void from here on, and so is the version that
+    /// The first word of a new incarnation. Whatever it supersedes is void from here on, and so is what
     /// the group served: members must load the new lineage before they count.
     fn begin_lineage(&mut self, model: usize, incarnation: Incarnation, endpoint: &str, ctx: &mut Ctx<'_>) {
         if let (Some(old), Some(name)) = (self.lineage(model), self.models.get(model)) {
@@ -422,7 +434,7 @@ impl Group {
         }
     }
 
-    /// A version that a receiver has loaded was announced once, perhaps to an earlier controller.
+    /// What a receiver has loaded was announced once, perhaps to a controller that has since restarted.
     fn evidence(&mut self, model: usize, incarnation: Incarnation, version: Version) {
         if let Some(lineage) = self.lineage_mut(model).filter(|l| l.incarnation == incarnation) {
             lineage.announce(version);
@@ -430,7 +442,7 @@ impl Group {
         }
     }
 
-    /// The set of absent versions has changed.
+    /// What the agents show has changed.
     fn reconsider(&mut self, ctx: &mut Ctx<'_>) {
         self.find_common();
         (0..self.models.len()).for_each(|model| self.press(model, ctx));
@@ -489,7 +501,7 @@ impl Group {
 
     // ---- members ----------------------------------------------------------------------------------
 
-    /// A member did not stage `version`: this round does not wait for it, and it is asked again later.
+    /// A member did not stage `version`: nobody waits for it in this round, and it is asked again later.
     fn lag(&mut self, id: &ReceiverId, model: usize, version: Version, why: LagReason, ctx: &mut Ctx<'_>) {
         let view = view!(self);
         let identity = view.identity(model, version);
@@ -499,7 +511,7 @@ impl Group {
         if let Some(identity) = identity {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity, why });
         }
-        member.back_off(Some(model), &view, ctx);
+        member.rest(Some(model), &view, ctx);
         self.settle(id, ctx);
     }
 
@@ -520,7 +532,7 @@ impl Group {
         member.excused = true;
         let models = member.models(&view);
         ctx.out.push(Action::Fence { receiver: id.clone(), set: self.set.clone(), models, why });
-        member.back_off(None, &view, ctx);
+        member.rest(None, &view, ctx);
         if std::mem::take(&mut member.live) {
             member.out_since = ctx.now;
             self.live -= 1;
@@ -550,7 +562,7 @@ impl Group {
         member.counted = counted;
     }
 
-    /// While no member is live all are required, so the departure of the last live one concerns all.
+    /// While nobody is live everybody is required, so the last one's leaving concerns all.
     fn retally_if_none_live(&mut self) {
         if self.live == 0 {
             self.retally();
@@ -567,15 +579,4 @@ impl Group {
             member.counted = counted;
         }
     }
-}
-
-/// Finds the open `Stage` order of that number for `model`: its slot, and its index in `asked`.
-fn open_ask(slots: &mut [Slot], model: usize, order: Order) -> Option<(&mut Slot, usize)> {
-    let slot = slots.iter_mut().find(|s| s.model == model)?;
-    let at = slot.asked.iter().position(|a| a.order == order)?;
-    Some((slot, at))
-}
-
-fn stale_order(id: &ReceiverId, order: Order, identity: &Identity) -> BarrierError {
-    BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() }
 }

@@ -46,7 +46,7 @@ impl FieldError {
     }
 }
 
-/// The kind of a JSON value, for messages.
+/// What a JSON value is, in words.
 pub(crate) fn type_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,8 +1,8 @@
 //! Permission for one transfer.
 //!
 //! The sender makes a [`Ticket`] when a receiver asks for a transfer and sends it as JSON over the
-//! authenticated control connection. Both sides then plan from it. A `Ticket` has been checked as a
-//! whole: [`TicketFields`] are unchecked, and [`Ticket::new`] is the only way from one to the other.
+//! authenticated control connection. Both sides then plan from it. A `Ticket` in hand has been checked as a
+//! whole: [`TicketFields`] is what anybody may fill in, [`Ticket::new`] the only way from one to the other.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -37,6 +37,7 @@ pub enum TicketError {
     /// The JSON is malformed. The cause names the field where it can; it never quotes the key.
     #[error("the ticket is not valid JSON of a ticket: {0}")]
     Json(String),
+    /// Something that is not hexadecimal digits of the right number.
     #[error("a {what} is {digits} hexadecimal digits")]
     Hex { what: &'static str, digits: usize },
     #[error(
@@ -71,7 +72,7 @@ pub enum TicketError {
         target: Version,
         mode: &'static str,
     },
-    /// A delta base that does not lead to the target.
+    /// A delta base that the target cannot be reached from.
     #[error(
         "{base} cannot be the base of a delta to {target}: expected another version of the same incarnation"
     )]
@@ -148,7 +149,7 @@ impl fmt::Display for SourceId {
     }
 }
 
-/// A sender, and the blocks it holds.
+/// Who holds which blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
     /// Its name within the ticket.
@@ -165,11 +166,11 @@ pub struct Source {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payload {
     pub bytes: u64,
-    /// The sources that can serve it.
+    /// Who can serve it.
     pub sources: Vec<SourceId>,
 }
 
-/// The base of a delta.
+/// What a delta starts from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
     pub identity: Identity,
@@ -182,7 +183,7 @@ pub struct Base {
 pub enum Mode {
     /// The wanted blocks themselves.
     Full,
-    /// The changes since a base.
+    /// What changed since a base.
     Delta {
         base: Base,
         /// The parts of the delta; their union is the whole.
@@ -228,7 +229,7 @@ impl Deadline {
     }
 }
 
-/// The fields of a ticket, not yet checked as a whole. Unknown JSON fields are ignored, so that a later minor
+/// What a ticket says, not yet checked as a whole. Unknown JSON fields are ignored, so that a later minor
 /// version may add some.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TicketFields {
@@ -240,12 +241,12 @@ pub struct TicketFields {
     pub layout_hash: LayoutHash,
     /// Its cut table: gives the block ids their meaning.
     pub cuts_hash: CutsHash,
-    /// Its state digest, which the receiver must reach.
+    /// Its state digest: what the receiver must have in the end.
     pub digest: StateDigest,
     /// Image bytes or a delta.
     #[serde(flatten)]
     pub mode: Mode,
-    /// Why this mode was chosen, as text.
+    /// Why this mode was chosen, for people.
     pub why: String,
     /// The blocks that the receiver asked for.
     pub wanted: BlockRanges,
@@ -289,7 +290,7 @@ impl Ticket {
         }
     }
 
-    /// A ticket of another protocol may lack any other field: the error names the protocol, not a missing field.
+    /// A ticket of another protocol may lack any other field: say that, not which field is missing.
     fn other_protocol(json: &[u8]) -> Option<TicketError> {
         #[derive(Deserialize)]
         struct Probe {
@@ -305,7 +306,7 @@ impl Ticket {
         serde_json::to_string(&self.0).map_err(|e| TicketError::Json(e.to_string()))
     }
 
-    /// The completion that both sides send.
+    /// What both sides say when it is done.
     pub fn completion(&self) -> Completion {
         Completion { ticket: self.id, identity: self.identity.clone(), digest: self.digest }
     }
@@ -316,7 +317,7 @@ impl Ticket {
         (0..lanes).map(|i| (i, &self.sources[usize::from(i) % self.sources.len()]))
     }
 
-    /// The position of `id` among the sources.
+    /// Where `id` stands among the sources.
     pub fn source_position(&self, id: SourceId) -> Option<usize> {
         self.sources.iter().position(|s| s.id == id)
     }
@@ -380,7 +381,7 @@ impl TicketFields {
             return Err(TicketError::Unversioned { block });
         }
         let target = self.identity.version;
-        // A delta brings every block to its target; only image bytes may be of older versions.
+        // A delta lifts every block to its target; only image bytes may be of older versions.
         let wrong = self.block_versions.runs().find(|(.., version)| match self.mode {
             Mode::Full => *version > target,
             Mode::Delta { .. } => *version != target,

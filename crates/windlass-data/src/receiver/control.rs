@@ -19,7 +19,7 @@ pub enum ControlError {
         peer: String,
         what: &'static str,
         why: String,
-        /// The kind of failure: a timeout, a lost peer and so on.
+        /// Whether nobody answered in time, was there at all, and so on.
         kind: Kind,
     },
     #[error("{peer} refused to {what}: {message}")]

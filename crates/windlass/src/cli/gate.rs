@@ -14,21 +14,21 @@ use crate::tools::gate::WaitAtGate;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGate {
-    /// The version to wait for; a newer one also opens the gate
+    /// The version, or a newer one
     version: Version,
-    /// The controller, such as http://10.0.0.1:7100 [default: WINDLASS_CONTROLLER]
+    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
     #[arg(long, value_name = "URL")]
     controller: String,
-    /// The set; optional with --model, or if the controller has only one set
+    /// The set; may be left out where there is only one, or with --model
     #[arg(long, value_parser = parse_set_name, value_name = "NAME")]
     set: Option<SetName>,
-    /// Wait for the set of this model
+    /// The set that this model belongs to
     #[arg(long, value_name = "ID")]
     model: Option<ModelId>,
-    /// Incarnation of the model's trainer, in hexadecimal; versions of earlier incarnations never open the gate
+    /// The life of the model's trainer whose versions count, in hexadecimal: those of an earlier one never open the gate
     #[arg(long, value_parser = parse_incarnation, requires = "model", value_name = "HEX")]
     incarnation: Option<Incarnation>,
-    /// Timeout, in seconds
+    /// How long to wait, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S")]
     timeout: f64,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! Arguments of `agent`, `receive`, `verify` and `gc`.
+//! Arguments of the commands that run for long: `agent`, `receive`, and of `gc`.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use windlass_core::wire::control::RequestMode;
 use windlass_data::private::Readers;
 use windlass_data::tls::Trust;
 
-use super::{Threads, Work, done, parse_count};
+use super::{Command, Threads, parse_count};
 use crate::error::Error;
 use crate::service::agent::Agent;
 use crate::service::engines::prove::Prove;
@@ -24,57 +24,57 @@ use crate::service::token;
 use crate::tools::gc::Gc;
 use crate::tools::verify::Verify;
 
-/// The default directory for regions and images.
+/// Where regions and images are kept unless said otherwise.
 const SHM: &str = "/dev/shm";
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedAgent {
-    /// The region to serve: the directory that the trainer created
+    /// The region to serve: the directory that the trainer made
     #[arg(long, value_name = "DIR")]
     region: PathBuf,
     /// The address to listen on
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), value_name = "IP")]
     bind: IpAddr,
-    /// Port for requests, or a range such as 7000-7099 of which the agent takes the first free port; 0 takes any
+    /// The port for requests, or a range such as 7000-7099 whose first free one is taken; any if not given
     #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
     ports: (u16, u16),
-    /// The same for data [default: the range of --ports, if it is a range; else any]
+    /// The same for data; the range of --ports if that is one, else any
     #[arg(long, value_parser = parse_ports, value_name = "PORT or FIRST-LAST")]
     data_ports: Option<(u16, u16)>,
-    /// Host name for receivers to connect to [default: the address of --bind]
+    /// The host that receivers are told to connect to; the address of --bind if not given
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
-    /// How many deltas to keep for receivers that are behind
+    /// Deltas to keep for receivers that are behind
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
     history: u32,
-    /// How many bytes of deltas to keep
+    /// Bytes of deltas to keep
     #[arg(long, default_value = "4Gi", value_parser = parse_count, value_name = "BYTES")]
     history_bytes: u64,
-    /// Re-hash every Nth version published by delta (and the first); 0 disables
+    /// Of the versions that trainers hand out by delta, sum the bytes of the first and of every Nth; 0 for none
     #[arg(long, default_value_t = 16, value_name = "N")]
     check_every: u64,
-    /// TCP streams per transfer
+    /// TCP streams of a transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: u16,
-    /// Timeout of a transfer, in seconds
+    /// How long a transfer may take, in seconds
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
     timeout: u64,
-    /// URL of an agent that holds another part of the model; repeatable
+    /// An agent that holds another part of the model; may be given several times
     #[arg(long = "peer", value_name = "URL")]
     peers: Vec<String>,
     #[command(flatten)]
     server: ServerTls,
     #[command(flatten)]
     client: ClientTls,
-    /// How long to wait for the trainer to create the region, in seconds
+    /// How long to wait for the trainer to make the region, in seconds
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(0..=86_400), value_name = "S")]
     wait: u64,
-    /// Exit when standard input closes, that is, when the parent process exits
+    /// End when standard input ends: whoever started this is gone
     #[arg(long)]
     with_parent: bool,
-    /// Ports of an earlier agent, for requests and data, to try first
+    /// The ports of an earlier agent, for requests and for data, which are tried first if they are in range
     #[arg(long, value_parser = parse_again, hide = true, value_name = "PORT,PORT")]
     again: Option<(u16, u16)>,
     #[command(flatten)]
@@ -83,7 +83,7 @@ pub(super) struct ParsedAgent {
 
 #[derive(Debug, Args)]
 pub(super) struct TokenArgs {
-    /// File with the token that both sides share [default: the token in WINDLASS_TOKEN]
+    /// The file with the token that both sides must know; WINDLASS_TOKEN holds the token itself
     #[arg(long, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
 }
@@ -91,11 +91,11 @@ pub(super) struct TokenArgs {
 /// The certificate of a server.
 #[derive(Debug, Args)]
 pub(super) struct ServerTls {
-    /// This server's certificate chain in PEM, leaf first. Requests and data then use TLS, and the address begins with
-    /// https://
+    /// The certificate of this server in PEM, followed by those that lead to its issuer: requests and data are then
+    /// inside TLS, and the address begins with https://
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// Private key of --tls-cert in PEM, readable only by its owner
+    /// The private key of --tls-cert in PEM, readable by its owner only
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
 }
@@ -106,11 +106,11 @@ impl ServerTls {
     }
 }
 
-/// The certificate authorities that a client trusts.
+/// Whom a client trusts.
 #[derive(Debug, Args)]
 pub(super) struct ClientTls {
-    /// Certificate authorities to trust for https:// addresses: a file in PEM [default: the file in WINDLASS_TLS_CA, else
-    /// those of the system]
+    /// Whom to trust where the other side is at https://: a file with certificates in PEM. If not given, the one that
+    /// WINDLASS_TLS_CA names, or those of the system
     #[arg(long, value_name = "FILE")]
     tls_ca: Option<PathBuf>,
 }
@@ -122,7 +122,7 @@ impl ClientTls {
 }
 
 impl TokenArgs {
-    /// The token from the environment, unless a file is given.
+    /// The token of the environment, if no file is named.
     pub(super) fn in_environment(&self) -> Result<Option<Token>, Error> {
         if self.token_file.is_some() {
             return Ok(None);
@@ -164,65 +164,65 @@ impl ParsedAgent {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ParsedMode {
-    /// A delta if possible, otherwise the full image
+    /// A delta where one serves, the full image otherwise
     Auto,
     /// Always the full image
     Full,
-    /// Only deltas after the first version; waits if no delta is available
+    /// Deltas only, once there is a version to start from; waits where none serves
     Delta,
 }
 
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place", "controller"])))]
 pub(super) struct ParsedReceive {
-    /// A publisher's agent, such as http://10.0.0.5:7000; repeatable, one per model
+    /// The agent of a publisher, such as http://10.0.0.5:7000; may be given several times, one for each model
     #[arg(long, value_name = "URL")]
     from: Vec<String>,
-    /// Region of a publisher on this host, which has the agent's address and token
+    /// The region of a publisher on this host: endpoint and token are found there
     #[arg(long, value_name = "DIR")]
     region: Vec<PathBuf>,
-    /// Region of a publisher on this host, read in place instead of copied
+    /// The region of a publisher on this host, read where it is instead of copied
     #[arg(long, value_name = "DIR")]
     in_place: Vec<PathBuf>,
-    /// The controller that orders which versions to stage and when to load them [default: WINDLASS_CONTROLLER, unless an
-    /// agent or a region is given]
+    /// The controller that says which versions to bring here from which agents, and when to load them;
+    /// WINDLASS_CONTROLLER if neither this nor an agent or a region is given
     #[arg(long, value_name = "URL", requires = "model", conflicts_with_all = ["from", "region", "in_place"])]
     controller: Option<String>,
-    /// File with the controller's token [default: the agents' token]
+    /// The file with the controller's token; the agents' token if not given
     #[arg(long, value_name = "FILE", requires = "controller")]
     controller_token_file: Option<PathBuf>,
-    /// A model that this receiver serves; repeatable
+    /// A model that this receiver serves; may be given several times, with a controller
     #[arg(long, value_name = "ID", requires = "controller")]
     model: Vec<ModelId>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
     client: ClientTls,
-    /// Directory for images; each model gets a subdirectory named after it
+    /// Where images are kept, each in a directory named after its model
     #[arg(long, default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
-    /// Name shown for this receiver
+    /// What people call this receiver
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// What to request
+    /// What to ask for
     #[arg(long, value_enum, default_value_t = ParsedMode::Auto)]
     mode: ParsedMode,
-    /// TCP streams per transfer [default: the publisher's]
+    /// TCP streams of a transfer; the publisher's default if not given
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: Option<u16>,
-    /// Timeout of a transfer, in seconds
+    /// How long a transfer may take, in seconds
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
     timeout: u64,
-    /// Exit after this many new versions
+    /// End after this many new versions
     #[arg(long, value_name = "N")]
     versions: Option<u64>,
-    /// Exit once this version has arrived
+    /// End once this version is there
     #[arg(long, value_name = "VERSION")]
     until: Option<u64>,
-    /// Let the user's group read the image
+    /// Let the group read the image
     #[arg(long)]
     group: bool,
-    /// Exit when standard input closes, that is, when the parent process exits
+    /// End when standard input ends: whoever started this is gone
     #[arg(long)]
     with_parent: bool,
     #[command(flatten)]
@@ -231,43 +231,40 @@ pub(super) struct ParsedReceive {
     threads: Threads,
 }
 
-/// The longest timeout, in seconds.
+/// How long each step with an engine may take, at most.
 const DAY: f64 = 86_400.0;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Engines")]
 struct ParsedEngines {
-    /// An engine on this host that loads received versions: vllm=http://HOST:PORT or sglang=http://HOST:PORT; repeatable.
-    /// With several models, name the engine's model first: actor:vllm=http://…
+    /// An engine on this host that loads what is received: vllm=http://HOST:PORT or sglang=http://HOST:PORT; may be
+    /// given several times. Where several models are served, after the model that it is for: actor:vllm=http://…
     #[arg(long = "engine", value_name = "[MODEL:]KIND=URL")]
     engines: Vec<ModelEngine>,
-    /// File with the token of the Windlass plugin in the engine [default: the token in WINDLASS_TOKEN]
+    /// The file with the token of our plugin in the engines; WINDLASS_TOKEN if not given
     #[arg(long, value_name = "FILE", requires = "engines")]
     engine_token_file: Option<PathBuf>,
-    /// File with the API key that engines require in the Authorization header
+    /// The file with the key that engines want in the Authorization header of their own routes
     #[arg(long, value_name = "FILE", requires = "engines")]
     api_key_file: Option<PathBuf>,
-    /// What to do with requests in flight. With SGLang, keep means retract, or in_place if the prefix cache is kept; wait
-    /// leaves the waiting to the update
+    /// What becomes of requests in flight. SGLang: keep is retract, or in_place if the prefix cache is kept; wait leaves
+    /// the waiting to the update
     #[arg(long, value_enum, default_value_t = PauseMode::Keep, requires = "engines")]
     pause: PauseMode,
-    /// What to do with cached prefixes, which the old weights computed
+    /// What becomes of cached prefixes, which old weights computed
     #[arg(long, value_enum, default_value_t = CachePolicy::Reset, requires = "engines")]
     prefix_cache: CachePolicy,
-    /// How long an engine may be paused before the first write, in seconds; then it resumes with its old weights
+    /// How long an engine may be paused before the first write, in seconds; then its old weights go on
     #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     pause_lease: f64,
-    /// Timeout of a load from the first write on, in seconds; then the engine stays paused and the receiver reports it
+    /// How long a load may take from the first write on, in seconds; then the engine stays paused, and that is told
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     load_timeout: f64,
-    /// The model's directory. Its configuration and tokenizer are linked next to the image, for engines that load from a
-    /// path. If it has weights, every version must have the same names, shapes and dtypes
+    /// The model's directory: its configuration and tokenizer are linked beside the image for engines that load from a
+    /// path, and if there are weights, every version must have their names, shapes and dtypes
     #[arg(long, value_name = "DIR", requires = "engines")]
-    model_dir: Option<PathBuf>,
-    /// The former name of --model-dir
-    #[arg(long, hide = true, value_name = "DIR")]
     config: Option<PathBuf>,
-    /// What to do with tensors that an engine does not load, such as value heads
+    /// What to do with tensors that an engine does not take, such as value heads
     #[arg(long, value_enum, default_value_t = Extras::Ignore, requires = "engines")]
     extras: Extras,
 }
@@ -289,18 +286,18 @@ impl ParsedEngines {
             }
             match &engine.model_id {
                 Some(id) if !models.contains(id) => {
-                    return Err(Error::Usage(format!("{name} is for model {id}, but no --model names it")));
+                    return Err(Error::Usage(format!("{name} is for model {id}, which no --model names")));
                 }
                 None if models.len() > 1 => {
                     let first = models.first().map_or("", ModelId::as_str);
-                    let how = format!("name the engine's model: --engine {first}:{name}");
-                    return Err(Error::Usage(format!("with {} models, {how}", models.len())));
+                    let how = format!("say which it serves: --engine {first}:{name}");
+                    return Err(Error::Usage(format!("there are {} models, {how}", models.len())));
                 }
                 Some(_) | None => {}
             }
         }
-        if let Some(dir) = self.model_dir.as_deref().filter(|dir| !dir.is_dir()) {
-            return Err(Error::Usage(format!("--model-dir {} is not a directory", dir.display())));
+        if let Some(config) = self.config.as_deref().filter(|c| !c.is_dir()) {
+            return Err(Error::Usage(format!("--config {} is not a directory", config.display())));
         }
         let readers = readers(group);
         let read =
@@ -312,7 +309,7 @@ impl ParsedEngines {
             cache: self.prefix_cache,
             lease: Duration::from_secs_f64(self.pause_lease),
             timeout: Duration::from_secs_f64(self.load_timeout),
-            config: self.model_dir,
+            config: self.config,
             extras: self.extras,
             group,
             exact: false,
@@ -321,19 +318,13 @@ impl ParsedEngines {
     }
 }
 
-/// Who may read a receiver's secrets.
+/// Who may read the secrets of a receiver.
 fn readers(group: bool) -> Readers {
     if group { Readers::Group } else { Readers::Owner }
 }
 
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
-        if let Some(dir) = &self.engines.config {
-            let (dir, other) = (dir.display(), "--config-file is the configuration of this command");
-            return Err(Error::Usage(format!(
-                "--config is now --model-dir: give --model-dir {dir}; {other}"
-            )));
-        }
         let mut token = self.token.in_environment()?;
         if let Some(file) = &self.token.token_file {
             token = Some(token::read_for(file, readers(self.group))?);
@@ -417,19 +408,19 @@ pub(super) struct ParsedVerify {
     /// The file or directory
     #[arg(required_unless_present = "engine", conflicts_with = "engine")]
     path: Option<PathBuf>,
-    /// Fail unless the digest equals this one
+    /// Fail unless the digest is this one
     #[arg(long, value_name = "DIGEST", conflicts_with = "engine")]
     expect: Option<String>,
-    /// Engine whose live weights to compare: vllm=http://HOST:PORT
+    /// An engine whose live weights are compared: vllm=http://HOST:PORT
     #[arg(long, value_name = "KIND=URL", requires = "image")]
     engine: Option<EngineSpec>,
-    /// Directory of the image that the engine loaded
+    /// The directory of the image that the engine was loaded from
     #[arg(long, value_name = "DIR", requires = "engine")]
     image: Option<PathBuf>,
-    /// File with the token of the Windlass plugin in the engine [default: the token in WINDLASS_TOKEN]
+    /// The file with the token of our plugin in the engine; WINDLASS_TOKEN if not given
     #[arg(long, value_name = "FILE", requires = "engine")]
     engine_token_file: Option<PathBuf>,
-    /// Timeout of the comparison, in seconds
+    /// How long the engine may take, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engine")]
     timeout: f64,
     #[command(flatten)]
@@ -437,7 +428,7 @@ pub(super) struct ParsedVerify {
 }
 
 impl ParsedVerify {
-    pub(super) fn check(self) -> Result<Work, Error> {
+    pub(super) fn check(self) -> Result<Command, Error> {
         let threads = self.threads.count();
         if let (Some(engine), Some(image)) = (self.engine, self.image) {
             let token = TokenArgs { token_file: self.engine_token_file };
@@ -446,30 +437,28 @@ impl ParsedVerify {
                 None => token.in_environment()?,
             };
             let timeout = Duration::from_secs_f64(self.timeout);
-            let prove = Prove { engine, image, token, timeout, threads };
-            return Ok(Box::new(move |s| prove.run(s)));
+            return Ok(Command::Prove(Prove { engine, image, token, timeout, threads }));
         }
         let expect = self.expect.map(|d| d.parse()).transpose();
         let expect =
             expect.map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
         let path = self.path.ok_or_else(|| Error::Usage("give a file or a directory".into()))?;
-        let verify = Verify { path, expect, threads };
-        Ok(done(move |s| verify.run(s)))
+        Ok(Command::Verify(Verify { path, expect, threads }))
     }
 }
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Directory to search for regions and images, or one of them
+    /// Where regions and images are kept, at any depth; or one of them
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
-    /// List what would be removed, with sizes, and remove nothing
+    /// Print what would go and how many bytes, and leave it
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
-    /// Remove without confirmation
+    /// Remove it without asking
     #[arg(long)]
     yes: bool,
-    /// Also remove images of stopped receivers; a restarted receiver then fetches the full image again
+    /// Remove images of stopped receivers too, which would go on with them
     #[arg(long)]
     images: bool,
 }

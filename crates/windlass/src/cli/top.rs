@@ -15,23 +15,23 @@ use crate::tools::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {
-    /// Address of the controller's live page with its token, as the demo prints it: http://10.0.0.1:7100/#token=…
+    /// The controller's live page with its token, as the demo prints it: http://10.0.0.1:7100/#token=…
     #[arg(value_name = "PAGE")]
     page: Option<String>,
-    /// The controller, such as http://10.0.0.1:7100 [default: WINDLASS_CONTROLLER]
+    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
     #[arg(long, value_name = "URL", required_unless_present = "page")]
     controller: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
     tls: ClientTls,
-    /// Print the status once and exit
+    /// Print it once and end
     #[arg(long)]
     once: bool,
-    /// Refresh interval, in seconds
+    /// The time between two looks, in seconds
     #[arg(long, default_value_t = 1.0, value_parser = parse_seconds, value_name = "S")]
     interval: f64,
-    /// Write the last syncs as a trace for Perfetto or chrome://tracing, and exit
+    /// Write the last syncs as a trace for timeline viewers (Perfetto, chrome://tracing) and end
     #[arg(long, value_name = "FILE", conflicts_with = "once")]
     trace: Option<PathBuf>,
 }
@@ -48,8 +48,8 @@ impl ParsedTop {
     }
 }
 
-/// A client of the controller. Its token comes from --token-file, the page's address, the environment, or the file that the
-/// controller wrote to this directory, in this order.
+/// What speaks to a controller, with the token that is named, that of its page's address, that of the environment, or the
+/// one that the controller made where it was started.
 pub(super) fn controller_client(
     url: &str,
     token: &TokenArgs,

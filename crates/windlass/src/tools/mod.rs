@@ -1,8 +1,8 @@
-//! Commands on files, hosts and services that run to an end.
+//! Commands that look at files, hosts and services, and end.
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`delta`] | `windlass delta make`, `apply` |
+//! | [`delta`] | `windlass delta make`, `apply`, `show` |
 //! | [`diff`] | `windlass diff` |
 //! | [`inspect`] | `windlass inspect` |
 //! | [`verify`] | `windlass verify` |
@@ -11,15 +11,15 @@
 //! | [`top`] | `windlass top` |
 //! | [`doctor`] | `windlass doctor` |
 //! | [`limits`] | how fast this machine reads, copies and sends |
-//! | [`outfile`] | atomic output files |
+//! | [`outfile`] | output files that are whole or absent |
 
-pub(crate) mod delta;
-pub(crate) mod diff;
-pub(crate) mod doctor;
-pub(crate) mod gate;
-pub(crate) mod gc;
-pub(crate) mod inspect;
-pub(crate) mod limits;
-pub(crate) mod outfile;
-pub(crate) mod top;
-pub(crate) mod verify;
+pub mod delta;
+pub mod diff;
+pub mod doctor;
+pub mod gate;
+pub mod gc;
+pub mod inspect;
+pub mod limits;
+pub mod outfile;
+pub mod top;
+pub mod verify;

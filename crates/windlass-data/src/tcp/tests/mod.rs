@@ -8,5 +8,5 @@ mod secret;
 mod transfers;
 mod world;
 
-#[path = "../../../tests/it/authority/mod.rs"]
+#[path = "../../../tests/authority/mod.rs"]
 mod authority;

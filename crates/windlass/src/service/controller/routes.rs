@@ -1,4 +1,4 @@
-//! The controller's endpoints: requests become events of the barrier, and its outcomes become answers.
+//! The controller's endpoints: what is said to it becomes an event, and what it waits for becomes an answer.
 //!
 //! Owns: the checks of what comes in that the types do not make, and the statuses. Every length and number from outside is
 //! bounded here or by its type before it goes further. Must not: keep anything.
@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use axum::extract::{FromRequest, Request, State};
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{FromRequest, Query, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -31,21 +32,21 @@ use super::wire::{
 };
 use super::{events, metrics, openapi, page};
 use crate::service::control::HttpControl;
-use crate::service::http::{Failure, Params};
+use crate::service::http::Failure;
 
 /// How long a request's body may take to arrive.
 const BODY: Duration = Duration::from_secs(5);
-/// Longer than the barrier's longest wait.
+/// Longer than the barrier lets anybody wait.
 const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
-/// Timeout of an agent's answer about its incarnation.
+/// How long an agent may take to show its life.
 const ASK: Duration = Duration::from_secs(10);
-/// Timeout of an agent's answer about its versions; the trainer waits meanwhile.
+/// How long an agent may take to say what it has, in which its trainer waits.
 const RECALL: Duration = Duration::from_secs(3);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
-/// The longest name of a waiter.
+/// The longest name of somebody who waits.
 const MAX_WHO: usize = 200;
 /// The longest ago that something in a message may be: ten days.
 const MAX_AGO: f64 = 864_000_000.0;
@@ -74,7 +75,7 @@ pub(super) fn routes(hub: Arc<Hub>) -> Router {
         .with_state(hub)
 }
 
-/// Counts answers by status. The outermost layer.
+/// Counts answers by their status. Goes around everything else.
 pub(super) async fn count(State(hub): Shared, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     hub.with(|state, _| state.counters.answered(response.status().as_u16()));
@@ -96,7 +97,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
                 ..Failure::new(Kind::Timeout, message)
             });
         };
-        let Json(mut value) = read?;
+        let Json(mut value) = read.map_err(|r: JsonRejection| Failure {
+            status: Some(r.status()),
+            ..Failure::new(Kind::Invalid, r.body_text())
+        })?;
         whole_numbers(&mut value);
         serde_json::from_value(value).map(Body).map_err(|e| Failure {
             status: Some(StatusCode::UNPROCESSABLE_ENTITY),
@@ -140,9 +144,9 @@ fn invalid(message: impl Into<String>) -> Failure {
     Failure::new(Kind::Invalid, message)
 }
 
-/// The answer to a waiting request when the controller ends.
+/// The controller is told to end while somebody waits.
 fn ending() -> Failure {
-    let failure = Failure::new(Kind::PeerLost, "the controller is shutting down: retry when it is back");
+    let failure = Failure::new(Kind::PeerLost, "the controller is ending: ask again when it is back");
     Failure { status: Some(StatusCode::SERVICE_UNAVAILABLE), ..failure }
 }
 
@@ -169,7 +173,7 @@ fn check_share(name: &str, value: Option<f64>, most: f64) -> Result<(), Failure>
     }
 }
 
-/// A pending answer. Dropping it cancels the wait.
+/// An answer that somebody waits for. Whoever stops waiting takes the wait with him.
 struct Waiting {
     hub: Arc<Hub>,
     id: WaitId,
@@ -248,7 +252,7 @@ async fn notify_version(
     })?;
     let Some((id, channel)) = wait else { return Ok(Json(answer)) };
     let mut waiting = Waiting { hub: Arc::clone(&hub), id, answer: channel };
-    // The barrier has a timeout each for load and eval; the request has one for both.
+    // The barrier gives the load and the eval a time each; whoever asked gave one for both.
     let most = notify.timeout_ms.map_or(NEVER, Duration::from_millis);
     let outcome = match within(&hub, begun + most.min(NEVER), waiting.answer()).await? {
         Some(Ok(Answer::Notify(outcome))) => outcome,
@@ -291,16 +295,16 @@ async fn recall(hub: &Hub, notify: &NotifyVersion) {
         Ok(Ok(can)) if can.age.is_some_and(|age| age.incarnation == notify.incarnation) => {
             hub.change(|state, now| state.recall(now, notify, &can.versions));
         }
-        // Another incarnation, whose own notify asks, or an earlier release.
+        // Another life, whose own notify asks, or an earlier release.
         Ok(Ok(_)) => {}
         Ok(Err(error)) => {
-            tracing::info!(%model_id, %error, "the agent did not report its versions; the next notify asks again");
+            tracing::info!(%model_id, %error, "its agent does not say which versions it has; the next notify asks again");
         }
-        Err(error) => tracing::error!(%model_id, %error, "the agent could not be asked"),
+        Err(error) => tracing::error!(%model_id, %error, "its agent was not asked"),
     }
 }
 
-/// The incarnation that the agent of a notify shows.
+/// The life that the agent of a notify shows.
 async fn shown_by_agent(hub: &Hub, notify: &NotifyVersion) -> Result<Incarnation, Failure> {
     let agent = HttpControl::new(&notify.sender_endpoint, hub.token.clone());
     let agent = agent.map_err(|e| invalid(format!("sender_endpoint: {e}")))?;
@@ -323,7 +327,11 @@ async fn trainer_left(State(hub): Shared, Body(left): Body<TrainerLeft>) -> Resu
     Ok(Json(Done { ok: true }))
 }
 
-async fn service_version(State(hub): Shared, Params(gate): Params<Gate>) -> Result<Json<Service>, Failure> {
+async fn service_version(
+    State(hub): Shared,
+    query: Result<Query<Gate>, QueryRejection>,
+) -> Result<Json<Service>, Failure> {
+    let Query(gate) = query.map_err(|r| invalid(r.body_text()))?;
     let lineage = match (&gate.model_id, gate.incarnation) {
         (Some(model), Some(incarnation)) => Some((model.clone(), incarnation)),
         (None, Some(_)) => return Err(invalid("incarnation without model_id: name the model it belongs to")),
@@ -335,7 +343,7 @@ async fn service_version(State(hub): Shared, Params(gate): Params<Gate>) -> Resu
     let set = known_set(&hub, &gate, begun + timeout).await?;
     if let Some(at_least) = gate.at_least {
         let left = timeout.saturating_sub(begun.elapsed()).as_millis() as u64;
-        let who = super::record::cut(gate.who.as_deref().unwrap_or("unnamed"), MAX_WHO);
+        let who = super::record::cut(gate.who.as_deref().unwrap_or("somebody who does not say"), MAX_WHO);
         let (id, channel) = hub.change(|state, now| {
             state.wait(now, who, |id| Event::GateWait {
                 id,

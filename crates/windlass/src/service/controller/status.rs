@@ -50,10 +50,10 @@ pub struct Status {
     pub waiting: Vec<WaitStatus>,
 }
 
-/// A client that waits.
+/// Somebody who waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitStatus {
-    /// Name the waiter gave itself.
+    /// What he calls himself.
     pub who: String,
     /// At the gate, for the load of what was announced, or for an eval.
     pub what: Awaited,
@@ -169,7 +169,7 @@ pub enum SyncState {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyncModel {
     pub model_id: ModelId,
-    /// Incarnation of its publisher.
+    /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// When it was announced, in milliseconds after the first announcement of the sync.
     pub announced_ms: f64,
@@ -200,7 +200,7 @@ pub struct SyncSpan {
 pub struct TrainerStatus {
     pub model_id: ModelId,
     pub set: SetName,
-    /// The current incarnation.
+    /// The life that counts.
     pub incarnation: Incarnation,
     /// The newest version it announced.
     pub version: Option<Version>,
@@ -227,7 +227,7 @@ pub struct TrainerStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReceiverStatus {
     pub receiver: ReceiverId,
-    /// Its session.
+    /// Which of its lives.
     pub session: u64,
     pub host: String,
     pub release: String,
@@ -277,7 +277,7 @@ pub struct HeldStatus {
 /// What engines hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Held {
-    /// Incarnation of the publisher.
+    /// Of which life of the publisher.
     pub incarnation: Incarnation,
     pub version: Version,
 }
@@ -307,10 +307,10 @@ pub fn required_text(required: Required) -> String {
     }
 }
 
-/// Inputs of the document besides the barrier's snapshot.
+/// What the document is made from, beside the barrier's snapshot.
 pub(super) struct About<'a> {
     pub(super) record: &'a Record,
-    /// Silence after which a client may be dead.
+    /// After how long a silence somebody may be dead.
     pub(super) heartbeat: Millis,
     /// The point in time of the barrier's zero.
     pub(super) base: Unix,

@@ -1,36 +1,35 @@
-//! `windlass receive`: keeps local images of models up to date with their publishers.
+//! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
 //!
-//! Owns: one thread per publisher, its loop of waiting and syncing, and its output. Engines read the image in place under
-//! map leases. Must not: end because a publisher is unreachable; the receiver retries with a growing backoff and reports
-//! it. If a publisher cannot be followed at the start (a wrong token, no space for its image), the receiver gives it up and
-//! reports it, and follows the others. After the first success no failure ends that (`retry`).
+//! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
+//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
+//! grows, and that is said. A publisher that cannot be followed from the beginning (a wrong token, no space for its image)
+//! is given up at once, and said; the others are followed on. Once it was followed, nothing ends that (`retry`).
 //!
-//! In JSON mode every version is one line: `{"event":"synced", …}` with the fields of
+//! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
 //!
-//! With engines, each engine loads complete versions as it becomes free ([`crate::service::engines`]) while the receiver
-//! fetches the next one; these events are lines too. With `--versions` or `--until`, the receiver ends when its engines have
-//! loaded the versions.
+//! With engines, every whole version is loaded by each of them when it is free ([`crate::service::engines`]), while the next one
+//! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
 //!
-//! With a controller (`member`), orders say which version to stage from which agent and when to load it, for several
-//! models.
+//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
+//! once; it names the agents, too.
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | `member` | sessions with a controller |
+//! | `member` | the life with a controller |
 //! | `model` | one model's image and engines, and the threads that work for them |
-//! | `rendezvous` | the models of one load order wait for each other |
-//! | `order_queue` | a controller's orders about one model, and the next step |
-//! | `retry` | backoff after transient failures |
+//! | `together` | the models of one load order, which are loaded together |
+//! | `desk` | a controller's orders about one model, and what to do next |
+//! | `retry` | rests after failures that pass |
 //!
-//! A receiver without an end exits with code 0 when it is interrupted. With `--versions` or `--until`, an interrupt before the
-//! last version is a failure.
+//! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
+//! versions and did not is interrupted.
 
+mod desk;
 mod member;
 mod model;
-mod order_queue;
-mod rendezvous;
 mod retry;
+mod together;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -59,12 +58,12 @@ use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 
-pub(crate) use self::member::Controlled;
-use self::retry::{Attempts, Standing, retry_transient};
+pub use self::member::Controlled;
+use self::retry::{Attempts, Standing, patiently};
 
 /// Who is followed.
 #[derive(Clone, Debug)]
-pub(crate) enum Publisher {
+pub enum Publisher {
     /// The agent at an endpoint, and its token.
     Endpoint(String, Token),
     /// Whatever agent serves a region on this host, and the token if that is in no file.
@@ -72,62 +71,62 @@ pub(crate) enum Publisher {
 }
 
 impl Publisher {
-    fn control(&self, timeout: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
+    fn control(&self, patience: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
         let control = match self {
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(control.with_trust(trust.cloned()).with_timeout(timeout))
+        Ok(control.with_trust(trust.cloned()).with_patience(patience))
     }
 }
 
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
-pub(crate) struct Receive {
-    pub(crate) publishers: Vec<Publisher>,
+pub struct Receive {
+    pub publishers: Vec<Publisher>,
     /// Regions on this host whose slots are read in place.
-    pub(crate) in_place: Vec<PathBuf>,
+    pub in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
-    pub(crate) dir: PathBuf,
+    pub dir: PathBuf,
     /// What people call this receiver.
-    pub(crate) name: String,
+    pub name: String,
     /// How to be served.
-    pub(crate) mode: RequestMode,
+    pub mode: RequestMode,
     /// Streams of a transfer.
-    pub(crate) streams: Option<u16>,
+    pub streams: Option<u16>,
     /// Threads for sums and deltas.
-    pub(crate) threads: usize,
+    pub threads: usize,
     /// How long one transfer may take.
-    pub(crate) timeout: Duration,
+    pub timeout: Duration,
     /// End after this many new versions of each model.
-    pub(crate) versions: Option<u64>,
+    pub versions: Option<u64>,
     /// End once this version is there.
-    pub(crate) until: Option<u64>,
+    pub until: Option<u64>,
     /// The image is readable by the group.
-    pub(crate) group: bool,
+    pub group: bool,
     /// End when standard input ends: the parent is gone.
-    pub(crate) with_parent: bool,
+    pub with_parent: bool,
     /// The engines that load what is received, and how.
-    pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
-    /// Authorities to trust for agents and controllers; by default the system's.
-    pub(crate) trust: Option<Trust>,
+    pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// Whom to trust among agents and controllers; those whom the system trusts if not given.
+    pub trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
-    pub(crate) controller: Option<Controlled>,
+    pub controller: Option<Controlled>,
 }
 
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Deltas kept with the image for engines that are some versions behind it.
+/// The deltas that are kept beside the image for engines, which may be some versions behind it.
 const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
 
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
-    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
         let stop = session.cancel();
         if self.with_parent {
             let stop = stop.clone();
-            Session::with_parent(move || stop.set())?;
+            session.with_parent(move || stop.set())?;
         }
         self.check_dir()?;
         let endless = self.versions.is_none() && self.until.is_none();
@@ -214,10 +213,10 @@ impl Receive {
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
         let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
         let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
-        let mut model_id = retry_transient(Standing::New, session, stop, name)?;
+        let mut model_id = patiently(Standing::New, session, stop, name)?;
         // Everything else is checked against the name, and one flipped bit makes another name.
         loop {
-            let again = retry_transient(Standing::Proven, session, stop, name)?;
+            let again = patiently(Standing::Proven, session, stop, name)?;
             if std::mem::replace(&mut model_id, again) == model_id {
                 break;
             }
@@ -244,7 +243,7 @@ impl Receive {
         let (mut got, mut attempts) = (0, Attempts::default());
         let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
         while !self.enough(got, receiver.current()) {
-            let news = retry_transient(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
+            let news = patiently(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
             stop.check().map_err(|_| Error::Cancelled)?;
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
@@ -285,18 +284,18 @@ impl Receive {
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
     fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let mut region = retry_transient(Standing::New, session, stop, || local::attach(dir))?;
+        let mut region = patiently(Standing::New, session, stop, || local::attach(dir))?;
         let (mut seen, mut got) = (0, 0);
         let mut known: Option<Known> = None;
         let mut heard = Instant::now();
         while !self.enough(got, known.as_ref()) {
             stop.check().map_err(|_| Error::Cancelled)?;
             if heard.elapsed() > SILENCE {
-                // No message tells that a publisher died; its successor creates another region in the same place, once
-                // this one has been released.
+                // Nobody says so when a publisher dies; its successor makes another region in the same place, once
+                // this one has been let go of.
                 let was = region.incarnation();
                 drop(region);
-                region = retry_transient(Standing::Proven, session, stop, || local::attach(dir))?;
+                region = patiently(Standing::Proven, session, stop, || local::attach(dir))?;
                 heard = Instant::now();
                 seen = if region.incarnation() == was { seen } else { 0 };
             }
@@ -311,13 +310,13 @@ impl Receive {
                 Ok(lease) => lease,
                 Err(e) if e.kind() == Kind::Stale => continue,
                 Err(e) => {
-                    tracing::warn!(error = %e, "cannot lease the slot");
+                    tracing::warn!(error = %e, "the slot cannot be leased now");
                     region.wait(bell, stop.nap());
                     continue;
                 }
             };
             let found = windlass_data::seal::sums_of_all(
-                windlass_data::simd::kernels(),
+                crate::kernels(),
                 region.manifest(),
                 lease.data(),
                 (self.threads, stop),
@@ -389,7 +388,7 @@ fn bring(
             receiver.show(vec![fetched], stop)
         }
         Err(error) => {
-            tracing::info!(version = to.1, %error, "could not fetch the delta separately");
+            tracing::info!(version = to.1, %error, "the delta could not be fetched by itself");
             receiver.sync(stop)
         }
     }

@@ -158,7 +158,7 @@ impl Watch {
         {
             agent.listened = Some(Instant::now());
             self.again = port(&here.endpoint).map(|port| (port, here.data_port));
-            tracing::info!(endpoint = %here.endpoint, pid = here.pid, "the agent is listening");
+            tracing::info!(endpoint = %here.endpoint, pid = here.pid, "the agent listens");
             self.shared.change(|state| state.status.address = Some(here));
         }
     }
@@ -181,11 +181,11 @@ impl Watch {
             let same = state.status.last_error.as_ref() == Some(&what);
             // The same again and again is said once.
             if same {
-                tracing::debug!(%region, "the agent {what}; restarting it");
+                tracing::debug!(%region, "the agent {what}; it is started again");
             } else {
-                tracing::warn!(%region, "the agent {what}; restarting it until it listens");
+                tracing::warn!(%region, "the agent {what}; it is started again until it listens");
             }
-            // The arguments are wrong, or another process holds the resource.
+            // What was asked is wrong, or somebody else has it.
             let refused = matches!(kind, Some(Kind::Invalid | Kind::Exhausted));
             state.refusals = if refused { 1 + if same { state.refusals } else { 0 } } else { 0 };
             state.kind = kind;
@@ -205,7 +205,7 @@ impl Watch {
     }
 }
 
-/// Wakes all waiters, even after a panic.
+/// Also after a panic, nobody waits for ever.
 impl Drop for Watch {
     fn drop(&mut self) {
         self.shared.change(|state| {
@@ -258,7 +258,7 @@ impl Running {
     /// How it ended, if it does before `stop`.
     fn gone(&mut self, stop: &Stop) -> Option<String> {
         loop {
-            // The lines are not needed any more, but a full pipe would block the agent.
+            // Nobody wants to hear it any more, but an agent must not wait for us to listen.
             while self.next_line().is_some() {}
             match self.child.try_wait() {
                 Ok(Some(status)) => return Some(ended(status)),
@@ -272,7 +272,7 @@ impl Running {
         let _ = self.child.kill();
         // A process that hangs in the kernel dies when that lets it go; it is not waited for.
         if self.gone(&Stop::after(SIGNALLED * 4)).is_none() {
-            tracing::error!(pid = self.child.id(), "a killed agent is still running");
+            tracing::error!(pid = self.child.id(), "an agent that was killed is still there");
         }
     }
 }

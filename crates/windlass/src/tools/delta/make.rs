@@ -22,7 +22,7 @@ use crate::tools::outfile::OutFile;
 
 /// How changes are coded; see [`windlass_core::delta`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Mode {
+pub enum Mode {
     /// Decodes without a pass over the old weights, and composes
     Plain,
     /// Smaller, block by block; needs the old weights to decode
@@ -33,24 +33,24 @@ pub(crate) enum Mode {
 
 /// The checked arguments of `delta make`.
 #[derive(Debug)]
-pub(crate) struct Make {
+pub struct Make {
     /// The older version.
-    pub(crate) base: PathBuf,
+    pub base: PathBuf,
     /// The newer version.
-    pub(crate) new: PathBuf,
+    pub new: PathBuf,
     /// The delta to write.
-    pub(crate) output: PathBuf,
+    pub output: PathBuf,
     /// How changes are coded.
-    pub(crate) mode: Mode,
+    pub mode: Mode,
     /// What the versions are called.
-    pub(crate) names: Names,
+    pub names: Names,
     /// How many threads to use.
-    pub(crate) threads: usize,
+    pub threads: usize,
 }
 
 impl Make {
     /// Writes the delta and prints what it is.
-    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
+    pub fn run(&self, session: &Session) -> Result<(), Error> {
         [&self.base, &self.new].into_iter().try_for_each(|p| refuse_unfinished(p))?;
         let (base, new) = (Checkpoint::open(&self.base)?, Checkpoint::open(&self.new)?);
         same_layout((&self.base, base.manifest()), (&self.new, new.manifest()))?;
@@ -58,7 +58,7 @@ impl Make {
         let manifest = base.manifest();
         let (old, new) = (|t| base.tensor(t), |t| new.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
-        let kernels = windlass_data::simd::kernels();
+        let kernels = crate::kernels();
         let context = match self.mode {
             Mode::Plain => false,
             Mode::Context => true,

@@ -1,14 +1,16 @@
-//! `windlass delta`: the changes between two versions, as a file.
+//! `windlass delta`: what changed between two versions, as a file.
 //!
 //! | module | what it owns |
 //! |---|---|
 //! | [`make`] | `delta make` |
 //! | [`apply`] | `delta apply`, to a new place or in place |
-//! | [`journal`] | the journal with which an interrupted in-place update is finished |
+//! | [`journal`] | what lets an interrupted update in place be finished |
+//! | [`show`](mod@show) | `delta show` |
 
-pub(crate) mod apply;
-pub(crate) mod journal;
-pub(crate) mod make;
+pub mod apply;
+pub mod journal;
+pub mod make;
+pub mod show;
 
 use std::path::Path;
 
@@ -17,7 +19,7 @@ use windlass_core::manifest::Manifest;
 use crate::error::Error;
 
 /// Fails unless both manifests have the same tensors, and names the first that differs.
-pub(crate) fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), Error> {
+pub fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), Error> {
     if a.1.layout_hash() == b.1.layout_hash() {
         return Ok(());
     }
@@ -49,6 +51,6 @@ pub(crate) fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Resul
 }
 
 /// Bits for each changed unit.
-pub(crate) fn bits_per_change(bytes: u64, changes: u64) -> f64 {
+pub fn bits_per_change(bytes: u64, changes: u64) -> f64 {
     if changes == 0 { 0.0 } else { bytes as f64 * 8.0 / changes as f64 }
 }
