@@ -269,7 +269,6 @@ impl MappedFiles {
 
 /// Why a delta cannot be taken from a receiver.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum HandedError {
     #[error("the delta in {path} cannot be read: the receiver took it back, or this process may not read it")]
     File { path: PathBuf, source: io::Error },

@@ -1,5 +1,5 @@
 //! Certificates for tests: authorities, and what they vouch for.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt as _;

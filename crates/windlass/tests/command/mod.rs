@@ -1,5 +1,5 @@
 //! Runs the built command and makes checkpoints for it.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::fs;
 use std::path::{Path, PathBuf};

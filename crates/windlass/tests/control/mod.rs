@@ -1,5 +1,5 @@
 //! A controller as a process, and receivers that move no weights.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! An engine that is no engine: speaks the routes of vLLM, of our plugin in it, or of SGLang, as strictly as those that
 //! end when they are called in the wrong order. It really reads the image, and keeps the digest of what it read.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};

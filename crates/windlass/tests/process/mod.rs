@@ -1,5 +1,5 @@
 //! Real processes: a trainer's rank, agents and receivers, and requests to them as bytes on a socket.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::ffi::OsStr;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};

@@ -1,6 +1,6 @@
 //! Stands between a receiver and an agent's data port, and holds up what the agent sends: a transfer that is in the middle
 //! for as long as a test likes.
-#![allow(dead_code, unreachable_pub, missing_docs)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
