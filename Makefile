@@ -24,37 +24,50 @@ endif
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo test test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
+.PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
 .PHONY: clean
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: ## show the main job on this machine
-	$(CARGO) run --release --locked -p windlass -- demo
+# One profile and one feature set for the demo, the extension and the tests: cargo compiles each crate once for all of them.
+# A selection of packages (`-p`) would change the features of what they share.
+DEV := --locked --features windlass-data/conformance
 
-# Every group runs, whatever the ones before it did.
-GROUPS := contract testdata loom rust pytest engines
-test: ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	@failed=; for group in $(GROUPS); do \
-	    echo "== $$group"; $(MAKE) --no-print-directory $$group || failed+=" $$group"; done; \
-	    if [ "$$failed" ]; then echo "*** failed:$$failed (of $(GROUPS)); \`make GROUP\` runs one again" >&2; exit 1; fi; \
-	    echo "all groups passed: $(GROUPS)"
+demo: ## show the main job on this machine
+	@echo "building the windlass command: about three minutes on two cores the first time" >&2
+	$(CARGO) build $(DEV) --bin windlass
+	$(CARGO) run --quiet $(DEV) --bin windlass -- demo
+
+build: develop ## everything that tests need
+	$(CARGO) test $(DEV) --no-run
+
+test: build engine-venvs ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
+	scripts/groups.sh "contract testdata loom rust engines" "pytest"
+
+check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy $(DEV) --all-targets --quiet -- -D warnings
+	$(CARGO) test $(DEV) --lib --quiet
+	$(MAKE) --no-print-directory lint-py
+	$(PY) -m pytest python $(QUICK:%=tests/python/test_%.py)
+
+QUICK := chunk config facts http load_plan names requests series strategy strategies_document vectors
 
 test-busy: ## all tests three times in a row beside processes that keep every core busy
 	scripts/busy.sh 3 $(MAKE) --no-print-directory test
 
 rust: ## the Rust tests and doc tests
-	$(CARGO) test --workspace --locked --no-fail-fast
+	$(CARGO) test $(DEV) --no-fail-fast
 
 loom: ## every interleaving of the region's header protocol
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
 
 soak: ## 10,000 faults of every kind in the whole system, 1,000 syncs over a bad network, a tensor of 3 GiB (FAULTS=n, SYNCS=n, WINDLASS_SEED=n)
-	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test soak -- --nocapture
-	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test faults -- --nocapture
-	$(CARGO) test --locked -p windlass-data --test odd -- --ignored
+	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test it -- soak:: --nocapture
+	WINDLASS_SOAK=$(SYNCS) $(CARGO) test --locked -p windlass-data --test it -- faults:: --nocapture
+	$(CARGO) test --locked -p windlass-data --test it -- odd:: --ignored
 
 bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
@@ -63,7 +76,7 @@ bench: ## measure every part beside the limits of this machine
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(DEV) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(MAKE) --no-print-directory lint-py
 
@@ -93,10 +106,14 @@ gpu: ## the tests of the GPU path, with a real vLLM where WINDLASS_VLLM_PYTHON h
 	    for part in kernels device manager quantised ipc end_to_end real_vllm vllm_ipc; do \
 	        echo "== $$part"; PYTHONPATH=python $(PY) tests/gpu/$$part.py; done
 
+# Puts the extension in its place if it is another one: tests that run meanwhile have it open.
+put = built="$${CARGO_TARGET_DIR:-target}/$(1)/lib_windlass.so"; \
+	    cmp --silent "$$built" $(EXTENSION) || { cp "$$built" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION); }; \
+	    $(PYTHON) scripts/entry_points.py
+
 gpu-build: ## build the extension for release and put it where python/ finds it: what figures are measured with
 	$(CARGO) build --release --locked -p windlass-py
-	cp "$${CARGO_TARGET_DIR:-target}/release/lib_windlass.so" $(EXTENSION).new; mv $(EXTENSION).new $(EXTENSION)
-	$(PYTHON) scripts/entry_points.py
+	$(call put,release)
 
 gpu-vllm: ## a real vLLM server that follows a trainer on a GPU (PY=python with vLLM, ARGS="--size 8B"); says what is missing
 	$(has_python)
@@ -148,10 +165,8 @@ engine-venvs: .venv-vllm/ready .venv-sglang/ready ## environments with vLLM and 
 	touch $@
 
 develop: $(READY) ## build the extension and put it where python/ finds it
-	$(CARGO) build --locked -p windlass-py
-	cp "$${CARGO_TARGET_DIR:-target}/debug/lib_windlass.so" $(EXTENSION).new
-	mv $(EXTENSION).new $(EXTENSION)
-	$(PYTHON) scripts/entry_points.py
+	$(CARGO) build $(DEV) --lib
+	$(call put,debug)
 
 wheel: $(READY) ## a wheel for release, in target/wheels
 	$(PY) -m maturin build --release --locked --strip --out target/wheels

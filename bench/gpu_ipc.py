@@ -79,9 +79,10 @@ def shapes(model: str) -> list[tuple[str, tuple[int, ...], str]]:
 
 def engine(pipe: Any, model: str) -> None:
     """Fused parameters, and whatever is asked for."""
-    from windlass import parse_request, strategy_from_config
+    from windlass import strategy_from_config
     from windlass.load.planned import PlannedLoader
     from windlass.load.trace import Copy
+    from windlass.transfer.request import parse_request
 
     rows = shapes(model)
     sizes: dict[str, int] = {}
@@ -165,7 +166,7 @@ class Client:
 
 
 def buckets(weights: dict[str, torch.Tensor], size: int) -> list[Any]:
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     made: list[list[tuple[str, torch.Tensor]]] = [[]]
     room = size

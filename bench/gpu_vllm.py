@@ -126,11 +126,11 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    import windlass
+    from windlass.transfer.facts import gpu_facts
 
     devices = [given.device, given.trainer_device]
     if any(d.startswith("cuda") for d in devices):
-        facts = windlass.gpu_facts()
+        facts = gpu_facts()
         if facts["cuda"]["unusable"]:
             raise Missing(f"no CUDA: {facts['cuda']['unusable']} (--device cpu --size tiny needs none)")
         if not torch.cuda.is_available():
@@ -392,7 +392,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
             f"--token-file={manager.token_file}",
             f"--dir={home / 'images'}",
         ]
-        options += [f"--engine=vllm={engine.url}", f"--engine-token-file={secret}", f"--config={folder}"]
+        options += [f"--engine=vllm={engine.url}", f"--engine-token-file={secret}", f"--model-dir={folder}"]
         options += [f"--pause={given.pause}", f"--prefix-cache={given.prefix_cache}"]
         began = time.perf_counter()
         with Sidecar(*options) as sidecar, Requests(engine, given.clients, SIZES[given.size][5]) as requests:

@@ -52,7 +52,7 @@ from publishing import Publishing  # noqa: E402
 from windlass import _windlass  # noqa: E402
 from windlass.load.live import Live  # noqa: E402
 from windlass.load.order import LoadOrder  # noqa: E402
-from windlass.receiver import _Tensors  # noqa: E402
+from windlass.receive.receiver import Tensors  # noqa: E402
 
 #: Times as fast as the engine, and times as slow as a copy, at the worst.
 BAR_MANY, BAR_LARGE = 5.0, 1.5
@@ -114,7 +114,7 @@ def measure(case: str, home: Path, repeats: int, threads: int) -> dict[str, Any]
         assert plan is not None and plan.native is not None, live.report()
         held = _windlass.open_image(order.image, 600.0, 60.0)
         try:
-            tensors = _Tensors(held)
+            tensors = Tensors(held)
             named = [(name, tensors[name]) for name in plan.table]
             flat = torch.frombuffer(bytearray(sum(t.nbytes for _, t in named)), dtype=torch.uint8)
             other = flat.clone()

@@ -2,7 +2,7 @@
 
     python bench/quantised.py [--size medium] [--steps 16] [--learning-rate 3e-6] [--init warm.pt] [--json FILE]
 
-Needs torch and transformers, and no GPU. Trains the policy of examples/01_grpo_fsdp2 in this process (float32 masters, GRPO
+Needs torch and transformers, and no GPU. Trains the policy of examples/02_grpo_fsdp2 in this process (float32 masters, GRPO
 steps with AdamW) and publishes every step as bf16 and in each scheme. A real receiver follows each of them: what changed is counted
 in its images, and a delta is as large as what it fetched. Only Linear layers are counted, which are what is quantised.
 """
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from windlass import Receiver, WeightManager  # noqa: E402
 from windlass.names import SCHEMES  # noqa: E402
 
-sys.path.insert(0, str(ROOT / "examples" / "01_grpo_fsdp2"))
+sys.path.insert(0, str(ROOT / "examples" / "02_grpo_fsdp2"))
 
 from policy import (  # noqa: E402
     Task,

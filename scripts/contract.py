@@ -11,7 +11,7 @@ stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
 - a Python test: what pytest collects from test_*.py below tests/python and tests/engines, once however many parameters it has;
-- a Python doc test, by the dotted name of what it documents: `windlass.strategy.choose`.
+- a Python doc test, by the dotted name of what it documents: `windlass.transfer.base.choose`.
 
 What may not run with the others proves nothing and does not count: a test under `#[ignore]`, one marked `skip`,
 `skipif` or `xfail`, a doc test whose every line is skipped. With a module before it, the test must be in a file or
@@ -34,6 +34,7 @@ ROWS = 110
 TABLE = ROOT / "docs/contract.md"
 
 _ROW = re.compile(r"^\|\s*C(\d+)\s*\|(.*)\|(.*)\|\s*$")
+_INVARIANT = re.compile(r"^\| (W-\d+) \|.*\|(.*)\|\s*$")
 _PROOF = re.compile(r"(?P<names>`[^`]+`(?:, `[^`]+`)*)(?:; on a GPU: (?P<gpu>`[^`]+`(?:, `[^`]+`)*))?(?P<partly>; still missing:(?P<lacks>.*))?")
 _RUST_FN = re.compile(
     r"(?P<attributes>(?:#\[[^\]]*\]\s*)+)(?:pub(?:\([^)]*\))?\s+)?(?:async\s+)?fn\s+(?P<name>\w+)"
@@ -136,6 +137,10 @@ def check(table: str, tests: dict[str, list[pathlib.Path]]) -> tuple[list[str], 
     seen: dict[int, int] = {}
     proved = partly = 0
     for line in table.splitlines():
+        if invariant := _INVARIANT.match(line):
+            names = re.findall(r"`([^`]*)`", invariant[2])
+            faults += [f"{invariant[1]}: {fault}" for name in names if (fault := missing(name, tests))]
+            continue
         if not (match := _ROW.match(line)):
             if re.match(r"^\|\s*C\d", line):
                 faults.append(f"malformed row, expected three cells: {line}")
@@ -214,6 +219,7 @@ def self_test() -> None:
     for other in ("gone", "needs"):
         said = [f"C7: `make gpu` does not run tests/gpu/{other}.py"]
         assert faults({7: gpu.replace("ipc", other)}) == said
+    assert check("| W-1 | what | `a_thing_works`, `gone` |", tests)[0][0].startswith("W-1: "), "an invariant's test is checked"
     whole = "| C8 | what | `a_thing_works` |"
     assert check("\n".join({**rows, 7: part, 8: whole}.values()), tests) == ([], 1, 1)
 

@@ -30,7 +30,7 @@ done
 
 command -v c++ >/dev/null || command -v "${CXX:-g++}" >/dev/null || {
     message="libFuzzer is written in C++ and there is no C++ compiler here; install g++."
-    message+=" 'cargo test -p windlass-core --test fuzz_corpus' replays the corpus without it"
+    message+=" 'cargo test -p windlass-core --test it fuzz_corpus' replays the corpus without it"
     if [[ $command == smoke ]]; then echo "fuzz: skipped: $message"; exit 0; fi
     die "$message"
 }

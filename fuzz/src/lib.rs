@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 use windlass_core::Dtype;
 use windlass_core::delta::container::Piece;
-use windlass_core::delta::early::{Roster, cover};
 use windlass_core::delta::{Applier, Composer, Delta, DeltaHeader, Encoder, Mode, Outcome, Record, Tile};
+use windlass_core::delta_mode::{Roster, cover};
 use windlass_core::digest::{BlockSum, sum_block};
 use windlass_core::kernel::Portable;
 use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader, TensorSpec};

@@ -622,7 +622,7 @@ class Publisher:
     @property
     def incarnation(self, /) -> str:
         """
-        Which life of the publisher this is.
+        The publisher's incarnation.
         """
     @property
     def is_memfd(self, /) -> bool:
@@ -654,7 +654,7 @@ class Publisher:
         """
     def publish(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Publishes what was staged: returns at once, and works in the background for at most `timeout`.
+        Publishes the staged version: returns at once, and works in the background for at most `timeout`.
         """
     def publish_compared(self, /, baseline: Baseline, base: SupportsIndex, version: SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> None:
         """
@@ -899,8 +899,8 @@ def extent(dtype: str, shape: SupportsGetItem[int, SupportsIndex]) -> tuple[int,
 
 def gpu_survey() -> str:
     """
-    The CUDA driver, the GPUs and what their memory can do, as JSON: the object "gpu" of `windlass doctor --json`.
-    Never fails for what is missing, but says so. Opens every visible device for a moment.
+    The CUDA driver, the GPUs and the abilities of their memory, as JSON: the object "gpu" of `windlass doctor --json`.
+    A missing driver or GPU is no error; the object says so. Opens every visible device for a moment.
     """
 
 def host_memory() -> int | None:

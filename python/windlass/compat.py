@@ -6,11 +6,11 @@ for something that cannot work, the error says what to type instead.
 
 | there | here |
 |---|---|
-| ``BroadcastWeightTransferSender(process_group)``, ``...Receiver(process_group)`` | :class:`~windlass.strategies.broadcast.BroadcastTransferSender`, ``...Receiver`` |
-| ``CudaIpcWeightTransferSender()``, ``PackedCudaIpcWeightTransferSender()``, ``...Receiver()`` | those of :mod:`windlass.strategies.ipc` and :mod:`windlass.strategies.packed` |
+| ``BroadcastWeightTransferSender(process_group)``, ``...Receiver(process_group)`` | :class:`~windlass.transfer.broadcast.BroadcastTransferSender`, ``...Receiver`` |
+| ``CudaIpcWeightTransferSender()``, ``PackedCudaIpcWeightTransferSender()``, ``...Receiver()`` | those of :mod:`windlass.transfer.ipc.strategy` and :mod:`windlass.transfer.ipc.packed` |
 | ``sender.get_request()`` after sending | ``sender.create_request(chunk)``: each chunk is announced before it is sent |
-| ``TransferAgent`` | :class:`~windlass.supervise.AgentSupervisor`, which runs the agent as a subprocess |
-| ``TCPTransferEngine`` | :class:`~windlass.TcpTransferStrategy`: both ends of a transfer |
+| ``TransferAgent`` | :class:`~windlass.publish.supervise.AgentSupervisor`, which runs the agent as a subprocess |
+| ``TCPTransferEngine`` | :class:`~windlass.transfer.TcpTransferStrategy`: both ends of a transfer |
 | ``TransferBuffer`` | :class:`~windlass.Receiver`: the image at the engine's host |
 | ``RaaSPool.notify_version(model_id, version, sender_endpoint)`` | :class:`~windlass.Controller`, which tells all receivers |
 
@@ -27,57 +27,53 @@ import os
 from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from windlass import BroadcastTransferStrategy as _Broadcast
 from windlass import (
-    BroadcastWeightUpdateRequest,
-    CudaIpcTransferStrategy,
-    CudaIpcWeightUpdateRequest,
-    DeepSpeedWeightExtractor,
-    EmptyWeightSyncInfo,
-    EmptyWeightSyncInitInfo,
-    FSDPWeightExtractor,
-    InferenceEngineClient,
-    MegatronWeightExtractor,
-    PackedCudaIpcTransferStrategy,
-    PackedCudaIpcWeightUpdateRequest,
-    ReceiverAgentConfig,
-    ReceiverInfo,
-    RemoteWeightLoader,
     SenderAgentConfig,
-    TorchDistributedWeightSyncInfo,
-    TorchDistributedWeightSyncInitInfo,
-    TransferEngineConfig,
-    TransferStatus,
-    WeightChunk,
     WeightExtractor,
     WeightLoader,
     WeightManager,
     WeightManagerConfig,
-    WeightSyncInfo,
-    WeightSyncInitInfo,
     WeightSyncManager,
-    WeightTransferReceiver,
-    WeightTransferSender,
-    WeightTransferStrategy,
-    WeightUpdateRequest,
 )
-from windlass import TcpTransferStrategy as _Tcp
+from windlass.config import ReceiverAgentConfig, ReceiverInfo, TransferEngineConfig, TransferStatus
 from windlass.controller import Controller, Notified
 from windlass.dtypes import torch_dtype as parse_dtype
+from windlass.engines.remote import RemoteWeightLoader
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.receiver import Receiver
-from windlass.request import Identity
-from windlass.strategies.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
-from windlass.strategies.group import UpdateGroup, open_store
-from windlass.strategies.ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
-from windlass.strategies.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
-from windlass.strategies.trainer import TrainerRanks
-from windlass.supervise import AgentSupervisor
+from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor
+from windlass.extract.chunk import WeightChunk
+from windlass.identity import Identity
+from windlass.publish.supervise import AgentSupervisor
+from windlass.receive.receiver import Receiver
+from windlass.transfer import BroadcastTransferStrategy as _Broadcast
+from windlass.transfer import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
+from windlass.transfer import TcpTransferStrategy as _Tcp
+from windlass.transfer.base import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
+from windlass.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
+from windlass.transfer.client import InferenceEngineClient
+from windlass.transfer.group import UpdateGroup, open_store
+from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
+from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
+from windlass.transfer.request import (
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    PackedCudaIpcWeightUpdateRequest,
+    WeightUpdateRequest,
+)
+from windlass.transfer.sync_info import (
+    EmptyWeightSyncInfo,
+    EmptyWeightSyncInitInfo,
+    TorchDistributedWeightSyncInfo,
+    TorchDistributedWeightSyncInitInfo,
+    WeightSyncInfo,
+    WeightSyncInitInfo,
+)
+from windlass.transfer.trainer import TrainerRanks
 
 if TYPE_CHECKING:
-    from windlass.sglang.loader import SGLangWeightLoader
-    from windlass.strategy import InferenceClient
-    from windlass.vllm.loader import VLLMWeightLoader
+    from windlass.engines.sglang.loader import SGLangWeightLoader
+    from windlass.engines.vllm.loader import VLLMWeightLoader
+    from windlass.transfer.base import InferenceClient
 
 __all__ = [
     "BroadcastTransferReceiver",
@@ -135,7 +131,10 @@ __all__ = [
 ]
 
 #: What needs more than torch, and where it is.
-_LAZY = {"SGLangWeightLoader": "windlass.sglang.loader", "VLLMWeightLoader": "windlass.vllm.loader"}
+_LAZY = {
+    "SGLangWeightLoader": "windlass.engines.sglang.loader",
+    "VLLMWeightLoader": "windlass.engines.vllm.loader",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -208,7 +207,7 @@ class BroadcastWeightTransferReceiver(BroadcastTransferReceiver):
 
 
 class CudaIpcWeightTransferSender(_Sends, CudaIpcTransferSender):
-    """A sender of a handle for each parameter; ``config`` is that of :class:`windlass.CudaIpcTransferStrategy`."""
+    """A sender of a handle for each parameter; ``config`` is that of :class:`windlass.transfer.CudaIpcTransferStrategy`."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         strategy = CudaIpcTransferStrategy(config)
@@ -238,7 +237,7 @@ class PackedCudaIpcWeightTransferReceiver(PackedCudaIpcTransferReceiver):
 
 
 class BroadcastTransferStrategy(_Broadcast):
-    """:class:`windlass.BroadcastTransferStrategy`, which also takes a process group that is there."""
+    """:class:`windlass.transfer.BroadcastTransferStrategy`, which also takes a process group that is there."""
 
     def create_init_info(self, *given: Any, **named: Any) -> WeightSyncInfo:
         """The sync info; of these values, ``(master_addr, master_port, world_size, group_name, backend)``, if they are given.
@@ -257,8 +256,8 @@ class BroadcastTransferStrategy(_Broadcast):
 
 
 class TCPTransferEngine(_Tcp):
-    """Both ends of transfers over TCP, made on both sides of the same configuration: a :class:`windlass.TransferEngineConfig`,
-    or what :class:`windlass.TcpTransferStrategy` takes."""
+    """Both ends of transfers over TCP, made on both sides of the same configuration: a :class:`windlass.config.TransferEngineConfig`,
+    or what :class:`windlass.transfer.TcpTransferStrategy` takes."""
 
     def __init__(self, config: TransferEngineConfig | Mapping[str, Any] | None = None) -> None:
         if isinstance(config, TransferEngineConfig):
@@ -268,7 +267,7 @@ class TCPTransferEngine(_Tcp):
 
 
 class TransferAgent(AgentSupervisor):
-    """The agent of a region, as ``config`` has it; other options are those of :class:`windlass.supervise.AgentSupervisor`."""
+    """The agent of a region, as ``config`` has it; other options are those of :class:`windlass.publish.supervise.AgentSupervisor`."""
 
     def __init__(
         self,

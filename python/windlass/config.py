@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
+from windlass.identity import Identity
 from windlass.names.dtypes import canonical_dtype
 from windlass.names.quantised import SCHEMES
 from windlass.plain import Plain
-from windlass.request import Identity
 
 __all__ = [
     "Config",

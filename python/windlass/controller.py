@@ -36,7 +36,7 @@ from windlass.errors import (
     WindlassTimeout,
 )
 from windlass.http import HttpClient, trusted
-from windlass.request import Identity
+from windlass.identity import Identity
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -229,7 +229,7 @@ class Controller:
             body = {**words, "spans": [span.words(now) for span in spans]}
             if sync and left is not None:
                 body["timeout_ms"] = _millis(left)
-            seconds = _patience(left) if sync else self._http.timeout if left is None else left
+            seconds = _timeout_for(left) if sync else self._http.timeout if left is None else left
             return _notified(self._post("/notify_version", body, what, seconds), what)
 
         return self._patiently(ask, timeout) if sync else ask(timeout)
@@ -285,7 +285,7 @@ class Controller:
                 "/service_version",
                 stage=what,
                 query={**query, "timeout_ms": _millis(wait)},
-                timeout=_patience(wait),
+                timeout=_timeout_for(wait),
                 idempotent=False,
                 limit=MAX_ANSWER,
             )
@@ -304,7 +304,7 @@ class Controller:
         body: dict[str, Any] = {"timeout_ms": _millis(timeout)}
         if set is not None:
             body["set"] = set
-        words = self._post("/take_eval", body, what, _patience(timeout))
+        words = self._post("/take_eval", body, what, _timeout_for(timeout))
         if words.get("id") is None:
             return None
         served = Served.of(words.get("served"), what)
@@ -536,7 +536,7 @@ def _millis(seconds: float) -> int:
     return max(0, int(seconds * 1e3))
 
 
-def _patience(left: float | None) -> float:
+def _timeout_for(left: float | None) -> float:
     """How long a request may take that asks the controller to wait."""
     # Longer than any controller lets anybody wait.
     return 2 * 86_400.0 if left is None else left + GRACE_S

@@ -54,11 +54,11 @@ class WindlassNotFound(WindlassError, LookupError):
 
 
 class WindlassStale(WindlassError, RuntimeError):
-    """The input was right once: an older version, another incarnation, a base that has moved on."""
+    """The input is out of date: an older version, an earlier incarnation, a base that has changed."""
 
 
 class WindlassCorrupt(WindlassError, RuntimeError):
-    """Bytes are not what their sums say."""
+    """Bytes do not match their hash."""
 
 
 class WindlassTimeout(WindlassError, TimeoutError):
@@ -66,7 +66,7 @@ class WindlassTimeout(WindlassError, TimeoutError):
 
 
 class WindlassPeerLost(WindlassError, ConnectionError):
-    """The other side went away."""
+    """The peer disconnected or died."""
 
 
 class WindlassExhausted(WindlassError, OSError):
@@ -95,8 +95,24 @@ class WindlassDenied(WindlassError, PermissionError):
 
 
 class WindlassCancelled(WindlassError, RuntimeError):
-    """Given up on request."""
+    """Cancelled by the caller."""
 
 
 class WindlassBug(WindlassError, RuntimeError):
     """A defect in Windlass."""
+
+
+#: The HTTP status of an answer that carries an error, by its kind. The same as in ``crates/windlass-core/src/error.rs``.
+HTTP_STATUS = {
+    "invalid": 400,
+    "not_found": 404,
+    "stale": 409,
+    "corrupt": 422,
+    "timeout": 504,
+    "peer_lost": 502,
+    "exhausted": 507,
+    "unsupported": 501,
+    "denied": 403,
+    "cancelled": 499,
+    "bug": 500,
+}

@@ -1,7 +1,7 @@
-"""Words between ranks, before the first version.
+"""Messages between the ranks of a trainer.
 
-Ranks must agree once on who writes what. They do so by telling each other a few bytes of JSON, over the trainer's own
-process group where there is one. Nothing is pickled, and every wait has a deadline.
+Ranks agree once on which of them writes what. They send each other a few bytes of JSON, over the trainer's own process
+group if there is one. Nothing is pickled, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["Alone", "Exchange", "OverGroup", "exchange_for", "together"]
+__all__ = ["Alone", "Arrivals", "Exchange", "OverGroup", "agree_on_all_ranks", "attempt", "exchange_for"]
 
 #: The most that one rank may tell the others.
 MAX_MESSAGE = 1 << 30
@@ -72,7 +72,7 @@ class OverGroup:
         device = self._device()
         data = zlib.compress(json.dumps(mine).encode(), 1)
         size = dist.get_world_size(self._group)
-        roll = _Roll.call(self._group)
+        arrivals = Arrivals.count(self._group)
         until = time.monotonic() + timeout
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ class OverGroup:
             def begin() -> Any:
                 return dist.all_gather(parts, tensor, group=self._group, async_op=True)
 
-            _finish(begin, "agree on who writes what", until, timeout, roll)
+            _finish(begin, "agree on who writes what", until, timeout, arrivals)
             return parts
 
         lengths = [int(n) for n in gather(torch.tensor([len(data)], dtype=torch.int64, device=device))]
@@ -106,13 +106,13 @@ class OverGroup:
         import torch.distributed as dist
 
         until = time.monotonic() + timeout
-        roll = _Roll.call(self._group)
+        arrivals = Arrivals.count(self._group)
         there = mine.to(self._device(), copy=True)
 
         def begin() -> Any:
             return dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        _finish(begin, what, until, timeout, roll)
+        _finish(begin, what, until, timeout, arrivals)
         return there.to(mine.device)
 
     def _device(self) -> torch.device:
@@ -124,7 +124,7 @@ class OverGroup:
         return torch.device("cpu")
 
 
-def _finish(begin: Callable[[], Any], what: str, until: float, timeout: float, roll: _Roll) -> None:
+def _finish(begin: Callable[[], Any], what: str, until: float, timeout: float, arrivals: Arrivals) -> None:
     """Waits for a collective, and not inside torch, which Ctrl-C cannot end."""
     nap = 0.0005
     try:
@@ -132,7 +132,7 @@ def _finish(begin: Callable[[], Any], what: str, until: float, timeout: float, r
         while not work.is_completed():
             if time.monotonic() >= until:
                 raise WindlassTimeout(
-                    f"ranks did not {what} within {timeout:g} s{roll.absent()}",
+                    f"ranks did not {what} within {timeout:g} s{arrivals.absent()}",
                     "see whether every rank calls offload() and is alive",
                 )
             time.sleep(nap)
@@ -140,19 +140,19 @@ def _finish(begin: Callable[[], Any], what: str, until: float, timeout: float, r
         work.wait()
     except RuntimeError as e:
         raise WindlassPeerLost(
-            f"a rank was lost before ranks could {what}{roll.absent()}: {e}",
+            f"a rank was lost before ranks could {what}{arrivals.absent()}: {e}",
             "see whether every rank is alive",
         ) from e
 
 
-class _Roll:
-    """Who came: each rank counts its exchanges in the group's store, so that a failure can name those who did not."""
+class Arrivals:
+    """The ranks that have arrived: each counts its exchanges in the group's store, so that an error can name the missing ones."""
 
     def __init__(self, store: Any, keys: list[str], mine: int) -> None:
         self._store, self._keys, self._mine = store, keys, mine
 
     @staticmethod
-    def call(group: dist.ProcessGroup | None) -> _Roll:
+    def count(group: dist.ProcessGroup | None) -> Arrivals:
         """Counts this rank in."""
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
@@ -161,18 +161,18 @@ class _Roll:
         keys = [f"windlass/{'-'.join(map(str, ranks))}/{rank}" for rank in ranks]
         key = keys[dist.get_rank(group)]
 
-        def count() -> tuple[Any, int]:
+        def add() -> tuple[Any, int]:
             store = c10d._get_default_store()
             return store, store.add(key, 1)
 
-        store, mine = _within(ROLL_S, count) or (None, 0)
-        return _Roll(store, keys, mine)
+        store, mine = attempt(ROLL_S, add) or (None, 0)
+        return Arrivals(store, keys, mine)
 
     def absent(self) -> str:
         """The ranks that have not come this far, in words."""
         if self._store is None:
             return ""
-        counts = _within(ROLL_S, lambda: [self._store.add(key, 0) for key in self._keys])
+        counts = attempt(ROLL_S, lambda: [self._store.add(key, 0) for key in self._keys])
         if counts is None:
             return " (the store of the process group, which knows who is missing, does not answer)"
         missing = [str(rank) for rank, count in enumerate(counts) if count < self._mine]
@@ -181,8 +181,8 @@ class _Roll:
         return f": rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come"
 
 
-def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """What ``work`` gives, unless it fails or takes longer: torch's stores have no deadline for it."""
+def attempt(seconds: float, work: Callable[[], T]) -> T | None:
+    """The result of ``work``, or ``None`` if it fails or takes longer: torch's stores have no timeout for it."""
     out: list[T] = []
 
     def run() -> None:
@@ -191,14 +191,14 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
         except Exception:  # It only serves to say more in an error.
             return
 
-    thread = threading.Thread(target=run, name="windlass-roll", daemon=True)
+    thread = threading.Thread(target=run, name="windlass-arrivals", daemon=True)
     thread.start()
     thread.join(seconds)
     return out[0] if out else None
 
 
-def together(exchange: Exchange, work: Callable[[], T], what: str, timeout: float) -> list[T]:
-    """Does ``work`` on every rank and gives what each got, or an error on all ranks if it failed on any."""
+def agree_on_all_ranks(exchange: Exchange, work: Callable[[], T], what: str, timeout: float) -> list[T]:
+    """Does ``work`` on every rank and returns all results. If it fails on any rank, all of them get an error."""
     until = time.monotonic() + timeout
     failure: Exception | None = None
     mine: dict[str, Any]

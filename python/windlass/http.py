@@ -132,7 +132,7 @@ class HttpClient:
         self._tls = parts.scheme == "https"
         self._tls_ca = tls_ca
         if self._tls:
-            # Now rather than with the first call; kept by nobody, so that clients can be given to other processes.
+            # Now rather than with the first call. It is not kept, so that clients can be given to other processes.
             _context(tls_ca)
         self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/")

@@ -100,7 +100,7 @@ class Record:
         return record
 
     def again(self: R, **changed: Any) -> R:
-        """The same with other values in some fields, which the caller vouches for: nobody judges them. What is the same is
+        """The same with other values in some fields, which the caller vouches for: they are not checked. What is the same is
         written as text once, however often the record is sent."""
         record = object.__new__(type(self))
         kept = self.__dict__.get("_texts")

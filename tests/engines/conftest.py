@@ -25,6 +25,7 @@ LONGEST = (
     "test_sidecar.py",
     "test_broadcast.py",
     "test_adapters.py",
+    "test_examples.py",
     "test_gpu_bench.py",
     "test_sidecar_parallel.py",
     "test_endpoint.py",

@@ -12,10 +12,12 @@ import pytest
 
 import servers
 import tiny
-from windlass import WeightSyncInfo, WeightSyncManager, parse_request, strategy_from_config
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass import WeightSyncManager, strategy_from_config
+from windlass.engines.remote import RemoteWeightLoader, SglangEngine, VllmEngine
 from windlass.extract import ModuleWeightExtractor
-from windlass.remote import RemoteWeightLoader, SglangEngine, VllmEngine
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import parse_request
+from windlass.transfer.sync_info import WeightSyncInfo
 
 
 @pytest.fixture

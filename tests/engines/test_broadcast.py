@@ -16,11 +16,12 @@ import pytest
 
 import servers
 import tiny
-from windlass import EngineShape, WeightSyncManager, strategy_from_config
-from windlass.client import EnginesFailed, InferenceEngineClient
+from windlass import WeightSyncManager, strategy_from_config
+from windlass.engines.remote import SglangEngine, VllmEngine
+from windlass.engines.sglang.custom import PATH
 from windlass.extract import ModuleWeightExtractor
-from windlass.remote import SglangEngine, VllmEngine
-from windlass.sglang.custom import PATH
+from windlass.transfer.client import EnginesFailed, InferenceEngineClient
+from windlass.transfer.sync_info import EngineShape
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 BACKEND = ("--weight-transfer-config", '{"backend": "windlass"}')

@@ -60,7 +60,7 @@ class World:
         engine = f"--engine={self.dialect}={self.proxy.url}"
         image = f"--dir={self.images}"
         region = f"--region={self.trainer.region}"
-        config = f"--config={self.config}"
+        config = f"--model-dir={self.config}"
         return Sidecar(region, image, engine, config, *options, env={"WINDLASS_TOKEN": TOKEN})
 
     def agree(self) -> None:

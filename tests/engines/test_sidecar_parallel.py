@@ -28,7 +28,7 @@ def test_both_replicas_of_a_data_parallel_server_have_every_version(
     try:
         with servers.Vllm(model, options=(*BACKEND, *DATA)) as server:
             region, images = f"--region={trainer.region}", f"--dir={home / 'images'}"
-            with Sidecar(region, images, f"--engine=vllm={server.url}", f"--config={model}") as sidecar:
+            with Sidecar(region, images, f"--engine=vllm={server.url}", f"--model-dir={model}") as sidecar:
                 for step in range(3):
                     sidecar.wait("loaded", version=trainer.publish(all_of_it=step == 0))
                     # More than once, since replicas take turns.

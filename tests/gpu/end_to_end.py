@@ -38,12 +38,13 @@ import reference  # noqa: E402
 import torch  # noqa: E402
 from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token, say  # noqa: E402
 
-from windlass import Receiver, WeightManager, _windlass, parse_request, strategy_from_config  # noqa: E402
-from windlass.chunk import WeightChunk  # noqa: E402
-from windlass.follow import Follower  # noqa: E402
+from windlass import Receiver, WeightManager, _windlass, strategy_from_config  # noqa: E402
+from windlass.extract.chunk import WeightChunk  # noqa: E402
 from windlass.load import Live, LoadOrder, take  # noqa: E402
 from windlass.load.planned import PlannedLoader  # noqa: E402
 from windlass.load.trace import trace  # noqa: E402
+from windlass.receive.follow import Follower  # noqa: E402
+from windlass.transfer.request import parse_request  # noqa: E402
 
 SIZE = "tiny"
 #: Tokens that are made with each version at the least.

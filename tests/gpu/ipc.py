@@ -30,18 +30,14 @@ needs.need("torch", "windlass")
 
 import torch  # noqa: E402
 
-from windlass import (  # noqa: E402
-    ModuleWeightExtractor,
-    WeightLoader,
-    WeightSyncManager,
-    parse_request,
-    strategy_from_config,
-)
-from windlass.chunk import WeightChunk  # noqa: E402
+from windlass import WeightLoader, WeightSyncManager, strategy_from_config  # noqa: E402
 from windlass.errors import WindlassError, WindlassUnsupported  # noqa: E402
+from windlass.extract import ModuleWeightExtractor  # noqa: E402
+from windlass.extract.chunk import WeightChunk  # noqa: E402
 from windlass.load.planned import PlannedLoader  # noqa: E402
 from windlass.load.trace import Copy  # noqa: E402
-from windlass.strategy import each_tensor  # noqa: E402
+from windlass.transfer.base import each_tensor  # noqa: E402
+from windlass.transfer.request import parse_request  # noqa: E402
 
 KINDS = ("cuda_ipc", "packed_cuda_ipc")
 PATIENCE = 240

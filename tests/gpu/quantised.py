@@ -27,8 +27,9 @@ needs.need("torch", "windlass")
 
 import torch  # noqa: E402
 
-from windlass import Receiver, WeightManager, quantise  # noqa: E402
+from windlass import Receiver, WeightManager  # noqa: E402
 from windlass.names import SCHEMES  # noqa: E402
+from windlass.publish import quantise  # noqa: E402
 
 PATIENCE = 100.0
 LATEST = 4

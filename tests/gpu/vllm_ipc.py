@@ -141,7 +141,7 @@ def serve(model: str, device: str, memory: float) -> None:
     questions, answers = (os.fdopen(int(n), m) for n, m in zip(os.environ["ENGINE_PIPES"].split(), "rw"))
 
     from vllm import LLM, SamplingParams
-    from windlass.vllm import extension
+    from windlass.engines.vllm import extension
 
     extension.install()
     how: dict[str, Any] = {"gpu_memory_utilization": memory, "enable_sleep_mode": True}
@@ -269,7 +269,7 @@ class Trainer:
             flat[at] *= -1.25
 
     def chunks(self) -> list[Any]:
-        from windlass.chunk import WeightChunk
+        from windlass.extract.chunk import WeightChunk
 
         room = int(self.given.bucket_gb * (1 << 30))
         made: list[list[tuple[str, torch.Tensor]]] = [[]]

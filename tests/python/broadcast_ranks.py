@@ -21,21 +21,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from windlass import (
-    EngineShape,
-    WeightLoader,
-    WeightSyncInfo,
-    WeightSyncManager,
-    each_tensor,
-    engine_rank,
-    parse_request,
-    rank_offsets,
-    strategy_from_config,
-)
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass import WeightLoader, WeightSyncManager, strategy_from_config
 from windlass.extract import ModuleWeightExtractor
-from windlass.strategies.broadcast import BroadcastTransferStrategy
-from windlass.strategy import NamedTensors
+from windlass.transfer.base import NamedTensors, each_tensor
+from windlass.transfer.broadcast import BroadcastTransferStrategy
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import parse_request
+from windlass.transfer.sync_info import EngineShape, WeightSyncInfo, engine_rank, rank_offsets
 
 WAIT_S = 60.0
 
@@ -205,7 +197,7 @@ def sync_a_model(versions: int) -> Any:
 
 def every_dtype() -> Any:
     """All dtypes that torch has a name for, a scalar, an empty tensor and a view that is not contiguous."""
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = config([{}])
     if rank("every_dtype") > 1:
@@ -274,7 +266,7 @@ class Watched:
 
 def an_engine_fails(how: str) -> Any:
     """The engine takes the first chunk and not the second one, which is too large for the buffers of a socket."""
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = config([{}], timeout=2.0)
     if rank(f"fails {how}") > 1:
@@ -337,7 +329,7 @@ def trainer_ranks(fail_at: int) -> Any:
 
 def _begun(nth: int) -> threading.Event:
     """Set when the sender's thread is about to make its nth broadcast."""
-    from windlass.strategies.group import UpdateGroup
+    from windlass.transfer.group import UpdateGroup
 
     event, calls, broadcast = threading.Event(), [], UpdateGroup.broadcast
 
@@ -385,8 +377,8 @@ async def _train_two(conf: dict[str, Any], model: Any, meetings: list[int], fail
 
 def announced_first() -> Any:
     """Notes the order of announcement and collective on the trainer."""
-    from windlass.chunk import WeightChunk
-    from windlass.strategies.group import UpdateGroup
+    from windlass.extract.chunk import WeightChunk
+    from windlass.transfer.group import UpdateGroup
 
     conf = config([{}])
     if rank("announced_first") > 1:
@@ -435,7 +427,7 @@ def peak_memory(mib: int, count: int) -> Any:
     """How much the receiver's memory grows while it receives ``count`` tensors of ``mib`` MiB and keeps none."""
     import threading
 
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = config([{}])
     size = mib << 18
@@ -493,8 +485,8 @@ def peak_memory(mib: int, count: int) -> Any:
 
 def join_twice() -> Any:
     """Both processes are in a group, are refused a second one of its name, and then override the first."""
-    from windlass import TorchDistributedWeightSyncInfo
-    from windlass.strategies.group import UpdateGroup, open_store
+    from windlass.transfer.group import UpdateGroup, open_store
+    from windlass.transfer.sync_info import TorchDistributedWeightSyncInfo
 
     if rank("twice") > 1:
         return None
@@ -524,7 +516,7 @@ def join_twice() -> Any:
 
 def legacy_broadcast() -> Any:
     """The trainer announces by the older dictionaries, one for each parameter."""
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = config([{}])
     if rank("legacy") == 1:
@@ -555,7 +547,7 @@ def legacy_broadcast() -> Any:
 
 def by_the_nodes_own_address() -> Any:
     """Nobody names an address: the engine finds the trainer at the one that its sync info has."""
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = config([{}], master_addr=None)
     if rank("node address") > 1:
@@ -582,8 +574,8 @@ def caches_are_emptied(fails: bool) -> Any:
     """Ranks 0 and 1 train, rank 2 is the engine: what happens when, on each of the trainers."""
     import torch.distributed as dist
 
-    from windlass import sync
-    from windlass.strategies.trainer import TrainerRanks
+    from windlass.transfer import sync
+    from windlass.transfer.trainer import TrainerRanks
 
     conf = config([{}], timeout=60.0)
     if rank(f"caches {fails}") == 2:

@@ -328,7 +328,7 @@ def lora(kind: str, folder: str) -> list[str]:
     """Adapters as PEFT itself writes those of the plain model, by collecting and by extracting."""
     from safetensors.torch import load_file
 
-    from windlass.lora import collect_lora, is_lora, save_lora
+    from windlass.extract.lora import collect_lora, is_lora, save_lora
 
     rank = dist.get_rank()
     own = pathlib.Path(folder) / f"peft-{rank}"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import Receiver, WeightManager
-from windlass import manager as manager_module
+from windlass.publish import manager as manager_module
 
 HERE = pathlib.Path(__file__).resolve().parent
 #: How long the scenarios let an offload take that cannot succeed.

@@ -18,13 +18,13 @@ import broadcast_ranks as mail
 from broadcast_ranks import Mail, Posted, board, digests, rank
 from models import policy, reference
 from windlass import WeightLoader, WeightSyncManager, strategy_from_config
-from windlass.client import InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
-from windlass.strategies import arena
-from windlass.strategies.arena import PREFIX
-from windlass.strategies.lending import Look
-from windlass.strategy import NamedTensors
-from windlass.sync_info import EngineShape
+from windlass.transfer.base import NamedTensors
+from windlass.transfer.client import InferenceEngineClient
+from windlass.transfer.ipc import arena
+from windlass.transfer.ipc.arena import PREFIX
+from windlass.transfer.ipc.lending import Look
+from windlass.transfer.sync_info import EngineShape
 
 
 def arenas() -> list[str]:
@@ -107,7 +107,7 @@ class Slow(WeightLoader):
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
-        from windlass import each_tensor
+        from windlass.transfer.base import each_tensor
 
         views = [(name, tensor) async for name, tensor in each_tensor(named_tensors)]
         await asyncio.sleep(0.2)
@@ -117,7 +117,7 @@ class Slow(WeightLoader):
 
 def slow_engine() -> Any:
     """The trainer packs the next chunk while the engine still reads the one before."""
-    from windlass.chunk import WeightChunk
+    from windlass.extract.chunk import WeightChunk
 
     conf = {"strategy": "packed_cuda_ipc"}
     if rank("slow") > 1:
@@ -151,7 +151,8 @@ def slow_engine() -> Any:
 
 
 def _serve_slow(conf: dict[str, Any]) -> Any:
-    from windlass import WeightSyncInfo, parse_request
+    from windlass.transfer.request import parse_request
+    from windlass.transfer.sync_info import WeightSyncInfo
 
     strategy, letters, loader = strategy_from_config(conf), Mail(1), Slow()
     _, value = letters.asked()
@@ -170,7 +171,7 @@ def _serve_slow(conf: dict[str, Any]) -> Any:
 PROGRAM = """
 import asyncio, json, sys, time, torch
 from windlass import strategy_from_config
-from windlass.chunk import WeightChunk
+from windlass.extract.chunk import WeightChunk
 strategy = strategy_from_config({"strategy": "packed_cuda_ipc"})
 class Client:
     async def update_weights(self, request):

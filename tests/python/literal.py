@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from outside import Kept, digest, say
-from windlass import EngineShape, WeightSyncInfo
 from windlass.compat import (
     BroadcastTransferStrategy,
     BroadcastWeightTransferReceiver,
@@ -28,6 +27,7 @@ from windlass.compat import (
     WeightExtractor,
     init_custom_process_group,
 )
+from windlass.transfer.sync_info import EngineShape, WeightSyncInfo
 
 
 class DictConfig(Mapping[str, Any]):

@@ -17,9 +17,10 @@ import extract_ranks
 import megatron_ranks
 from broadcast_ranks import Posted, board, digests, rank
 from models import policy
-from windlass import EngineShape, WeightSyncManager, strategy_from_config
-from windlass.client import InferenceEngineClient
+from windlass import WeightSyncManager, strategy_from_config
 from windlass.extract import DeepSpeedWeightExtractor, FSDPWeightExtractor, MegatronWeightExtractor
+from windlass.transfer.client import InferenceEngineClient
+from windlass.transfer.sync_info import EngineShape
 
 TRAINERS = 2
 

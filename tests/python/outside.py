@@ -20,23 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from windlass import (
-    BroadcastWeightUpdateRequest,
-    TorchDistributedWeightSyncInfo,
-    WeightExtractor,
-    WeightLoader,
-    WeightSyncInfo,
-    WeightSyncManager,
+from windlass import WeightExtractor, WeightLoader, WeightSyncManager, strategy_from_config
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.base import (
+    InferenceClient,
+    NamedTensors,
     WeightTransferReceiver,
     WeightTransferSender,
     WeightTransferStrategy,
-    WeightUpdateRequest,
     each_tensor,
-    parse_request,
-    strategy_from_config,
 )
-from windlass.chunk import WeightChunk
-from windlass.strategy import InferenceClient, NamedTensors
+from windlass.transfer.request import BroadcastWeightUpdateRequest, WeightUpdateRequest, parse_request
+from windlass.transfer.sync_info import TorchDistributedWeightSyncInfo, WeightSyncInfo
 
 DEADLINE = timedelta(seconds=60)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from models import policy
-from windlass import WeightLoader, each_tensor
+from windlass import WeightLoader
+from windlass.engines.ray import EngineActor, TrainerActor
 from windlass.extract import ModuleWeightExtractor
-from windlass.ray import EngineActor, TrainerActor
-from windlass.strategy import NamedTensors
-from windlass.sync_info import EngineShape
+from windlass.transfer.base import NamedTensors, each_tensor
+from windlass.transfer.sync_info import EngineShape
 
 
 class Into(WeightLoader):

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from test_facts import ROOT, functions
-from windlass import on_gpu
 from windlass._windlass import place_baseline
 from windlass.config import WeightManagerConfig
 from windlass.errors import WindlassExhausted, WindlassInvalid
+from windlass.publish import gpu as on_gpu
 
 G = 1 << 30
 SOURCE = Path(__file__).with_name("host_driver.c")
@@ -177,7 +177,7 @@ def test_the_decision_is_that_of_the_core() -> None:
 
 
 class Pretended:
-    """What :func:`windlass.on_gpu.can_compare` asks a GPU and a tensor."""
+    """What :func:`windlass.publish.gpu.can_compare` asks a GPU and a tensor."""
 
     name, ordinal = "H200", 0
     is_meta, dtype = False, torch.bfloat16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.chunk import WeightChunk
 from windlass.errors import WindlassInvalid
+from windlass.extract.chunk import WeightChunk
 
 
 def chunk(**columns: object) -> WeightChunk:

@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from windlass import (
-    BroadcastWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    EngineShape,
-    WeightSyncInfo,
-    WindlassError,
-    WindlassInvalid,
-    WindlassTimeout,
-)
-from windlass.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+from windlass import WindlassError, WindlassInvalid, WindlassTimeout
+from windlass.transfer.client import EnginesFailed, InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import BroadcastWeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, EngineShape, WeightSyncInfo
 
 REQUEST = BroadcastWeightUpdateRequest(["w"], ["float32"], [[1]])
 
@@ -234,7 +228,7 @@ def test_engines_of_one_name_are_told_apart_and_none_is_an_error() -> None:
 
 
 def test_a_document_without_prefix_caching_has_no_cache_to_reset() -> None:
-    from windlass.client import settings
+    from windlass.transfer.client import settings
 
     assert settings({"generator.enable_prefix_caching": False}) == {"prefix_cache": "keep"}
     assert settings({"generator": {"enable_prefix_caching": True}}) == {"prefix_cache": "reset"}

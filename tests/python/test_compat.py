@@ -21,20 +21,7 @@ import outside
 import windlass
 from children import environment
 from literal import DictConfig, trainer_document
-from windlass import (
-    CudaIpcWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    EngineShape,
-    InferenceEngine,
-    PackedCudaIpcWeightUpdateRequest,
-    TorchDistributedWeightSyncInfo,
-    WeightExtractor,
-    WeightTransferStrategy,
-    WindlassInvalid,
-    WindlassUnsupported,
-    compat,
-    strategy_from_config,
-)
+from windlass import WeightExtractor, WindlassInvalid, WindlassUnsupported, compat, strategy_from_config
 from windlass.compat import (
     BroadcastTransferStrategy,
     CudaIpcTransferStrategy,
@@ -55,6 +42,10 @@ from windlass.compat import (
     TransferEngineConfig,
     WeightChunk,
 )
+from windlass.transfer.base import WeightTransferStrategy
+from windlass.transfer.client import InferenceEngine
+from windlass.transfer.request import CudaIpcWeightUpdateRequest, PackedCudaIpcWeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -97,7 +88,7 @@ def test_every_name_of_the_documents_is_there() -> None:
             assert getattr(compat, name) is not None
     assert compat.WeightManager is windlass.WeightManager
     assert issubclass(
-        compat.BroadcastWeightTransferSender, windlass.strategies.broadcast.BroadcastTransferSender
+        compat.BroadcastWeightTransferSender, windlass.transfer.broadcast.BroadcastTransferSender
     )
     with pytest.raises(AttributeError, match="NoSuchName"):
         compat.NoSuchName  # noqa: B018
@@ -185,7 +176,7 @@ class Quiet(InferenceEngine):
 def test_a_trainers_whole_document_is_taken_as_it_is() -> None:
     cfg = trainer_document()
     made: Any = strategy_from_config(cfg)
-    assert type(made) is windlass.BroadcastTransferStrategy
+    assert type(made) is windlass.transfer.BroadcastTransferStrategy
     assert made.settings.weight_sync_backend == "gloo"
     assert type(made).from_config(cfg) == made == WeightTransferStrategy.from_config(cfg)
     # The same as attributes, as dataclasses or argparse give them.
@@ -229,10 +220,10 @@ def test_a_key_that_is_not_ours_is_left_alone(key: str) -> None:
 def test_the_backend_cuda_ipc_is_ipc_between_those_who_share_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="windlass"):
         made = strategy_from_config({"generator": {"weight_sync_backend": "cuda_ipc"}})
-    assert type(made) is windlass.PackedCudaIpcTransferStrategy
+    assert type(made) is windlass.transfer.PackedCudaIpcTransferStrategy
     assert "assumed: cuda_ipc means GPUs, and cuda_ipc shared ones" in caplog.text
     unpacked = {"generator": {"weight_sync_backend": "cuda_ipc", "pack_weights": False}}
-    assert type(strategy_from_config(unpacked)) is windlass.CudaIpcTransferStrategy
+    assert type(strategy_from_config(unpacked)) is windlass.transfer.CudaIpcTransferStrategy
     assert windlass.extract.settings(unpacked) == {"group_by_module": True, "threshold_gb": 1.0}
     for no in ({"generator.run_engines_locally": False}, {"trainer.placement.colocate_all": False}):
         with pytest.raises(WindlassUnsupported, match="cuda_ipc"):
@@ -343,7 +334,7 @@ def test_extractors_are_made_of_a_configuration() -> None:
     assert names(FSDPWeightExtractor(COLOCATED, model).extract_weights()) == grouped
     assert names(FSDPWeightExtractor.from_config(COLOCATED, model).extract_weights(model)) == grouped
     found = WeightExtractor.from_config(COLOCATED, model)
-    assert type(found) is windlass.ModuleWeightExtractor
+    assert type(found) is windlass.extract.ModuleWeightExtractor
     assert names(found.extract_weights()) == grouped
     # An option says otherwise.
     alone = FSDPWeightExtractor(COLOCATED, model, group_by_module=False, threshold_gb=16 / 2**30)

@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 
 from children import environment
-from windlass import (
-    ReceiverAgentConfig,
-    ReceiverInfo,
-    SenderAgentConfig,
-    TransferEngineConfig,
-    TransferStatus,
-    WeightManagerConfig,
-    WindlassInvalid,
-)
-from windlass.config import Config
+from windlass import SenderAgentConfig, WeightManagerConfig, WindlassInvalid
+from windlass.config import Config, ReceiverAgentConfig, ReceiverInfo, TransferEngineConfig, TransferStatus
 
 EVERY: list[Config] = [
     WeightManagerConfig(

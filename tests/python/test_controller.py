@@ -21,8 +21,6 @@ from children import environment
 from controlled import PATIENCE, World, until, world
 from windlass import (
     Controller,
-    EvalTask,
-    Served,
     WeightManager,
     WindlassDenied,
     WindlassInvalid,
@@ -32,7 +30,8 @@ from windlass import (
     WindlassTimeout,
     open_image,
 )
-from windlass.request import Identity
+from windlass.controller import EvalTask, Served
+from windlass.transfer.request import Identity
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COMMAND = [sys.executable, str(ROOT / "examples" / "01_grpo_fsdp2" / "run.py"), "--size=tiny"]
+COMMAND = [sys.executable, str(ROOT / "examples" / "02_grpo_fsdp2" / "run.py"), "--size=tiny"]
 PATIENCE = 100.0
 
 

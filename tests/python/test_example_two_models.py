@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COMMAND = [sys.executable, str(ROOT / "examples" / "two_models.py")]
+COMMAND = [sys.executable, str(ROOT / "examples" / "05_two_models" / "run.py")]
 MODELS = {"actor", "verifier"}
 
 pytestmark = pytest.mark.timeout(180)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from windlass import choose, facts_between, gpu_facts, strategy_from_config
+from windlass import choose, strategy_from_config
 from windlass.errors import WindlassInvalid
+from windlass.transfer.facts import facts_between, gpu_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -262,7 +263,9 @@ def test_a_broken_cuda_driver_is_an_error_by_name(case: str, driver: Driver) -> 
 def test_facts_and_doctor_say_what_is_wrong_with_a_driver(case: str, driver: Driver, tmp_path: Path) -> None:
     how, _, parts = BROKEN[case]
     env = driver(**how)
-    facts = json.loads(ask(env, "import json, windlass; print(json.dumps(windlass.gpu_facts()))"))
+    facts = json.loads(
+        ask(env, "import json; from windlass.transfer.facts import gpu_facts; print(json.dumps(gpu_facts()))")
+    )
     # Of several parts of a message the doctor has some in the value.
     assert parts[-1] in facts["cuda"]["unusable"]
     choice = choose(

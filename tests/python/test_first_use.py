@@ -20,7 +20,6 @@ from windlass import (
     Receiver,
     SenderAgentConfig,
     SourceMap,
-    TransferEngineConfig,
     WeightManager,
     WeightManagerConfig,
     WindlassError,
@@ -28,6 +27,7 @@ from windlass import (
     WindlassNotFound,
     WindlassTimeout,
 )
+from windlass.config import TransferEngineConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 

@@ -19,13 +19,13 @@ from windlass import (
     Follower,
     Image,
     Receiver,
-    Synced,
     WeightManager,
     WindlassCorrupt,
     WindlassDenied,
     WindlassPeerLost,
-    follow,
 )
+from windlass.receive import follow
+from windlass.receive.receiver import Synced
 
 
 class Engine:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from windlass import ModuleWeightExtractor, Receiver, WeightManager
+from windlass import Receiver, WeightManager
+from windlass.extract import ModuleWeightExtractor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,15 +23,15 @@ from windlass import (
     WindlassStale,
     _windlass,
 )
-from windlass.receiver import _Tensors
+from windlass.receive.receiver import Tensors
 
 WORKER = """
     import json, sys
     from windlass import _windlass
-    from windlass.receiver import _Tensors
+    from windlass.receive.receiver import Tensors
 
     held = _windlass.open_image(sys.argv[1], 30.0, 5.0)
-    values = _Tensors(held)["w"].tolist()
+    values = Tensors(held)["w"].tolist()
     held.finish()
     print(json.dumps([held.model_id, held.version, int(held.incarnation, 16), held.digest, values]))
 """
@@ -86,7 +86,7 @@ def test_an_image_without_a_whole_version_is_waited_for_and_then_named(home: Pat
             receiver.wait(2, 30)
             worker.join(30)
             assert [h.version for h in taken] == [2]
-            assert _Tensors(taken[0])["w"].tolist() == [1.0, 1.0, 1.0]
+            assert Tensors(taken[0])["w"].tolist() == [1.0, 1.0, 1.0]
             taken[0].finish()
             with pytest.raises(WindlassStale, match="version 2 is no longer held"):
                 taken[0].memory()

@@ -29,7 +29,7 @@ WAITING = """
     import json, os, signal, socket, sys, threading, time
     import torch
     from windlass import Receiver, WeightManager, _windlass
-    from windlass.supervise import AgentSupervisor
+    from windlass.publish.supervise import AgentSupervisor
 
     home = sys.argv[1]
     torch.set_num_threads(1)

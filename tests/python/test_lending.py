@@ -19,18 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import WeightLoader, parse_request
-from windlass.chunk import WeightChunk
+from windlass import WeightLoader
 from windlass.errors import WindlassInvalid, WindlassNotFound, WindlassStale
-from windlass.strategies import device as device_module
-from windlass.strategies import door as door_module
-from windlass.strategies.arena import HostArena, HostOpener
-from windlass.strategies.device import DeviceArena, DeviceOpener
-from windlass.strategies.ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
-from windlass.strategies.lending import Ledger, Look, Table, table_file
-from windlass.strategies.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
-from windlass.strategies.trainer import TrainerRanks
-from windlass.strategy import each_tensor
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.base import each_tensor
+from windlass.transfer.ipc import device as device_module
+from windlass.transfer.ipc import handle_server
+from windlass.transfer.ipc.arena import HostArena, HostOpener
+from windlass.transfer.ipc.device import DeviceArena, DeviceOpener
+from windlass.transfer.ipc.lending import Ledger, Look, Table, table_file
+from windlass.transfer.ipc.packed import PackedCudaIpcTransferReceiver, PackedCudaIpcTransferSender
+from windlass.transfer.ipc.strategy import CudaIpcTransferReceiver, CudaIpcTransferSender
+from windlass.transfer.request import parse_request
+from windlass.transfer.trainer import TrainerRanks
 
 KINDS = ["cuda_ipc", "packed_cuda_ipc"]
 GPU = SimpleNamespace(uuid="GPU-00000000-0000-0000-0000-000000000001", ordinal=0)
@@ -224,9 +225,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(device_module, "_windlass", made.module())
     monkeypatch.setattr(device_module, "view", view)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
-    real = door_module.peer_of
+    real = handle_server.peer_of
     # A process cannot open what it exported itself; this one can.
-    monkeypatch.setattr(door_module, "peer_of", lambda c: (real(c)[0] + 1, real(c)[1]))
+    monkeypatch.setattr(handle_server, "peer_of", lambda c: (real(c)[0] + 1, real(c)[1]))
     return made
 
 
@@ -238,15 +239,15 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The questions at doors."""
+    """The questions to handle servers."""
     questions: list[dict[str, Any]] = []
-    ask = door_module.Guest.ask
+    ask = handle_server.HandleClient.ask
 
     def noted(self: Any, words: dict[str, Any]) -> Any:
         questions.append(words)
         return ask(self, words)
 
-    monkeypatch.setattr(door_module.Guest, "ask", noted)
+    monkeypatch.setattr(handle_server.HandleClient, "ask", noted)
     return questions
 
 
@@ -395,10 +396,10 @@ def test_a_larger_arena_lends_what_the_smaller_one_did(driver: Driver, folder: P
     try:
         for _ in range(3):
             both.sync(weights)
-        doors = set(folder.iterdir())
+        sockets = set(folder.iterdir())
         weights["large"] = driver.allocate(torch.randn(3 << 20))
         assert both.sync(weights) == weights["large"].nbytes
-        assert set(folder.iterdir()) != doors
+        assert set(folder.iterdir()) != sockets
         for _ in range(2):
             stir(weights)
             assert both.sync(weights) == 0
@@ -423,12 +424,12 @@ def test_a_request_with_another_layout_than_its_table_is_refused(driver: Driver,
         with pytest.raises(WindlassInvalid, match="another layout than table"):
             asyncio.run(both.receiver.receive_and_load_weights(parse_request(plain), both.loader))
         share = both.sender._arena._share  # type: ignore[attr-defined]
-        visit: Any = None
+        session: Any = None
         for words, error in (
             ({"table": 99}, WindlassStale), ({"table": [1]}, WindlassStale), ({"allocation": 0}, WindlassInvalid),
         ):  # fmt: skip
             with pytest.raises(error):
-                share._answer(visit, words)
+                share._answer(session, words)
     finally:
         both.close()
 

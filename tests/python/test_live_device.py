@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from windlass import Receiver, WeightManager
+from windlass.engines.vllm import extension
+from windlass.engines.vllm.staging import Staging
 from windlass.errors import (
     WindlassCorrupt,
     WindlassError,
@@ -30,8 +32,6 @@ from windlass.load import Live, LoadOrder, ModelSession, Report, take
 from windlass.load import device as device_module
 from windlass.load import live as live_module
 from windlass.load.device import DeviceWeights, device_weights
-from windlass.vllm import extension
-from windlass.vllm.staging import Staging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
 

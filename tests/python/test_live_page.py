@@ -284,7 +284,7 @@ def test_an_empty_controller_says_what_to_do(tmp_path: pathlib.Path, browser: An
     controller = Controller(tmp_path)
     try:
         with Page(browser, controller) as page:
-            page.shows("#main", "Nothing has been announced yet")
+            page.shows("#main", "No version has been announced yet")
             page.shows("#main", f'controller="{controller.url}"')
             page.shows("#receivers pre", f"windlass receive --controller {controller.url}")
             page.shows("#errors", "Nothing has gone wrong")
@@ -297,7 +297,7 @@ def test_without_a_token_the_page_asks_for_one_and_never_puts_it_into_an_address
     controller: Controller, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(token=None)
-    page.shows("#main", "asks for its token")
+    page.shows("#main", "requires its token")
     assert page.complaints == []
     page.page.fill("input[name=token]", "wrong")
     page.page.click("button[type=submit]")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from models import differences, lora_policy, policy
 from windlass.errors import WindlassInvalid
 from windlass.extract import ModuleWeightExtractor
-from windlass.lora import LoraState, collect_lora, is_lora, save_lora
+from windlass.extract.lora import LoraState, collect_lora, is_lora, save_lora
 
 
 def collected(model: Any, dtype: Any = None, **options: Any) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from windlass import (
-    Notified,
     Receiver,
     SourceMap,
     WeightManager,
@@ -34,7 +33,8 @@ from windlass import (
     WindlassUnsupported,
 )
 from windlass.config import WeightManagerConfig
-from windlass.receiver import _Tensors
+from windlass.controller import Notified
+from windlass.receive.receiver import Tensors
 
 QUIET = {"enabled": False}
 EVERY_DTYPE = [
@@ -96,7 +96,7 @@ def published(wm: WeightManager) -> dict[str, torch.Tensor]:
     assert wm._open.publisher is not None
     held = wm._open.publisher.hold(30.0)
     try:
-        return {name: tensor.clone() for name, tensor in _Tensors(held).items()}
+        return {name: tensor.clone() for name, tensor in Tensors(held).items()}
     finally:
         held.finish()
 
@@ -191,7 +191,8 @@ def test_an_image_is_a_mapping_that_knows_what_it_does_not_have(home: str) -> No
 def test_a_plan_of_many_ranks_takes_no_more_than_its_share(home: str) -> None:
     """It took time by the square of the ranks, for every tensor."""
     from windlass.exchange import Alone
-    from windlass.plan import Naming, describe_sources, make_plan
+    from windlass.publish.plan import make_plan
+    from windlass.publish.sources import Naming, describe_sources
 
     def seconds(world: int) -> float:
         sources = describe_sources((f"p{i}", torch.zeros(2)) for i in range(20))

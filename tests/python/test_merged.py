@@ -241,7 +241,7 @@ def test_merged_weights_are_cast_and_quantised_as_any_others(home: Path) -> None
 def test_only_one_merged_weight_is_there_at_a_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
-    from windlass.merged import Merged
+    from windlass.publish.merged import Merged
 
     alive: list[weakref.ref[Tensor]] = []
     most = 0

@@ -376,12 +376,13 @@ def test_unknown_dtypes_are_refused_where_they_are_given() -> None:
 
 def test_dtype_names_agree_with_the_core() -> None:
     from windlass import _windlass
-    from windlass.names.dtypes import _SPELLINGS
 
-    if not hasattr(_windlass, "dtype_name"):
-        pytest.skip("this build of the extension has no dtype_name")
-    for spelling in _SPELLINGS:
-        assert canonical_dtype(spelling) == _windlass.dtype_name(spelling)
+    short = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "bf16": "bfloat16"}
+    for spelling, name in short.items():
+        assert canonical_dtype(spelling) == name
+    for name in _windlass.dtypes():
+        for spelling in (name, f"torch.{name}", _windlass.dtype_safetensors(name)):
+            assert canonical_dtype(spelling) == _windlass.dtype_name(spelling) == name
 
 
 def safetensors(path: Path, header: object, data: int = 0, *, length: int | None = None) -> Path:

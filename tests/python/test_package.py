@@ -6,14 +6,17 @@ import builtins
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import windlass
 from children import environment
-from windlass import _windlass, errors
+from windlass import _moved, _windlass, errors
 
 FRESH = """
 import json, os, sys, threading, time
@@ -56,6 +59,37 @@ def test_every_name_that_the_package_exports_is_there_once() -> None:
         assert getattr(windlass, name) is not None, name
 
 
+def test_the_front_door_has_at_most_forty_names() -> None:
+    assert len(windlass.__all__) <= 40
+    assert set(windlass.__all__).isdisjoint(_moved.NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(_moved.NAMES))
+def test_an_old_name_of_the_package_warns_and_names_the_new_place(name: str) -> None:
+    with pytest.warns(
+        DeprecationWarning, match=f"windlass.{name} is {_moved.NAMES[name]}.{name} now"
+    ) as warned:
+        found = getattr(windlass, name)
+    assert found is getattr(import_module(_moved.NAMES[name]), name)
+    assert warned[0].filename == __file__
+
+
+OLD = """
+import sys, warnings
+from importlib import import_module
+from pathlib import Path
+from windlass import _moved
+warnings.simplefilter("ignore", DeprecationWarning)
+for old, new in _moved.MOVED.items():
+    module = import_module(f"windlass.{old}")
+    assert module is import_module(f"windlass.{new}") and module.__spec__.name == f"windlass.{new}", old
+"""
+
+
+def test_an_old_name_of_a_module_is_the_module() -> None:
+    fresh(OLD)
+
+
 def test_the_exceptions_are_those_of_the_table_of_kinds() -> None:
     kinds = _windlass.kinds()
     assert {row[1] for row in kinds} == set(errors.__all__) - {"WindlassError"}
@@ -65,6 +99,14 @@ def test_the_exceptions_are_those_of_the_table_of_kinds() -> None:
         assert issubclass(exception, windlass.WindlassError), kind
         assert issubclass(exception, getattr(builtins, builtin)), kind
         assert meaning
+
+
+def test_the_http_statuses_are_those_of_the_core() -> None:
+    source = (Path(__file__).parents[2] / "crates/windlass-core/src/error.rs").read_text()
+    table = source[source.index("pub const fn row(") : source.index("pub const fn advice(")]
+    rows = re.findall(r'row\(\s*"(Windlass\w+)",\s*"\w+",\s*(\d+),', table)
+    kinds = {name: kind for kind, name, *_ in _windlass.kinds()}
+    assert {kinds[name]: int(status) for name, status in rows} == errors.HTTP_STATUS
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from windlass import Controller, Receiver, WeightManager, open_image
-from windlass.announce import AgentClient
 from windlass.errors import WindlassDenied
+from windlass.publish.announce import AgentClient
 
 #: A user that this process is not.
 OTHER = 65_534

@@ -23,11 +23,10 @@ from windlass import (
     WindlassInvalid,
     WindlassStale,
     WindlassUnsupported,
-    derived,
-    quantise,
 )
 from windlass.config import WeightManagerConfig
 from windlass.names import SCHEMES, DtypeRules, checkpoint_layout, quantization_config
+from windlass.publish import derived, quantise
 
 EVERY = list(SCHEMES)
 QUIET = {"enabled": False}

@@ -13,8 +13,8 @@ import pytest
 
 from children import environment
 from windlass import WindlassError, WindlassInvalid, WindlassPeerLost
-from windlass.client import EnginesFailed
-from windlass.ray import RayEngine, RayWeightSync, plain, result
+from windlass.engines.ray import RayEngine, RayWeightSync, plain, result
+from windlass.transfer.client import EnginesFailed
 
 ray = pytest.importorskip("ray")
 
@@ -167,7 +167,7 @@ def test_a_dead_trainer_is_named(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_was_not_prepared_says_so() -> None:
-    from windlass.ray import EngineActor, TrainerActor
+    from windlass.engines.ray import EngineActor, TrainerActor
 
     engine = ray.remote(num_cpus=0.1)(EngineActor).remote()
     trainer = ray.remote(num_cpus=0.1)(TrainerActor).remote()
@@ -186,6 +186,6 @@ def test_what_is_not_plain_data_does_not_leave() -> None:
     with pytest.raises(WindlassError, match="answered 7"):
         result(7, "engine 3")
     with pytest.raises(WindlassInvalid, match="2 actors and the shape"):
-        from windlass import EngineShape
+        from windlass.transfer.sync_info import EngineShape
 
         RayEngine([None, None], shape=EngineShape(tp=3))

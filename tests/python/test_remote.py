@@ -13,13 +13,6 @@ import torch
 
 from fake_engines import OK, SGLANG, VLLM, VLLM_LEGACY, Fake, serving, slowly
 from windlass import (
-    BroadcastWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    EngineShape,
-    Identity,
-    LoraDiskWeightUpdateRequest,
-    PullWeightUpdateRequest,
-    TorchDistributedWeightSyncInfo,
     WindlassDenied,
     WindlassError,
     WindlassInvalid,
@@ -27,9 +20,16 @@ from windlass import (
     WindlassTimeout,
     WindlassUnsupported,
 )
-from windlass.client import EnginesFailed, InferenceEngineClient
+from windlass.engines.remote import RemoteWeightLoader, SglangEngine, VllmEngine, remote_engine
 from windlass.http import Answer
-from windlass.remote import RemoteWeightLoader, SglangEngine, VllmEngine, remote_engine
+from windlass.identity import Identity
+from windlass.transfer.client import EnginesFailed, InferenceEngineClient
+from windlass.transfer.request import (
+    BroadcastWeightUpdateRequest,
+    LoraDiskWeightUpdateRequest,
+    PullWeightUpdateRequest,
+)
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, EngineShape, TorchDistributedWeightSyncInfo
 
 INFO = TorchDistributedWeightSyncInfo("10.0.0.1", 29500, 4, backend="gloo")
 REQUEST = BroadcastWeightUpdateRequest(["a", "b"], ["bfloat16", "float32"], [[2, 3], [4]])
@@ -258,7 +258,7 @@ def test_what_a_server_cannot_do_is_refused_with_what_can() -> None:
     pull = PullWeightUpdateRequest(Identity("m", 1, 1), "http://127.0.0.1:1")
     with pytest.raises(WindlassUnsupported, match="takes no PullWeightUpdateRequest"):
         asyncio.run(SglangEngine("http://h").update_weights(pull))
-    from windlass import AgentWeightSyncInfo
+    from windlass.transfer.sync_info import AgentWeightSyncInfo
 
     agent = AgentWeightSyncInfo(["http://127.0.0.1:1"], "t" * 64, "m")
     with pytest.raises(WindlassUnsupported, match="joins process groups"):
@@ -306,8 +306,10 @@ def test_an_sglang_server_beside_its_trainer_reads_what_was_pulled(tmp_path: Pat
     """The strategy that a colocated SGLang gets is one that its adapter takes."""
     from safetensors.torch import load_file
 
-    from windlass import AgentWeightSyncInfo, ModuleWeightExtractor, WeightSyncManager, strategy_from_config
-    from windlass.strategies.tcp import TcpTransferStrategy
+    from windlass import WeightSyncManager, strategy_from_config
+    from windlass.extract import ModuleWeightExtractor
+    from windlass.transfer.sync_info import AgentWeightSyncInfo
+    from windlass.transfer.tcp import TcpTransferStrategy
 
     document = {
         "generator": {"backend": "sglang", "weight_sync_backend": "nccl", "model_id": "actor", "timeout": 60},

@@ -10,24 +10,26 @@ from typing import Any
 import pytest
 
 import windlass
-from windlass import (
-    AgentWeightSyncInfo,
+from windlass import WindlassInvalid
+from windlass.identity import Identity
+from windlass.transfer.request import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    EngineShape,
-    Identity,
     IpcHandle,
     LoraDiskWeightUpdateRequest,
     PackedCudaIpcWeightUpdateRequest,
     PullWeightUpdateRequest,
-    StoreWeightSyncInfo,
     StoreWeightUpdateRequest,
-    TorchDistributedWeightSyncInfo,
-    WindlassInvalid,
-    engine_rank,
     packed_layout,
     parse_request,
+)
+from windlass.transfer.sync_info import (
+    AgentWeightSyncInfo,
+    EmptyWeightSyncInfo,
+    EngineShape,
+    StoreWeightSyncInfo,
+    TorchDistributedWeightSyncInfo,
+    engine_rank,
     parse_sync_info,
 )
 
@@ -39,7 +41,7 @@ def handle(size: int) -> dict[str, IpcHandle]:
     return {GPU: IpcHandle("legacy", bytes(range(64)), size, 512)}
 
 
-def every_request() -> list[windlass.WeightUpdateRequest]:
+def every_request() -> list[windlass.transfer.request.WeightUpdateRequest]:
     identity = Identity("actor", 2**64 - 1, 7)
     return [
         BroadcastWeightUpdateRequest(**COLUMNS),
@@ -51,7 +53,7 @@ def every_request() -> list[windlass.WeightUpdateRequest]:
     ]
 
 
-def every_info() -> list[windlass.WeightSyncInfo]:
+def every_info() -> list[windlass.transfer.sync_info.WeightSyncInfo]:
     return [
         TorchDistributedWeightSyncInfo("10.0.0.7", 29500, 3, backend="gloo"),
         EmptyWeightSyncInfo(),
@@ -61,7 +63,9 @@ def every_info() -> list[windlass.WeightSyncInfo]:
 
 
 @pytest.mark.parametrize("request_", every_request(), ids=lambda r: r.type_name)
-def test_a_request_survives_json_pickle_and_copy_unchanged(request_: windlass.WeightUpdateRequest) -> None:
+def test_a_request_survives_json_pickle_and_copy_unchanged(
+    request_: windlass.transfer.request.WeightUpdateRequest,
+) -> None:
     assert parse_request(request_.to_json()) == request_
     assert type(request_).from_dict(request_.to_dict()) == request_
     assert pickle.loads(pickle.dumps(request_)) == request_
@@ -71,9 +75,11 @@ def test_a_request_survives_json_pickle_and_copy_unchanged(request_: windlass.We
 
 
 @pytest.mark.parametrize("info", every_info(), ids=lambda i: i.type_name)
-def test_a_sync_info_survives_json_pickle_and_copy_unchanged(info: windlass.WeightSyncInfo) -> None:
+def test_a_sync_info_survives_json_pickle_and_copy_unchanged(
+    info: windlass.transfer.sync_info.WeightSyncInfo,
+) -> None:
     assert parse_sync_info(info.to_json()) == info
-    assert windlass.WeightSyncInfo.from_dict(info.to_dict()) == info
+    assert windlass.transfer.sync_info.WeightSyncInfo.from_dict(info.to_dict()) == info
     assert pickle.loads(pickle.dumps(info)) == info
     assert copy.copy(info) == info
 
@@ -161,9 +167,9 @@ def test_the_token_of_an_agent_is_in_its_json_and_in_no_repr() -> None:
 
 
 def test_the_older_names_of_sync_infos_are_the_same_classes() -> None:
-    assert windlass.WeightSyncInitInfo is windlass.WeightSyncInfo
-    assert windlass.TorchDistributedWeightSyncInitInfo is TorchDistributedWeightSyncInfo
-    assert windlass.EmptyWeightSyncInitInfo is EmptyWeightSyncInfo
+    assert windlass.transfer.sync_info.WeightSyncInitInfo is windlass.transfer.sync_info.WeightSyncInfo
+    assert windlass.transfer.sync_info.TorchDistributedWeightSyncInitInfo is TorchDistributedWeightSyncInfo
+    assert windlass.transfer.sync_info.EmptyWeightSyncInitInfo is EmptyWeightSyncInfo
 
 
 def test_a_request_that_is_sent_again_is_written_as_a_new_one_would_be() -> None:

@@ -19,6 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from recorder import Recorder
+from windlass.engines.sglang import SGLangWeightLoader, gate, lease
+from windlass.engines.sglang.engine import connect
+from windlass.engines.sglang.gate import Gate
 from windlass.errors import (
     WindlassCorrupt,
     WindlassDenied,
@@ -26,9 +29,6 @@ from windlass.errors import (
     WindlassStale,
     WindlassUnsupported,
 )
-from windlass.sglang import SGLangWeightLoader, gate, lease
-from windlass.sglang.engine import connect
-from windlass.sglang.gate import Gate
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
 

@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import save_file
 
 from fake_engines import OK, SGLANG, Fake, serving
-from windlass import ModuleWeightExtractor, WeightSyncManager, strategy_from_config
-from windlass.client import EnginesFailed, InferenceEngineClient
+from windlass import WeightSyncManager, strategy_from_config
+from windlass.engines.remote import SglangEngine
+from windlass.engines.sglang import custom
 from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassUnsupported
+from windlass.extract import ModuleWeightExtractor
 from windlass.load.order import Report
-from windlass.remote import SglangEngine
-from windlass.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, packed_layout
-from windlass.sglang import custom
-from windlass.strategies.arena import host_device
-from windlass.sync_info import EmptyWeightSyncInfo
+from windlass.transfer.client import EnginesFailed, InferenceEngineClient
+from windlass.transfer.ipc.arena import host_device
+from windlass.transfer.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, packed_layout
+from windlass.transfer.sync_info import EmptyWeightSyncInfo
 
 PACKED = {"strategy": "packed_cuda_ipc", "timeout": 20.0}
 INFO = {"version": "0.5.23", "tp_size": 1, "custom_weight_loader": [custom.PATH]}

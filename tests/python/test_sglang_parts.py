@@ -18,6 +18,10 @@ from safetensors.torch import save_file
 
 from recorder import Recorder
 from windlass import Receiver, WeightManager, _windlass
+from windlass.engines.links import link_model
+from windlass.engines.sglang import SGLangLora, SGLangWeightLoader, custom, payload
+from windlass.engines.sglang.served import Rules, Served, Shape
+from windlass.engines.sglang.session import SglangSession
 from windlass.errors import (
     WindlassCorrupt,
     WindlassInvalid,
@@ -28,10 +32,6 @@ from windlass.errors import (
 from windlass.load.order import Report
 from windlass.load.trace import trace
 from windlass.names.checkpoint import checkpoint_layout
-from windlass.sglang import SGLangLora, SGLangWeightLoader, custom, payload
-from windlass.sglang.links import link_model
-from windlass.sglang.served import Rules, Served, Shape
-from windlass.sglang.session import SglangSession
 
 
 def checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:

@@ -14,15 +14,11 @@ from typing import Any
 import pytest
 
 from ranks import Ranks, run_ranks
-from windlass import (
-    BroadcastWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    TorchDistributedWeightSyncInfo,
-    WindlassInvalid,
-    WindlassTimeout,
-)
-from windlass.strategies.broadcast import BroadcastTransferStrategy
-from windlass.strategies.group import UpdateGroup, node_address, open_store
+from windlass import WindlassInvalid, WindlassTimeout
+from windlass.transfer.broadcast import BroadcastTransferStrategy
+from windlass.transfer.group import UpdateGroup, node_address, open_store
+from windlass.transfer.request import BroadcastWeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, TorchDistributedWeightSyncInfo
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +160,7 @@ def test_the_address_of_a_node_is_that_of_the_interface_that_leads_out(
         def getsockname(self) -> tuple[str, int]:
             return ("10.1.2.3" if self.family == socket.AF_INET else "fd00::7"), 1
 
-    monkeypatch.setattr("windlass.strategies.group.socket.socket", Probe)
+    monkeypatch.setattr("windlass.transfer.group.socket.socket", Probe)
     assert node_address() == address
 
 

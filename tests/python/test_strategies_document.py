@@ -12,10 +12,10 @@ import pytest
 
 from children import environment
 from windlass import WindlassInvalid, WindlassUnsupported, strategy_from_config
-from windlass.strategies import OWN
-from windlass.strategies.document import KEYS
-from windlass.strategy import strategy_class, strategy_names
-from windlass.sync_info import EngineShape
+from windlass.document import KEYS
+from windlass.transfer import OWN
+from windlass.transfer.base import strategy_class, strategy_names
+from windlass.transfer.sync_info import EngineShape
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -184,7 +184,7 @@ def test_every_key_of_the_source_documents_is_known() -> None:
 
 def test_the_client_and_the_strategies_table_need_no_torch() -> None:
     program = (
-        "import json, sys, windlass, windlass.client, windlass.remote, windlass.strategies, windlass.strategies.document;"
+        "import json, sys, windlass, windlass.transfer.client, windlass.engines.remote, windlass.transfer, windlass.document;"
         "print(json.dumps('torch' in sys.modules))"
     )
     said = subprocess.run(

@@ -14,24 +14,25 @@ import torch
 import ipc_ranks
 from ranks import Ranks, run_ranks
 from windlass import (
-    CudaIpcWeightUpdateRequest,
-    EmptyWeightSyncInfo,
-    IpcHandle,
-    PackedCudaIpcWeightUpdateRequest,
-    StoreWeightSyncInfo,
     WindlassInvalid,
     WindlassNotFound,
     WindlassPeerLost,
     WindlassStale,
     WindlassUnsupported,
-    packed_layout,
-    parse_request,
     strategy_from_config,
 )
-from windlass.chunk import WeightChunk
-from windlass.strategies.arena import HEAD, HostArena, HostOpener
-from windlass.strategies.device import DeviceArena
-from windlass.strategies.lending import Look
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.ipc.arena import HEAD, HostArena, HostOpener
+from windlass.transfer.ipc.device import DeviceArena
+from windlass.transfer.ipc.lending import Look
+from windlass.transfer.request import (
+    CudaIpcWeightUpdateRequest,
+    IpcHandle,
+    PackedCudaIpcWeightUpdateRequest,
+    packed_layout,
+    parse_request,
+)
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, StoreWeightSyncInfo
 
 
 @pytest.fixture(scope="module")

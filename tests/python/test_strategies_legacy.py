@@ -12,17 +12,12 @@ import torch
 
 from models import lora_policy
 from ranks import run_ranks
-from windlass import (
-    EmptyWeightSyncInfo,
-    LoraDiskWeightUpdateRequest,
-    WeightLoader,
-    WeightUpdateRequest,
-    each_tensor,
-    parse_request,
-    strategy_from_config,
-)
-from windlass.chunk import WeightChunk
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass import WeightLoader, strategy_from_config
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.base import each_tensor
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import LoraDiskWeightUpdateRequest, WeightUpdateRequest, parse_request
+from windlass.transfer.sync_info import EmptyWeightSyncInfo
 
 WEIGHTS = {"a.q.weight": torch.randn(4, 3), "a.k.weight": torch.randn(2, 3)}
 

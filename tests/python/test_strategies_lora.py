@@ -11,21 +11,13 @@ import pytest
 import torch
 
 from models import differences, lora_policy, policy
-from windlass import (
-    EmptyWeightSyncInfo,
-    LoraDiskWeightUpdateRequest,
-    WeightLoader,
-    WeightSyncInfo,
-    WeightSyncManager,
-    WindlassInvalid,
-    WindlassNotFound,
-    collect_lora,
-    each_tensor,
-    parse_request,
-    strategy_from_config,
-)
-from windlass.client import InferenceEngine, InferenceEngineClient
+from windlass import WeightLoader, WeightSyncManager, WindlassInvalid, WindlassNotFound, strategy_from_config
 from windlass.extract import ModuleWeightExtractor
+from windlass.extract.lora import collect_lora
+from windlass.transfer.base import each_tensor
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import LoraDiskWeightUpdateRequest, parse_request
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, WeightSyncInfo
 
 
 class Peft(WeightLoader):

@@ -19,25 +19,22 @@ import torch
 
 from models import differences, policy, reference
 from windlass import (
-    AgentWeightSyncInfo,
-    EmptyWeightSyncInfo,
-    Identity,
     Image,
-    PullWeightUpdateRequest,
-    WeightChunk,
     WeightLoader,
-    WeightSyncInfo,
     WeightSyncManager,
     WindlassDenied,
     WindlassInvalid,
-    each_tensor,
-    parse_request,
     strategy_from_config,
 )
-from windlass.client import InferenceEngine, InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
-from windlass.strategies.spool import Spool
-from windlass.strategies.tcp import TcpTransferReceiver
+from windlass.extract.chunk import WeightChunk
+from windlass.identity import Identity
+from windlass.transfer.base import each_tensor
+from windlass.transfer.client import InferenceEngine, InferenceEngineClient
+from windlass.transfer.request import PullWeightUpdateRequest, parse_request
+from windlass.transfer.spool import Spool
+from windlass.transfer.sync_info import AgentWeightSyncInfo, EmptyWeightSyncInfo, WeightSyncInfo
+from windlass.transfer.tcp import TcpTransferReceiver
 
 
 class Kept(WeightLoader):
@@ -275,8 +272,9 @@ def test_chunks_are_sent_without_keeping_them_in_memory(
 
 MEMORY = """
 import asyncio, json, sys, torch
-from windlass import WeightChunk, strategy_from_config
-from windlass.strategies.spool import Spool
+from windlass import strategy_from_config
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.spool import Spool
 
 settings, size, count = json.loads(sys.argv[1])
 

@@ -16,25 +16,25 @@ import pytest
 
 from children import environment
 from windlass import (
-    EmptyWeightSyncInfo,
-    LoraDiskWeightUpdateRequest,
     WeightExtractor,
     WeightLoader,
-    WeightSyncInfo,
     WeightSyncManager,
-    WeightTransferReceiver,
-    WeightTransferSender,
-    WeightTransferStrategy,
-    WeightUpdateRequest,
     WindlassInvalid,
     WindlassNotFound,
     WindlassUnsupported,
     choose,
-    each_tensor,
     register_strategy,
-    strategy,
     strategy_from_config,
 )
+from windlass.transfer import base as strategy
+from windlass.transfer.base import (
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    each_tensor,
+)
+from windlass.transfer.request import LoraDiskWeightUpdateRequest, WeightUpdateRequest
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, WeightSyncInfo
 
 HERE = pathlib.Path(__file__).resolve().parent
 

@@ -35,9 +35,9 @@ from windlass import (
     WindlassTimeout,
     strategy_from_config,
 )
-from windlass.client import InferenceEngineClient
 from windlass.extract import ModuleWeightExtractor
 from windlass.http import HttpClient
+from windlass.transfer.client import InferenceEngineClient
 
 pytestmark = pytest.mark.timeout(180)
 

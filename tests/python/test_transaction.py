@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from windlass.engines.vllm.endpoint import WindlassEndpoint
 from windlass.errors import WindlassError, WindlassInvalid, WindlassStale, WindlassTimeout
-from windlass.vllm.endpoint import WindlassEndpoint
 
 ORDER = {"image": "/dev/shm/nowhere", "model_id": "policy", "incarnation": 1, "version": 2}
 NEW = {"model_id": "policy", "incarnation": 1, "version": 2}
@@ -155,7 +155,7 @@ def test_an_answer_that_does_not_come_is_not_taken_for_untouched_weights() -> No
 
 
 def test_a_cache_that_is_not_reset_fences_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    import windlass.vllm.endpoint as module
+    import windlass.engines.vllm.endpoint as module
 
     monkeypatch.setattr(module, "CACHE_S", 0.1)
 

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 
 from vectors import cases, keys
-from windlass import (
-    EngineShape,
-    WeightSyncInfo,
-    WeightUpdateRequest,
-    WindlassError,
-    _windlass,
-    parse_request,
-    rank_offsets,
-    world_size,
-)
+from windlass import WindlassError, _windlass
+from windlass.transfer.request import WeightUpdateRequest, parse_request
+from windlass.transfer.sync_info import EngineShape, WeightSyncInfo, rank_offsets, world_size
 
 
 def each(directory: str, least: int) -> pytest.MarkDecorator:

@@ -1,6 +1,6 @@
-//! Where a peer can be reached: hosts, endpoints, store URLs, and the token that opens them.
+//! Addresses of peers: hosts, endpoints, store URLs, and the token that opens them.
 //!
-//! Owns: what makes such a text usable by somebody else. Each type is a checked text: once it exists, it has
+//! Owns: the checks that make such a text usable by a peer. Each type is a checked text: once it exists, it has
 //! the form its documentation states. Called by requests, sync infos and tickets, which carry them. Must not:
 //! resolve or connect.
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Kind, excerpt};
 
-/// An address that no peer could use. The message shows the text except where it may hold a secret.
+/// An unusable address. The message shows the text except where it may hold a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     #[error("{0:?} is not a host: expected a DNS name, an IPv4 address or an IPv6 address")]
@@ -32,7 +32,6 @@ pub enum AddressError {
     Endpoint(String),
     #[error("{0:?} has no usable port: expected 1 to 65535; advertise the port that was bound")]
     Port(String),
-    /// Not a store URL that we know how to open.
     #[error(
         "{0:?} is not a store URL: expected scheme://bucket/prefix with one of the schemes {schemes}, \
          or file:///absolute/path",
@@ -79,7 +78,7 @@ impl AddressError {
     }
 }
 
-/// A host that others can be told: a DNS name, an IPv4 or a bare IPv6 address, but no wildcard.
+/// A host to advertise: a DNS name, an IPv4 or a bare IPv6 address, but no wildcard.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Host(String);
 
@@ -124,14 +123,13 @@ pub struct HostPort {
 }
 
 impl HostPort {
-    /// A host and a port.
     pub fn new(host: Host, port: NonZeroU16) -> HostPort {
         HostPort { host, port }
     }
 
     /// Reads the end of `text` from byte `start` on. Messages show the text, as `malformed` puts it.
     fn parse(text: &str, start: usize, malformed: fn(String) -> AddressError) -> Result<Self, AddressError> {
-        // Credentials do not belong here; what precedes the @ is kept out of the message.
+        // Credentials do not belong here; the part before the @ is kept out of the message.
         if let Some((_, rest)) = text.rsplit_once('@') {
             return Err(malformed(excerpt(rest)));
         }
@@ -149,12 +147,10 @@ impl HostPort {
         Ok(HostPort { host: Host::new(host)?, port })
     }
 
-    /// The host.
     pub fn host(&self) -> &Host {
         &self.host
     }
 
-    /// The port.
     pub fn port(&self) -> u16 {
         self.port.get()
     }
@@ -248,7 +244,7 @@ impl FromStr for StoreUrl {
         let (scheme, rest) = text
             .split_once("://")
             .filter(|(scheme, _)| Self::SCHEMES.contains(scheme))
-            // Whatever follows may hold a secret that this check has not looked for yet.
+            // The remainder may hold a secret that has not been checked for yet.
             .ok_or_else(|| {
                 AddressError::StoreUrl(excerpt(text.split([':', '@', '?', '#']).next().unwrap_or("")))
             })?;
@@ -275,8 +271,8 @@ impl fmt::Display for StoreUrl {
     }
 }
 
-/// The secret that an agent asks for. Not printed by `Debug`; there is no `Display`. Equality is for tests
-/// and configuration: whoever authenticates a peer compares in constant time, on the wire's own terms.
+/// The secret that an agent requires. Not printed by `Debug`; there is no `Display`. Equality is for tests
+/// and configuration: code that authenticates a peer compares in constant time.
 #[derive(Clone)]
 pub struct Token {
     secret: String,
@@ -303,13 +299,13 @@ impl Token {
         if ok { Ok(Token { secret, origin: None, file: None }) } else { Err(AddressError::Token) }
     }
 
-    /// Notes where it was found, such as the path of its file, for those who are told that it is the wrong one.
+    /// Notes where it was found, such as the path of its file, for the message about a wrong token.
     #[must_use]
     pub fn found_in(self, origin: impl Into<String>) -> Token {
         Token { origin: Some(origin.into()), ..self }
     }
 
-    /// Notes the file it was read from, where there may be another one later.
+    /// Notes the file it was read from, which may hold another token later.
     #[must_use]
     pub fn read_from(self, file: impl Into<PathBuf>) -> Token {
         let file = file.into();

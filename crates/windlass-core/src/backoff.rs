@@ -1,16 +1,16 @@
-//! How long what failed is left alone before it is tried again.
+//! Exponential backoff for retries.
 //!
-//! Owns: [`Backoff`], which counts failures and says how long to rest after each. Used wherever a version is fetched or
-//! loaded again: by receivers that follow an agent, and by the barrier for those that follow a controller. It must not know
-//! a clock or draw random numbers: whoever asks gives the [`Span`] and a salt, and does the waiting.
+//! Owns: [`Backoff`], which counts failures and gives the delay before the next attempt. Receivers that follow an agent use
+//! it, and the barrier uses it for receivers that follow a controller. It must not read a clock or draw random numbers: the
+//! caller passes the [`Span`] and a salt, and does the waiting.
 //!
-//! The rest doubles with every failure, from [`Span::first_ms`] to [`Span::cap_ms`]; up to a quarter of it is taken off by
-//! the salt, so that receivers which failed together do not come back together. It is never longer than the cap. A success
-//! ([`Backoff::reset`]) begins anew, and so does whatever is newer than what failed.
+//! The delay doubles with every failure, from [`Span::first_ms`] to [`Span::cap_ms`]. The salt subtracts up to a quarter of
+//! it, so that receivers which failed together do not retry together. A success ([`Backoff::reset`]) starts over, and so
+//! does a newer version than the one that failed.
 
 use crate::digest::splitmix;
 
-/// The first and the longest rest.
+/// The first and the longest delay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// After the first failure, in milliseconds.
@@ -19,15 +19,13 @@ pub struct Span {
     pub cap_ms: u64,
 }
 
-/// How long to rest.
+/// How long to wait before the next attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rest {
-    /// This long, in milliseconds.
+pub struct Delay {
     pub ms: u64,
     /// Failures in a row.
     pub failures: u32,
-    /// The rests have become longer by this failure: worth a word. At the cap they stay as they are, and nobody wants to
-    /// read that again and again.
+    /// This failure made the delay longer, so it is worth a log line. At the cap the delay stays the same.
     pub longer: bool,
 }
 
@@ -39,15 +37,15 @@ pub struct Backoff {
 
 impl Backoff {
     /// Counts a failure.
-    pub fn failed(&mut self, span: Span, salt: u64) -> Rest {
+    pub fn failed(&mut self, span: Span, salt: u64) -> Delay {
         let before = nominal(span, self.failures);
         self.failures = self.failures.saturating_add(1);
         let longest = nominal(span, self.failures);
         let jitter = splitmix(salt ^ u64::from(self.failures)) % (longest / 4 + 1);
-        Rest { ms: longest - jitter, failures: self.failures, longer: longest != before }
+        Delay { ms: longest - jitter, failures: self.failures, longer: longest != before }
     }
 
-    /// It succeeded, or there is something newer to try.
+    /// The attempt succeeded, or a newer version is there to try.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
@@ -58,7 +56,7 @@ impl Backoff {
     }
 }
 
-/// The rest after so many failures, before the salt; none after none.
+/// The delay after so many failures, before the salt; 0 without failures.
 fn nominal(span: Span, failures: u32) -> u64 {
     let Some(doublings) = failures.checked_sub(1) else { return 0 };
     let factor = 1u64.checked_shl(doublings).unwrap_or(u64::MAX);
@@ -72,30 +70,30 @@ mod tests {
     const SPAN: Span = Span { first_ms: 100, cap_ms: 5000 };
 
     #[test]
-    fn rests_double_up_to_the_cap_and_say_so_only_while_they_grow() {
+    fn delays_double_up_to_the_cap_and_report_only_growth() {
         let mut backoff = Backoff::default();
-        let rests: Vec<Rest> = (0..70).map(|salt| backoff.failed(SPAN, salt)).collect();
-        for (rest, nominal) in rests.iter().zip([100, 200, 400, 800, 1600, 3200, 5000, 5000]) {
-            assert!((nominal * 3 / 4..=nominal).contains(&rest.ms), "{rest:?} is not near {nominal}");
+        let delays: Vec<Delay> = (0..70).map(|salt| backoff.failed(SPAN, salt)).collect();
+        for (delay, nominal) in delays.iter().zip([100, 200, 400, 800, 1600, 3200, 5000, 5000]) {
+            assert!((nominal * 3 / 4..=nominal).contains(&delay.ms), "{delay:?} is not near {nominal}");
         }
-        assert!(rests.iter().all(|r| r.ms <= SPAN.cap_ms));
-        assert_eq!(rests.iter().filter(|r| r.longer).count(), 7);
-        assert_eq!((backoff.failures(), rests[69].failures), (70, 70));
+        assert!(delays.iter().all(|r| r.ms <= SPAN.cap_ms));
+        assert_eq!(delays.iter().filter(|r| r.longer).count(), 7);
+        assert_eq!((backoff.failures(), delays[69].failures), (70, 70));
         backoff.reset();
         let again = backoff.failed(SPAN, 0);
         assert!(again.longer && again.ms <= 100, "{again:?}");
     }
 
     #[test]
-    fn those_who_failed_together_do_not_come_back_together() {
-        let rest = |salt| {
+    fn receivers_that_failed_together_do_not_retry_together() {
+        let delay = |salt| {
             let mut backoff = Backoff::default();
             (0..8).map(|_| backoff.failed(SPAN, salt).ms).last().unwrap_or_default()
         };
-        let mut rests: Vec<u64> = (0..64).map(rest).collect();
-        rests.sort_unstable();
-        rests.dedup();
-        assert!(rests.len() > 48, "{rests:?}");
+        let mut delays: Vec<u64> = (0..64).map(delay).collect();
+        delays.sort_unstable();
+        delays.dedup();
+        assert!(delays.len() > 48, "{delays:?}");
     }
 
     #[test]

@@ -2,21 +2,21 @@
 //!
 //! Owns: the decision, and nothing of its execution. Called by the trainer side before sync info is made, by
 //! `windlass doctor` and by the live page, which show [`Choice::why`] and [`Choice::considered`] as they are.
-//! Must not: look for the facts itself. Somebody else asks the machine whether there is a GPU, a library or a
-//! peer; [`choose`] is a pure function of what they found and of what the configuration demands.
+//! Must not: look for the facts itself. The caller asks the machine for GPUs, libraries and
+//! peers; [`choose`] is a pure function of these facts and of the configuration.
 //!
 //! # How it decides
 //!
-//! The strategies stand in one order of preference ([`Strategy::ALL`]). For each, three questions are asked:
+//! The strategies have one order of preference ([`Strategy::ALL`]). For each, `choose` asks three questions:
 //!
 //! 1. *Does the configuration rule it out?* Every field of [`Overrides`] that is set narrows the list.
 //! 2. *Is it impossible here?* IPC handles do not open on another GPU, NCCL refuses two ranks on one GPU, a
 //!    collective group cannot gain members, a store needs an address, NIXL needs its library.
 //! 3. *Does it suit?* Possible is not the same as sensible: a store between neighbours, RDMA within one host.
 //!
-//! The first strategy with three good answers is chosen. If overrides leave only strategies that do not suit,
-//! the first possible one of those is chosen, because an override wins; if they leave none that is possible,
-//! the result is an error that says why. So without overrides:
+//! The first strategy that passes all three is chosen. If overrides leave only strategies that do not suit,
+//! the first possible one of those is chosen, because an override wins. If they leave no possible strategy,
+//! the result is an error that gives the reason. So without overrides:
 //!
 //! | facts | strategy | link |
 //! |---|---|---|
@@ -32,26 +32,26 @@
 //! and costs the receiver one more pass over the old weights, so it is taken only on a link so slow that the
 //! bits take longer than the pass.
 //!
-//! Last, who finds what changed, and with it how trainers offload: *delta* (the GPU compares with a baseline that it
-//! keeps, and only records cross the bus) where there is a GPU that can be used, records are plain, and comparing is expected to
-//! take less time than a copy: what of the baseline finds no room on the GPU is on the host, and read over the bus
-//! ([`baseline`]). *Copy* (the agent compares slots) otherwise.
+//! Last comes the encoder, and with it the offload mode of the trainers: *delta* (the GPU compares with a baseline that it
+//! keeps, and only records cross the bus) if there is a usable GPU, records are plain, and comparing is expected to
+//! take less time than a copy. The part of the baseline that does not fit on the GPU is on the host, and the GPU reads it
+//! over the bus ([`baseline`]). *Copy* (the agent compares slots) otherwise.
 //!
-//! # What a GPU must have
+//! # GPU requirements
 //!
 //! | for | facts | without |
 //! |---|---|---|
 //! | either kind of IPC | engines on the trainers' very GPUs, none of them reached by HTTP only, nor, unless it is demanded, SGLang, a driver and GPUs of the least version on both sides ([`Cuda`]), memory handles, one IPC and pid namespace | `broadcast` by gloo, or `tcp` over shared memory |
 //! | `packed_cuda_ipc` | `arena_bytes` free | `cuda_ipc` |
 //! | `cuda_ipc` | memory that torch's allocator lets others open; the rest is gathered into an arena | as for either kind |
-//! | offload by delta | so much of `baseline_bytes` in half of what is free (in more of it where it is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |
+//! | offload by delta | so much of `baseline_bytes` in half of the free GPU memory (in more of it if delta mode is demanded) that comparing takes less time than a copy, or `gpu_baseline_fits` | offload by copy |
 //!
 //! # Strict
 //!
-//! An option that would have been taken but for something that is *missing* (a GPU, a library, a peer's
+//! An option that was not taken only because something is *missing* (a GPU, a library, a peer's
 //! capability, the address of a store) is marked [`Considered::blocked`]. With `strict`, a choice that comes
-//! after a blocked option is an error that names the option and what blocks it, because a silent fallback is
-//! how a sync becomes ten times slower without anybody noticing. What the configuration itself ruled out is
+//! after a blocked option is an error that names the option and the missing thing: a silent fallback
+//! makes a sync ten times slower unnoticed. An option that the configuration itself ruled out is
 //! not a fallback.
 //!
 //! # Invariants
@@ -121,7 +121,7 @@ names! {
 }
 
 names! {
-    /// The way the bytes take.
+    /// The transport of the bytes.
     Link {
         /// Shared memory of one host.
         Shm = "shm",
@@ -141,19 +141,19 @@ names! {
 }
 
 names! {
-    /// What the bytes are.
+    /// The form of the bytes.
     Codec {
         /// Whole tensors.
         Full = "full",
-        /// What changed, in the mode that decodes without the old weights and composes.
+        /// Changes, in the mode that decodes without the old weights and composes.
         DeltaPlain = "delta_plain",
-        /// What changed, in the smaller mode that needs the old weights to decode.
+        /// Changes, in the smaller mode that needs the old weights to decode.
         DeltaContext = "delta_context",
     }
 }
 
 names! {
-    /// Who finds what changed.
+    /// The process that finds the changes.
     Encoder {
         /// The agent's threads, from the two slots.
         Host = "host",
@@ -165,7 +165,7 @@ names! {
 names! {
     /// How trainers put a version into their region.
     Offload {
-        /// The GPU finds what changed since its baseline, and only that crosses the bus.
+        /// The GPU finds the changes since its baseline, and only these cross the bus.
         Delta = "delta",
         /// All weights are copied.
         Copy = "copy",
@@ -185,7 +185,7 @@ names! {
 }
 
 names! {
-    /// What serves the model.
+    /// The software that serves the model.
     Engine {
         /// vLLM with our worker extension.
         Vllm = "vllm",
@@ -193,12 +193,12 @@ names! {
         Sglang = "sglang",
         /// Any engine that is reached by its HTTP interface only.
         Http = "http",
-        /// Somebody's own engine with our receiver inside.
+        /// A custom engine with our receiver inside.
         Custom = "custom",
     }
 }
 
-/// What the engine side can decode, as it said when it registered.
+/// The engine side's decoders, from its registration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Peer {
@@ -209,7 +209,7 @@ pub struct Peer {
     pub codec_version: Option<u16>,
 }
 
-/// What was found out about the run and the machines. Defaults to the least: remote, nothing present.
+/// Facts about the run and the machines. The default is the least: remote, nothing present.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "independent findings, not states of one thing")]
@@ -224,15 +224,18 @@ pub struct Facts {
     pub trainer_gpus: Vec<String>,
     /// UUIDs of the engines' GPUs; empty if they have none.
     pub engine_gpus: Vec<String>,
-    /// What kinds of engine there are.
+    /// The kinds of engines.
     pub engines: Vec<Engine>,
     /// Engines may join and leave during the run.
     pub elastic: bool,
     /// The engines are in another region.
     pub cross_region: bool,
-    /// Address of a store: a URL, or a path on a shared file system.
+    /// Address of a store: a URL, or a path on a shared file system. Not accepted in JSON: this build has no transport
+    /// for stores.
+    #[serde(skip)]
     pub store_url: Option<String>,
-    /// The NIXL library can be loaded on both sides.
+    /// NIXL can be used on both sides. Not accepted in JSON: this build has no transport for it.
+    #[serde(skip)]
     pub nixl_library: bool,
     /// There is an RDMA device on both sides.
     pub rdma_device: bool,
@@ -246,14 +249,13 @@ pub struct Facts {
     pub link_bytes_per_second: Option<u64>,
     /// Share of elements expected to change per step, 0 to 1.
     pub change_rate: Option<f64>,
-    /// What the engine side can decode.
     pub peer: Peer,
     pub codec_version: u16,
-    /// The trainers' GPUs have room for a baseline; asked only where the bytes are not known.
+    /// The trainers' GPUs have room for a baseline; used only if the bytes are not known.
     pub gpu_baseline_fits: bool,
-    /// What was found out about CUDA at the trainers.
+    /// Facts about CUDA at the trainers.
     pub trainer_cuda: Cuda,
-    /// What was found out about CUDA at the engines.
+    /// Facts about CUDA at the engines.
     pub engine_cuda: Cuda,
     /// The engines' GPUs reach the memory of the trainers'.
     pub peer_access: Option<bool>,
@@ -294,7 +296,7 @@ impl Default for Facts {
     }
 }
 
-/// What the configuration demands; `None` leaves the decision to [`choose`].
+/// The demands of the configuration; `None` leaves the decision to [`choose`].
 ///
 /// In JSON each key may carry the prefix `generator.`, `null` means unset, and an unknown key is an error
 /// that suggests the nearest known one.
@@ -367,7 +369,7 @@ impl TryFrom<Map<String, Value>> for Overrides {
     }
 }
 
-/// Something that [`choose`] decides.
+/// A question that [`choose`] decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -398,27 +400,24 @@ pub struct Considered {
     pub option: Subject,
     /// Why it was not taken.
     pub why_not: String,
-    /// It would have been taken, but something is missing.
+    /// Something is missing without which it would have been taken.
     pub blocked: bool,
 }
 
-/// What to do, and why.
+/// The decision and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Choice {
-    /// How the sides meet.
     pub strategy: Strategy,
-    /// The way the bytes take.
     pub link: Link,
-    /// What the bytes are.
     pub codec: Codec,
-    /// Who encodes, if anything is encoded.
+    /// The encoder, if anything is encoded.
     pub encoder: Option<Encoder>,
     /// How trainers offload, if they publish an image (`WeightManager(offload_mode=…)`).
     pub offload: Option<Offload>,
-    /// The reason, for people.
+    /// The reason, as text.
     pub why: String,
-    /// What else there was.
+    /// The options that were not taken.
     pub considered: Vec<Considered>,
 }
 
@@ -441,7 +440,7 @@ pub enum ChooseError {
         option: Subject,
         /// The overrides that leave nothing else.
         by: String,
-        /// What stands in the way, and the remedy.
+        /// The obstacle, and the remedy.
         why: String,
     },
     #[error("{by} contradict each other: no strategy satisfies all of them; remove one")]
@@ -449,9 +448,9 @@ pub enum ChooseError {
     #[error("strict: {faster} would be faster than {chosen}, but {blocked_by}")]
     Fallback {
         faster: Subject,
-        /// What it would have fallen back to.
+        /// The fallback that `strict` refused.
         chosen: Subject,
-        /// What is missing, and the remedy.
+        /// The missing thing, and the remedy.
         blocked_by: String,
     },
     #[error("fact {name} is {value}, expected {expected}")]
@@ -462,7 +461,7 @@ pub enum ChooseError {
     #[error("override {key:?}: {cause}")]
     BadValue {
         key: String,
-        /// What is wrong with its value.
+        /// The fault in its value.
         cause: String,
     },
 }

@@ -1,7 +1,7 @@
 //! Block sums, tensor sums and the state digest.
 //!
 //! Owns: the hash that proves two images equal. Called wherever bytes are published, received, applied or
-//! scrubbed. Must not: remember anything; tables belong to their images.
+//! scrubbed. Must not: keep state; tables belong to their images.
 //!
 //! # The sum
 //!
@@ -26,13 +26,13 @@
 //! key(lane, tensor)  = mix(T + index) | 1      T = 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1
 //! ```
 //!
-//! What follows from the form:
+//! Consequences:
 //! - It is linear in the bytes: any division of a tensor, at any byte, into shards, blocks or tiles gives
-//!   partial sums that add up to the sum of the whole, in any order. Keys depend on the place in the tensor
+//!   partial sums that add up to the sum of the whole, in any order. Keys depend on the position in the tensor
 //!   and not on cuts.
 //! - If some units change, the sum changes by the sum of their differences times their keys: a delta updates
 //!   it in O(changes) ([`sum_of_changes`]).
-//! - The `+ 1` makes zeros count: a range of zeros that nobody summed is missed.
+//! - The `+ 1` makes zeros count: leaving out a range of zeros changes the sum.
 //!
 //! # From sums to a digest
 //!
@@ -40,7 +40,7 @@
 //! additive too, so that the nodes of a trainer add up their parts ([`StateSum`]). The [`StateDigest`] is the
 //! XXH3-128, big-endian, of `"windlass state 1\0"`, the layout hash and both lanes of the raw sum, each
 //! little-endian. It depends on layout and bytes, not on cuts, history or
-//! who computed it.
+//! the process that computed it.
 //!
 //! # Odds
 //!
@@ -48,10 +48,10 @@
 //! its words' differences times their high keys. The lane stays the same only if one low key, uniform in 32
 //! bits, solves `low · E = c`. If one word of the column changed, or the column's words changed so that `E`
 //! has fewer than 33 trailing zeros, at most one of 2^32 low keys does: 2^-32 for a lane, **2^-64 for both**.
-//! The worst case that we know is a pair of flips of the same top bit (a sign flip of the odd element in two
+//! The worst known case is a pair of flips of the same top bit (a sign flip of the odd element in two
 //! words) exactly a multiple of 4 KiB apart in one tensor and nowhere else: about 2^-28 for a lane, **2^-56
-//! for both**. A change of a single word and a pair of sign flips within 4 KiB are always seen. The keys are public constants: this defends against accidents;
-//! against people there are tokens and TLS.
+//! for both**. A change of a single word and a pair of sign flips within 4 KiB are always detected. The keys are public
+//! constants: the digest protects against accidents. Tokens and TLS protect against attackers.
 
 use std::fmt;
 
@@ -140,7 +140,7 @@ impl BlockSum {
         BlockSum([self.0[0].wrapping_add(other.0[0]), self.0[1].wrapping_add(other.0[1])])
     }
 
-    /// What is left when the bytes of `other` are taken away.
+    /// The sum without the bytes of `other`.
     #[must_use]
     pub fn minus(self, other: BlockSum) -> BlockSum {
         BlockSum([self.0[0].wrapping_sub(other.0[0]), self.0[1].wrapping_sub(other.0[1])])
@@ -287,7 +287,7 @@ impl StateSum {
         StateSum(self.0.plus(other.0))
     }
 
-    /// For the wire: what holders of parts tell each other.
+    /// The form in which holders of parts exchange it.
     pub fn to_bytes(self) -> [u8; 16] {
         self.0.to_bytes()
     }
@@ -344,8 +344,8 @@ impl SumTable {
         self.state.add(tensor, sum);
     }
 
-    /// Replaces the sums of blocks, each given with its tensor; answers by how much the state has changed. Quickest where the
-    /// blocks of a tensor come together. After an error some are replaced and some are not, and the state is of neither.
+    /// Replaces the sums of blocks, each given with its tensor; returns the change of the state. Fastest if the
+    /// blocks of a tensor come together. After an error some are replaced and some are not, and the state sum is invalid.
     pub fn set_all<E>(
         &mut self,
         blocks: impl IntoIterator<Item = Result<(u32, u32, BlockSum), E>>,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Kind, excerpt};
 
-/// A dtype that no spelling we know stands for.
+/// An unknown spelling of a dtype.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum DtypeError {
     #[error(

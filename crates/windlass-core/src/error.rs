@@ -1,15 +1,15 @@
-//! Kinds of failure, and what each one means outside Rust.
+//! Kinds of failure, and their meaning outside Rust.
 //!
 //! Every module of this crate has an error enum of its own, whose `kind()` sorts each failure into one of eleven
-//! [`Kind`]s. [`Kind::row`] is the one table that maps a kind to a Python exception, an HTTP status, an exit code and what
-//! it means. No caller keeps a second table. What to do about a failure only the failure itself can say; a kind says it ([`Kind::advice`]) where
-//! it is the same for all of them.
+//! [`Kind`]s. [`Kind::row`] is the one table that maps a kind to a Python exception, an HTTP status, an exit code and a
+//! meaning. No caller keeps a second table. The remedy is part of each error; [`Kind::advice`] gives one where it is the
+//! same for all failures of a kind.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What sort of failure an error is. Decides how a caller reacts; the error itself says what happened.
+/// The kind of a failure. It decides how a caller reacts; the error itself describes the failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -17,12 +17,12 @@ pub enum Kind {
     Invalid,
     /// The named thing does not exist.
     NotFound,
-    /// The input was right once: an older version, another incarnation, a base that has moved on.
+    /// The input is out of date: an older version, an earlier incarnation, a base that has changed.
     Stale,
-    /// Bytes are not what their sums say.
+    /// Bytes do not match their hash.
     Corrupt,
     Timeout,
-    /// The other side went away.
+    /// The peer disconnected or died.
     PeerLost,
     /// Memory, disk, connections or a configured limit ran out.
     Exhausted,
@@ -30,13 +30,13 @@ pub enum Kind {
     Unsupported,
     /// Not authenticated or not allowed.
     Denied,
-    /// Given up on request.
+    /// Cancelled by the caller.
     Cancelled,
     /// A defect in Windlass.
     Bug,
 }
 
-/// One line of the table: what a [`Kind`] means to each kind of caller.
+/// One line of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Row {
     /// Name of the Python exception; each one also derives from `WindlassError`.
@@ -47,7 +47,6 @@ pub struct Row {
     pub http: u16,
     /// Exit code of the command line.
     pub exit: u8,
-    /// What it means, in a few words.
     pub meaning: &'static str,
 }
 
@@ -90,13 +89,13 @@ impl Kind {
                 "RuntimeError",
                 409,
                 4,
-                "it was right once: an older version, an earlier life, a base that has moved on",
+                "the input is out of date: an older version, an earlier incarnation, a base that has changed",
             ),
-            Kind::Corrupt => {
-                row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes are not what their sums say")
-            }
+            Kind::Corrupt => row("WindlassCorrupt", "RuntimeError", 422, 5, "bytes do not match their hash"),
             Kind::Timeout => row("WindlassTimeout", "TimeoutError", 504, 6, "a deadline passed"),
-            Kind::PeerLost => row("WindlassPeerLost", "ConnectionError", 502, 7, "the other side went away"),
+            Kind::PeerLost => {
+                row("WindlassPeerLost", "ConnectionError", 502, 7, "the peer disconnected or died")
+            }
             Kind::Exhausted => row(
                 "WindlassExhausted",
                 "OSError",
@@ -114,12 +113,12 @@ impl Kind {
             Kind::Denied => {
                 row("WindlassDenied", "PermissionError", 403, 10, "not authenticated or not allowed")
             }
-            Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "given up on request"),
+            Kind::Cancelled => row("WindlassCancelled", "RuntimeError", 499, 130, "cancelled by the caller"),
             Kind::Bug => row("WindlassBug", "RuntimeError", 500, 70, "a defect in Windlass"),
         }
     }
 
-    /// What to do about any failure of this kind; empty where that depends on the failure.
+    /// The remedy for any failure of this kind; empty where it depends on the failure.
     pub const fn advice(self) -> &'static str {
         match self {
             Kind::Corrupt => "fetch it again; if it repeats, check memory and disk",
@@ -160,7 +159,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// The first characters of a text from outside, for messages.
+/// The first characters of an untrusted text, for messages.
 pub(crate) fn excerpt(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -1,6 +1,6 @@
 //! Bytes as hexadecimal text: written in lower case, read in either.
 //!
-//! Used by every byte string that people see: hashes, digests, block sums, ticket ids, nonces, keys.
+//! Used by every byte string that has a text form: hashes, digests, block sums, ticket ids, nonces, keys.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Who a version is: (model, incarnation, version), and the hashes that name layouts and states.
+//! Identity of a version: (model, incarnation, version), and the hashes that name layouts and states.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use crate::hex::hex_bytes;
 /// A malformed identity.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum IdentityError {
-    /// The model id is empty, too long or has characters that paths and headers do not take.
+    /// The model id is empty, too long or has characters that paths and headers do not accept.
     #[error(
         "model id {0:?} is not usable: expected 1 to 128 of the characters A-Z a-z 0-9 . _ - and no leading '.'"
     )]
@@ -29,7 +29,7 @@ impl IdentityError {
     }
 }
 
-/// Which policy. Safe as a file name and in a URL path by construction.
+/// Names a policy. Safe as a file name and in a URL path by construction.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(transparent)]
 pub struct ModelId(String);
@@ -72,8 +72,8 @@ impl<'de> Deserialize<'de> for ModelId {
     }
 }
 
-/// One life of a publisher. Greater means newer: the publisher mints it from its clock, in nanoseconds, and
-/// never below its predecessor. A newer incarnation supersedes an older one whatever their versions.
+/// One run of a publisher. Greater means newer: the publisher mints it from its clock, in nanoseconds, and
+/// never below its predecessor. A newer incarnation supersedes an older one, regardless of their versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
@@ -87,14 +87,12 @@ impl fmt::Display for Incarnation {
 /// A version number. Only grows within an incarnation.
 pub type Version = u64;
 
-/// What a version is called everywhere: in tickets, deltas, notifications, engine reports and store paths.
+/// Names a version everywhere: in tickets, deltas, notifications, engine reports and store paths.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
     pub model_id: ModelId,
-    /// Which life of its publisher.
     pub incarnation: Incarnation,
-    /// Which version within that life.
     pub version: Version,
 }
 

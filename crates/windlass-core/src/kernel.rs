@@ -1,7 +1,7 @@
 //! The inner loops of the codec and the digest.
 //!
-//! Owns: what the loops compute, and a portable implementation in safe Rust. `windlass-data` implements
-//! [`Kernels`] again with the vector instructions of the machine at hand; every implementation must give
+//! Owns: the definition of the loops, and a portable implementation in safe Rust. `windlass-data` implements
+//! [`Kernels`] again with the vector instructions of the machine; every implementation must give
 //! the same results as [`Portable`], which the tests of that crate check. Must not: allocate per call beyond
 //! the output.
 

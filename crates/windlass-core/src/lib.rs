@@ -1,12 +1,12 @@
-//! What Windlass moves.
+//! Formats, protocols and decisions of Windlass.
 //!
 //! Pure: no I/O, no clock, no environment, no threads, no unsafe. Time is an argument, bytes are slices.
 //! Everything that crosses a process boundary is defined here once, as a type with a parser that checks
-//! every number from outside before it is used.
+//! every untrusted number before it is used.
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | [`error`] | kinds of failure and what each means to Python, HTTP and the shell |
+//! | [`error`] | kinds of failure and their meaning to Python, HTTP and the shell |
 //! | [`dtype`] | element types and their spellings |
 //! | [`identity`] | (model, incarnation, version) and the hashes that name layouts and states |
 //! | [`address`] | hosts, endpoints, store URLs and tokens, as checked text |
@@ -14,13 +14,14 @@
 //! | [`manifest`] | the ordered tensors of an image, its safetensors header, cuts into blocks, parts |
 //! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
 //! | [`request`] | weight update requests and their legacy dictionaries |
-//! | [`sync_info`] | what the trainer side hands to the engine side before the first sync |
+//! | [`sync_info`] | the connection data that trainers send to engines before the first sync |
 //! | [`kernel`] | the three inner loops of codec and digest, replaceable by faster ones |
 //! | [`digest`] | block sums, tensor sums and the state digest |
-//! | [`delta`] | the codec: what changed between two versions |
+//! | [`delta`] | the codec for the changes between two versions |
+//! | [`delta_mode`] | whether the deltas of several ranks are one |
 //! | [`wire`] | the transfer protocol, without sockets |
-//! | [`backoff`] | how long what failed is left alone |
-//! | [`barrier`] | who may load which version when |
+//! | [`backoff`] | exponential backoff for retries |
+//! | [`barrier`] | which receiver may load which version, and when |
 //! | [`choose`] | which strategy, link and codec fit the facts, and why |
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stdout, clippy::print_stderr)]
@@ -31,6 +32,7 @@ pub mod barrier;
 pub mod choose;
 pub mod chunk;
 pub mod delta;
+pub mod delta_mode;
 pub mod digest;
 pub mod dtype;
 pub mod error;

@@ -1,6 +1,6 @@
 //! Numbers below 2^32 in groups of seven bits, lowest first, in their shortest form.
 
-/// What is wrong with a number.
+/// A fault in a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VarintFault {
     /// The bytes end within it.
@@ -12,7 +12,7 @@ pub(crate) enum VarintFault {
 }
 
 impl VarintFault {
-    /// The fault in words.
+    /// The fault as text.
     pub(crate) fn why(self) -> &'static str {
         match self {
             VarintFault::Truncated => "it ends within a varint",

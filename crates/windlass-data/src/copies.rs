@@ -340,21 +340,17 @@ mod tests {
     use windlass_core::manifest::{Manifest, TensorSpec};
 
     use super::*;
-    use crate::region::{LeaseKind, Memfd, RegionSpec, Slots};
+    use crate::region::{LeaseKind, Memfd, RegionSpec};
 
     fn region(dir: &Path, bytes: u64) -> Arc<Region> {
         let specs = [TensorSpec::new("t", Dtype::U8, [bytes])];
         Region::create(&RegionSpec {
-            dir: dir.join("r"),
-            model_id: ModelId::new("m").unwrap(),
-            manifest: Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap()),
-            slots: Slots::Two,
-            ranks: 1,
-            part: None,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
-            incarnation: None,
+            ..RegionSpec::new(
+                dir.join("r"),
+                ModelId::new("m").unwrap(),
+                Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap()),
+            )
         })
         .unwrap()
     }

@@ -1,8 +1,8 @@
 //! The receiver's image: one version of a model on the engine's host, as a safetensors file that engines read in
 //! place.
 //!
-//! Owns: a [region](crate::region) of one slot, the sum of every block as its bytes are believed to be, and which
-//! version each block is of. [`crate::receiver`] is the only writer; engines take map leases on the region and see
+//! Owns: a [region](crate::region) of one slot, the recorded hash of every block, and which version each block is of: opening,
+//! verifying and leasing it. [`crate::receiver`] is the only writer, and its `refresh` changes the blocks; engines take map leases on the region and see
 //! whole versions only. Must not: talk to a publisher, or decide what to fetch.
 //!
 //! # States
@@ -20,7 +20,7 @@
 //! # Another layout
 //!
 //! An image of another layout is another region. The old one is [set aside](Image::set_aside): hidden, taken out of its place
-//! and removed, while whoever has it mapped keeps that. Readers find the new one when they open the directory again, and
+//! and removed, while processes that have it mapped keep it. Readers find the new one when they open the directory again, and
 //! a reader that waits has nothing open.
 //!
 //! # After a crash
@@ -32,10 +32,10 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | I-1 | engines lease only whole versions whose digest was right | `an_image_cannot_be_leased_while_it_is_open` |
-//! | I-2 | a refresh with a block of another version, or a wrong digest, does not finish | `a_refresh_with_a_missing_block_does_not_finish` |
-//! | I-3 | an image broken off keeps the blocks that landed | `a_broken_refresh_keeps_what_landed` |
-//! | I-4 | a reopened image is verified before it counts | `a_reopened_image_is_summed_before_it_counts` |
+//! | IMAGE-1 | engines lease only whole versions whose digest was right | `an_image_cannot_be_leased_while_it_is_open` |
+//! | IMAGE-2 | a refresh with a block of another version, or a wrong digest, does not finish | `a_refresh_with_a_missing_block_does_not_finish` |
+//! | IMAGE-3 | an image broken off keeps the blocks that landed | `a_broken_refresh_keeps_what_landed` |
+//! | IMAGE-4 | a reopened image is verified before it counts | `a_reopened_image_is_summed_before_it_counts` |
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -45,13 +45,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use windlass_core::delta::{Applier, Delta, DeltaError, Outcome, Tile};
+use windlass_core::delta::DeltaError;
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, ModelId, StateDigest, Version};
 use windlass_core::manifest::{Manifest, ManifestError};
 use windlass_core::ranges::BlockRanges;
-use windlass_core::wire::{Fault, Stage, Ticket};
 
 use crate::region::{
     AgentSeat, Attempt, Lease, LeaseKind, Memfd, Region, RegionError, RegionSpec, Slots, Writer,
@@ -60,8 +59,6 @@ use crate::seal::draft::Draft;
 use crate::seal::{self, SealError};
 use crate::shm::{Access, LoanError, Mapping};
 use crate::stop::{Stop, Stopped};
-use crate::tcp::ImageLanding;
-use crate::work;
 
 /// An image that cannot be opened, changed or read.
 #[derive(Debug, thiserror::Error)]
@@ -131,7 +128,7 @@ impl ImageError {
 }
 
 impl ImageError {
-    /// Whether it says that what is there is of no use to anybody, and may be replaced.
+    /// Whether the image on disk is unusable and may be replaced.
     pub fn is_ruined(&self) -> bool {
         let broken = |e: &io::Error| {
             use io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
@@ -193,21 +190,21 @@ pub struct ImageSpec {
 
 /// What the receiver believes about the bytes.
 #[derive(Debug)]
-struct Book {
-    sums: SumTable,
+pub(crate) struct Book {
+    pub(crate) sums: SumTable,
     /// Whether the bytes of the block have its sum. Not so while it is being overwritten.
-    summed: Vec<bool>,
-    versions: Vec<Option<Version>>,
+    pub(crate) summed: Vec<bool>,
+    pub(crate) versions: Vec<Option<Version>>,
 }
 
 impl Book {
-    fn put(&mut self, block: u32, tensor: u32, sum: BlockSum, version: Version) {
+    pub(crate) fn put(&mut self, block: u32, tensor: u32, sum: BlockSum, version: Version) {
         self.sums.set(block, tensor, sum);
         self.summed[block as usize] = true;
         self.versions[block as usize] = Some(version);
     }
 
-    fn at(&self, wanted: impl Fn(Option<Version>) -> bool) -> BlockRanges {
+    pub(crate) fn at(&self, wanted: impl Fn(Option<Version>) -> bool) -> BlockRanges {
         let matching = |(b, v): (usize, &Option<Version>)| wanted(*v).then_some(b as u32..b as u32 + 1);
         self.versions.iter().enumerate().filter_map(matching).collect()
     }
@@ -224,7 +221,7 @@ pub struct Image {
     current: Option<Known>,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -237,16 +234,10 @@ impl Image {
     /// Makes an empty image. Waits until `stop` for those who look at what is in its place.
     pub fn create(spec: ImageSpec, manifest: Arc<Manifest>, stop: &Stop) -> Result<Image, ImageError> {
         let spec_of_region = RegionSpec {
-            dir: spec.dir.clone(),
-            model_id: spec.model_id.clone(),
-            manifest: Arc::clone(&manifest),
             slots: Slots::One,
-            ranks: 1,
-            part: None,
             group: spec.group,
             memfd: spec.memfd,
-            extra_bytes: 0,
-            incarnation: None,
+            ..RegionSpec::new(spec.dir.clone(), spec.model_id.clone(), Arc::clone(&manifest))
         };
         let region = Region::create_when_free(&spec_of_region, stop)?;
         let blocks = manifest.cuts().blocks() as usize;
@@ -264,7 +255,7 @@ impl Image {
         // ended by this.
         let (writer, seat) = seats(&spec, &region)?;
         let manifest = Arc::clone(region.manifest());
-        // Not by a lease: what a broken refresh left cannot be leased, and nobody else writes here.
+        // Not by a lease: what a broken refresh left cannot be leased, and no other process writes here.
         let path = region.slot_path(0);
         let range = region.data_start()..region.data_start() + manifest.data_bytes();
         let bytes = fs::File::open(&path)
@@ -480,224 +471,18 @@ impl ImageView {
     }
 }
 
-/// What came of a delta.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
-    /// Blocks that were changed.
-    pub changed: u32,
-    /// Blocks that had the change already.
-    pub skipped: u32,
-    /// Blocks that were not what they were thought to be, and must be fetched.
-    pub refetch: BlockRanges,
-}
-
 /// An image that is open for changes. Dropping it leaves the image hidden, with what was done so far.
 #[derive(Debug)]
 pub struct Refresh<'a> {
-    spec: &'a ImageSpec,
-    region: &'a Arc<Region>,
-    attempt: Attempt<'a>,
+    pub(crate) spec: &'a ImageSpec,
+    pub(crate) region: &'a Arc<Region>,
+    pub(crate) attempt: Attempt<'a>,
     seat: &'a AgentSeat,
-    book: &'a Mutex<Book>,
+    pub(crate) book: &'a Mutex<Book>,
     current: &'a mut Option<Known>,
 }
 
 impl Refresh<'_> {
-    /// Blocks whose sums are those of `version` are of that version. Answers how many there are.
-    pub fn adopt(&self, version: Version, sums: &[BlockSum]) -> u32 {
-        let mut book = locked(self.book);
-        let mut adopted = 0;
-        for (block, sum) in sums.iter().enumerate().take(book.versions.len()) {
-            let same = book.summed[block] && book.sums.get(block as u32) == *sum;
-            if book.versions[block].is_none() && same {
-                book.versions[block] = Some(version);
-                adopted += 1;
-            }
-        }
-        adopted
-    }
-
-    /// The layout.
-    pub fn manifest(&self) -> &Arc<Manifest> {
-        self.region.manifest()
-    }
-
-    /// Whether any of these blocks has a sum that could be compared.
-    pub fn has_sums(&self, blocks: &BlockRanges) -> bool {
-        let book = locked(self.book);
-        blocks.iter().any(|b| book.summed.get(b as usize).copied().unwrap_or(false))
-    }
-
-    /// The blocks of no known version.
-    pub fn unknown(&self) -> BlockRanges {
-        locked(self.book).at(|v| v.is_none())
-    }
-
-    /// The versions that blocks are of, oldest first.
-    pub fn versions(&self) -> BTreeSet<Version> {
-        locked(self.book).versions.iter().flatten().copied().collect()
-    }
-
-    /// Blocks of `version` are of no version any more.
-    pub fn forget(&self, version: Version) {
-        for v in &mut locked(self.book).versions {
-            if *v == Some(version) {
-                *v = None;
-            }
-        }
-    }
-
-    /// Runs `pull` with the place where the wanted blocks of a ticket land. Blocks of which it is told that
-    /// they landed are of the version in the ticket afterwards, whether or not it succeeds; the others of none.
-    pub fn land<T>(&self, ticket: &Ticket, pull: impl FnOnce(&ImageLanding<'_>) -> T) -> T {
-        let manifest = self.region.manifest();
-        {
-            let mut book = locked(self.book);
-            let blocks = book.versions.len() as u32;
-            for block in ticket.wanted.iter().take_while(|b| *b < blocks) {
-                book.summed[block as usize] = false;
-                book.versions[block as usize] = None;
-            }
-        }
-        let landed = |block: u32, sum: BlockSum| {
-            if let (Ok(b), Some(version)) =
-                (manifest.cuts().block(block), ticket.block_versions.version_of(block))
-            {
-                locked(self.book).put(block, b.tensor, sum, version);
-            }
-        };
-        pull(&ImageLanding {
-            manifest,
-            mapping: self.attempt.mapping(),
-            data_start: self.region.data_start(),
-            kernels: crate::simd::kernels(),
-            landed: &landed,
-            finish: &|| self.check_digest(ticket),
-        })
-    }
-
-    /// Whether the image has the ticket's digest, if all of it is of the ticket's version by now.
-    fn check_digest(&self, ticket: &Ticket) -> Result<(), Fault> {
-        let book = locked(self.book);
-        let found = book.sums.digest(self.region.manifest());
-        let whole = book.versions.iter().all(|v| *v == Some(ticket.identity.version));
-        if !whole || found == ticket.digest {
-            return Ok(());
-        }
-        let message = format!("the image has digest {found}, {} has {}", ticket.identity, ticket.digest);
-        Err(Fault { kind: Kind::Corrupt, stage: Stage::Complete, stripe: None, message })
-    }
-
-    /// Lifts the blocks of version `base` to `target` by a delta that came in `parts`.
-    pub fn apply(
-        &self,
-        (base, target): (Version, Version),
-        parts: &[Delta<'_>],
-        stop: &Stop,
-    ) -> Result<Applied, ImageError> {
-        let mut total = Applied::default();
-        for part in parts {
-            let applied = self.apply_part((base, target), part, stop)?;
-            total.changed += applied.changed;
-            total.skipped += applied.skipped;
-            total.refetch = total.refetch.union(&applied.refetch);
-        }
-        // Blocks without a record did not change.
-        for v in &mut locked(self.book).versions {
-            if *v == Some(base) {
-                *v = Some(target);
-            }
-        }
-        Ok(total)
-    }
-
-    fn apply_part(
-        &self,
-        (base, target): (Version, Version),
-        delta: &Delta<'_>,
-        stop: &Stop,
-    ) -> Result<Applied, ImageError> {
-        let manifest = self.region.manifest();
-        let misfit = |source| ImageError::Delta { model: self.spec.model_id.clone(), source };
-        delta.header.check(manifest).map_err(misfit)?;
-        let entries = delta.entries();
-        let state = || (Applier::new(), Vec::new(), Applied::default());
-        let done = work::each(self.spec.threads, entries.len() as u64, stop, state, |s, i| {
-            let (applier, scratch, applied) = s;
-            let record = delta.record(&entries[i as usize]);
-            let block = record.block as usize;
-            let tile = Tile::of(manifest, record.block)?;
-            let (sum, version) = {
-                let book = locked(self.book);
-                (book.sums.get(record.block), book.versions[block])
-            };
-            if version != Some(base) {
-                return Ok(());
-            }
-            let outcome = self
-                .change_block(applier, scratch, &tile, |a, bytes| {
-                    a.apply(crate::simd::kernels(), &tile, &record, sum, bytes)
-                })?
-                .map_err(misfit)?;
-            // Noted at once: if a later block fails, this one is still known for what it is.
-            let mut book = locked(self.book);
-            match outcome {
-                Outcome::Applied => {
-                    applied.changed += 1;
-                    book.put(record.block, tile.block.tensor, record.sum, target);
-                }
-                Outcome::Skipped => {
-                    applied.skipped += 1;
-                    book.versions[block] = Some(target);
-                }
-                Outcome::Refetch => {
-                    applied.refetch = applied.refetch.union(&(record.block..record.block + 1).into());
-                    (book.summed[block], book.versions[block]) = (false, None);
-                }
-            }
-            Ok::<(), ImageError>(())
-        })?;
-        let mut total = Applied::default();
-        for (.., applied) in done {
-            total.changed += applied.changed;
-            total.skipped += applied.skipped;
-            total.refetch = total.refetch.union(&applied.refetch);
-        }
-        Ok(total)
-    }
-
-    /// Gives the bytes of a block to `change`: in place where they lie together, else gathered and put back.
-    fn change_block<T>(
-        &self,
-        applier: &mut Applier,
-        scratch: &mut Vec<u8>,
-        tile: &Tile,
-        change: impl FnOnce(&mut Applier, &mut [u8]) -> T,
-    ) -> Result<T, ImageError> {
-        let start = self.region.data_start();
-        let mapping = self.attempt.mapping();
-        let mut runs = self.region.manifest().byte_runs(&tile.block);
-        if tile.block.is_contiguous() {
-            let Some(run) = runs.next() else { return Ok(change(applier, &mut [])) };
-            let mut loan = mapping.lend(start + run.start..start + run.end)?;
-            return Ok(change(applier, &mut loan));
-        }
-        scratch.clear();
-        for run in runs {
-            let at = scratch.len();
-            scratch.resize(at + (run.end - run.start) as usize, 0);
-            mapping.copy_out(start + run.start, &mut scratch[at..]);
-        }
-        let result = change(applier, scratch);
-        let mut rest = scratch.as_slice();
-        for run in self.region.manifest().byte_runs(&tile.block) {
-            let (bytes, after) = rest.split_at((run.end - run.start) as usize);
-            mapping.copy_in(start + run.start, bytes);
-            rest = after;
-        }
-        Ok(result)
-    }
-
     /// Whether every block is of the version, and the digest is right.
     pub fn check(&self, known: &Known) -> Result<(), ImageError> {
         let version = known.identity.version;

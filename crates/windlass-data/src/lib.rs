@@ -13,7 +13,7 @@
 //! | [`work`] | threads over blocks |
 //! | [`container`] | a delta's container by several threads |
 //! | [`seal`] | sums and delta of a committed version, in one pass |
-//! | [`early`] | a version by delta before its slot is whole |
+//! | [`publish`] | one rank of a publisher: copies, or publishes by delta where it can |
 //! | [`history`] | deltas on disk, and those composed from them |
 //! | [`tcp`] | the link between two hosts |
 //! | [`serve`] | what an agent does, without HTTP |
@@ -34,7 +34,6 @@ pub mod conformance;
 pub mod container;
 pub mod copies;
 pub mod cuda;
-pub mod early;
 pub mod file;
 pub mod flip;
 pub mod history;
@@ -42,6 +41,7 @@ pub mod image;
 pub mod load;
 pub mod local;
 pub mod private;
+pub mod publish;
 pub mod receiver;
 pub mod region;
 pub mod roles;

@@ -12,7 +12,7 @@
 //! 1. Words that processes change under each other's eyes are reached through [`Mapping::words`] only, as
 //!    atomics. They lie in a file of their own (`header`), of which nobody asks for plain bytes.
 //! 2. [`Mapping::bytes`] and [`Loan`]s are made of slots. A slot's bytes are read under a lease and written
-//!    by the ranks of an attempt, and the protocol never lets both be ([`crate::flip`], F-1 and F-3). A lease that
+//!    by the ranks of an attempt, and the protocol never lets both be ([`crate::flip`], FLIP-1 and FLIP-3). A lease that
 //!    outlived its deadline can be taken away; whoever reads under one checks at the end that it still stood.
 //! 3. Within a process, exclusive access is a [`Loan`], and overlapping loans are refused at run time. Plain
 //!    copies ([`Mapping::copy_in`], [`Mapping::copy_out`]) go through raw pointers and make no reference.
@@ -22,9 +22,9 @@
 //!
 //! # Invariants and their tests
 //!
-//! - S-1 No two living loans of a mapping overlap: `loans_of_a_mapping_never_overlap`.
-//! - S-2 A mapping never reaches beyond its file: `a_mapping_longer_than_its_file_is_refused`.
-//! - S-3 Every access is checked against the length: `access_beyond_a_mapping_panics`.
+//! - SHM-1 No two living loans of a mapping overlap: `loans_of_a_mapping_never_overlap`.
+//! - SHM-2 A mapping never reaches beyond its file: `a_mapping_longer_than_its_file_is_refused`.
+//! - SHM-3 Every access is checked against the length: `access_beyond_a_mapping_panics`.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;

@@ -12,7 +12,7 @@ use windlass_core::address::{Endpoint, Host};
 use windlass_core::backoff::{self, Span};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
-use windlass_core::identity::ModelId;
+use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::request::{Parameters, WeightUpdateRequest, is_canonical_packed, parse_request_json};
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
 use windlass_data::private::{self, Readers};
@@ -185,7 +185,7 @@ pub(crate) fn read_token(path: PathBuf, group: bool) -> Result<String, Failure> 
 #[pyfunction]
 #[pyo3(signature = (path, *, group = false))]
 pub(crate) fn make_place(path: PathBuf, group: bool) -> Result<(), Failure> {
-    Ok(private::make_place(&path, if group { 0o750 } else { 0o700 }).map_err(windlass::error::Error::from)?)
+    Ok(private::make_place(&path, if group { 0o750 } else { 0o700 }).map_err(windlass::Error::from)?)
 }
 
 /// Checks the host part of an address that peers are told to connect to.
@@ -268,4 +268,9 @@ pub(crate) fn choose(facts: &str, overrides: &str) -> Result<String, Failure> {
     let choice = Overrides::try_from(overrides).and_then(|o| windlass_core::choose::choose(&facts, &o));
     let choice = choice.map_err(|e: ChooseError| Failure::from(e))?;
     serde_json::to_string(&choice).map_err(|e| Failure::invalid(format!("the choice cannot be written: {e}")))
+}
+
+pub(crate) fn parse_incarnation(text: &str) -> Result<Incarnation, Failure> {
+    let number = u64::from_str_radix(text, 16);
+    number.map(Incarnation).map_err(|_| Failure::invalid(format!("{text:?} is not an incarnation")))
 }

@@ -59,7 +59,7 @@ pub(crate) fn enter<T: Send>(
     work: impl FnOnce(&Stop) -> Result<T, Failure> + Send,
 ) -> PyResult<T> {
     let stop = stop_after(timeout)?;
-    windlass::log::start();
+    windlass::start_log();
     std::thread::scope(|scope| {
         let (ended, mut end) = channel::<()>();
         let theirs = stop.clone();

@@ -4,8 +4,8 @@
 //! [`Kind::row`], and a test compares the two.
 
 use pyo3::prelude::*;
-use windlass::error::{Error, chain};
 use windlass::service::supervise::SuperviseError;
+use windlass::{Error, chain};
 use windlass_core::address::AddressError;
 use windlass_core::choose::ChooseError;
 use windlass_core::chunk::ChunkError;
@@ -18,6 +18,7 @@ use windlass_data::cuda::CudaError;
 use windlass_data::history::TrailError;
 use windlass_data::image::ImageError;
 use windlass_data::load::LoadError;
+use windlass_data::publish::PublishError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
 use windlass_data::roles::RoleError;
@@ -85,8 +86,17 @@ impl From<SyncInfoError> for Failure {
         Failure::of(e.kind(), &e).named(e.name())
     }
 }
-failures!(windlass_core::manifest::ManifestError, SuperviseError, windlass_data::early::EarlyError);
+failures!(windlass_core::manifest::ManifestError, SuperviseError);
 failures!(windlass_data::receiver::HandedError);
+
+impl From<PublishError> for Failure {
+    fn from(e: PublishError) -> Failure {
+        match e {
+            PublishError::Region(e) => e.into(),
+            other => Failure::of(other.kind(), &other),
+        }
+    }
+}
 
 impl From<RegionError> for Failure {
     fn from(e: RegionError) -> Failure {

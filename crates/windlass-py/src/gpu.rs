@@ -26,12 +26,12 @@ use windlass_data::receiver::{Handed, MappedFiles};
 use windlass_data::region::{Region, memory_room};
 use windlass_data::stop::Stop;
 
+use crate::copies::Copies;
 use crate::enter::{Home, enter, stop_after};
 use crate::errors::Failure;
 use crate::held::Held;
 use crate::load::LoadPlan;
 use crate::memory::Memory;
-use crate::publish::Copies;
 use crate::receive::FetchedDelta;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -6,6 +6,7 @@
 //! program would also want, start a thread that calls into Python, or do anything at import.
 
 mod cli;
+mod copies;
 mod core;
 mod enter;
 mod errors;
@@ -25,6 +26,8 @@ mod supervise;
 mod _windlass {
     #[pymodule_export]
     use crate::cli::main;
+    #[pymodule_export]
+    use crate::copies::Copies;
     #[pymodule_export]
     use crate::core::{
         Backoff, Chunker, check_endpoint, check_host, check_model_id, choose, dtype_bits, dtype_name,
@@ -51,7 +54,7 @@ mod _windlass {
     #[pymodule_export]
     use crate::memory::Memory;
     #[pymodule_export]
-    use crate::publish::{Copies, Publisher};
+    use crate::publish::Publisher;
     #[pymodule_export]
     use crate::receive::{FetchedDelta, Receiver};
     #[pymodule_export]
@@ -67,6 +70,6 @@ mod _windlass {
     // Takes no module: what it could add to one would be missing from the generated stubs.
     #[pymodule_init]
     fn init() -> PyResult<()> {
-        windlass::cpu().map_err(pyo3::exceptions::PyImportError::new_err)
+        windlass::check_cpu().map_err(pyo3::exceptions::PyImportError::new_err)
     }
 }

@@ -126,7 +126,7 @@ impl Receiver {
         };
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
-        let control = Arc::new(control.with_trust(trust).with_patience(transfer_timeout));
+        let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         let publisher = Arc::clone(&control);
         let open: Open = Box::new(move |model_id, stop| {
@@ -210,7 +210,7 @@ impl Receiver {
         version: u64,
         timeout: f64,
     ) -> PyResult<Option<FetchedDelta>> {
-        let incarnation = crate::publish::parse_incarnation(incarnation)?;
+        let incarnation = crate::core::parse_incarnation(incarnation)?;
         enter(py, Some(timeout), |stop| {
             let start = self.with(stop, |inner| Ok(inner.fetch(None, (incarnation, version), stop)?))?;
             match start {

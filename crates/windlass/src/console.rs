@@ -1,7 +1,7 @@
-//! How a command talks: tables and progress bars for people, one JSON object for machines.
+//! Output of a command: tables and progress bars for people, one JSON object for programs.
 //!
 //! Owns: standard output, standard error, and the flag that Ctrl-C sets. In JSON mode the last line of
-//! standard output is one JSON object, also when the command fails, and nothing else is printed. Otherwise
+//! standard output is one JSON object, even if the command fails, and nothing else is printed. Otherwise
 //! results go to standard output and progress and errors to standard error. Progress bars show only on a
 //! terminal.
 
@@ -18,15 +18,15 @@ use crate::error::{Error, advised};
 
 /// One run of the command.
 #[derive(Clone, Debug)]
-pub struct Session {
+pub(crate) struct Session {
     json: bool,
     cancel: Stop,
 }
 
 impl Session {
-    /// A session that stops on Ctrl-C or SIGTERM; a second one of either ends the process at once.
-    pub fn start(json: bool) -> Result<Session, Error> {
-        // Not one flag: others set `stop` too, and the first signal after that is still the first.
+    /// A session that stops on Ctrl-C or SIGTERM. A second signal ends the process at once.
+    pub(crate) fn start(json: bool) -> Result<Session, Error> {
+        // Two flags: other code sets `stop` too, and the next signal must still count as the first.
         let (stop, signalled) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             // The order matters: the first signal finds the flag unset, sets it, and only the next one exits.
@@ -35,25 +35,25 @@ impl Session {
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
                 .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         }
-        // A file that grows beyond the limit on file sizes (`ulimit -f`) is a write that fails, as on a full disk; without a
-        // handler it is the end of the process. Python ignores the signal by itself.
+        // With a handler, a write beyond the file size limit (`ulimit -f`) fails as on a full disk. Without one, the signal ends
+        // the process. Python ignores it by default.
         signal_hook::flag::register(libc::SIGXFSZ, Arc::default())
             .map_err(|e| Error::Bug(format!("signal handler: {e}")))?;
         Ok(Session { json, cancel: Stop::from_flag(stop) })
     }
 
-    /// Whether to speak JSON.
-    pub fn json(&self) -> bool {
+    /// Whether output is JSON.
+    pub(crate) fn json(&self) -> bool {
         self.json
     }
 
     /// Set by Ctrl-C; has no deadline.
-    pub fn cancel(&self) -> &Stop {
+    pub(crate) fn cancel(&self) -> &Stop {
         &self.cancel
     }
 
     /// Prints the result: the object in JSON mode, otherwise what `human` writes.
-    pub fn finish(&self, object: Value, human: impl FnOnce(&mut String)) -> Result<(), Error> {
+    pub(crate) fn finish(&self, object: Value, human: impl FnOnce(&mut String)) -> Result<(), Error> {
         let text = if self.json {
             format!("{object}\n")
         } else {
@@ -64,27 +64,27 @@ impl Session {
         print(&text)
     }
 
-    /// Something that happened in a command that runs for long: a line of JSON, or what `human` says.
-    pub fn event(&self, object: &Value, human: impl FnOnce() -> String) {
+    /// Reports an event of a long-running command: a line of JSON, or the text of `human`.
+    pub(crate) fn event(&self, object: &Value, human: impl FnOnce() -> String) {
         let line = if self.json { object.to_string() } else { human() };
-        // Whoever listened is gone; the work goes on.
+        // If the reader is gone, the work continues.
         let _ = print(&format!("{line}\n"));
     }
 
-    /// Calls `end` when standard input ends: whoever started this is gone. What is said there is ignored.
-    pub fn with_parent(&self, end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    /// Calls `end` when standard input closes, that is, when the parent process exits. Ignores the input itself.
+    pub(crate) fn with_parent(end: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let watch = move || {
-            // A failed read says as much as the end.
+            // A failed read means the same as end of file.
             let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
             end();
         };
-        // Ends with the process: nothing can take it out of that read.
+        // The thread ends with the process: nothing can interrupt that read.
         let thread = std::thread::Builder::new().name("windlass-parent".into()).spawn(watch);
         thread.map(drop).map_err(|e| Error::Bug(format!("no thread: {e}")))
     }
 
     /// A bar over `total` bytes. Hidden in JSON mode and when standard error is not a terminal.
-    pub fn progress(&self, what: &'static str, total: u64) -> Progress {
+    pub(crate) fn progress(&self, what: &'static str, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
         }
@@ -96,8 +96,8 @@ impl Session {
         Progress(bar)
     }
 
-    /// A bar over steps with a word about the present one. Hidden like [`Session::progress`].
-    pub fn steps(&self, total: u64) -> Progress {
+    /// A bar over steps with a message about the current one. Hidden like [`Session::progress`].
+    pub(crate) fn steps(&self, total: u64) -> Progress {
         if self.json || !io::stderr().is_terminal() {
             return Progress(ProgressBar::hidden());
         }
@@ -108,8 +108,8 @@ impl Session {
         Progress(bar)
     }
 
-    /// A line about what is going on, for people only.
-    pub fn note(&self, text: &str) {
+    /// Prints a line on progress, for people only.
+    pub(crate) fn note(&self, text: &str) {
         if !self.json {
             let _ = writeln!(io::stderr().lock(), "{text}");
         }
@@ -117,10 +117,10 @@ impl Session {
 }
 
 /// Writes to standard output.
-pub fn print(text: &str) -> Result<(), Error> {
+pub(crate) fn print(text: &str) -> Result<(), Error> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // A reader such as `head` that has seen enough is not a failure.
+        // A closed pipe, as by `head`, is not a failure.
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Error::Io { action: "write to", path: "standard output".into(), source: e })
         }
@@ -128,9 +128,9 @@ pub fn print(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Prints a failure and gives the exit code. Where the JSON cannot be written, that is the failure to tell; where
-/// standard error cannot be written to, the exit code still says what happened.
-pub fn report(error: &Error, json: bool) -> u8 {
+/// Prints a failure and returns the exit code. If the JSON cannot be written, that failure is reported instead. If standard
+/// error is closed, the exit code remains.
+pub(crate) fn report(error: &Error, json: bool) -> u8 {
     let row = error.kind().row();
     if json {
         let object = json!({ "error": {
@@ -151,17 +151,17 @@ pub fn report(error: &Error, json: bool) -> u8 {
 
 /// A progress bar that disappears when dropped.
 #[derive(Debug)]
-pub struct Progress(ProgressBar);
+pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// What is going on.
-    pub fn say(&self, text: &str) {
+    /// Sets the message.
+    pub(crate) fn say(&self, text: &str) {
         self.0.set_message(text.to_owned());
         self.0.tick();
     }
 
-    /// So many bytes or steps more.
-    pub fn add(&self, bytes: u64) {
+    /// Advances by bytes or steps.
+    pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
 }
@@ -172,27 +172,27 @@ impl Drop for Progress {
     }
 }
 
-/// Names are not made shorter than this, however narrow the terminal.
+/// The shortest width of a name, on any terminal.
 const MIN_NAME: usize = 16;
 
-/// A table for people: the first column to the left, the others to the right.
+/// A table for people: the first column is left-aligned, the others right-aligned.
 #[derive(Debug)]
-pub struct Table(Vec<Vec<String>>);
+pub(crate) struct Table(Vec<Vec<String>>);
 
 impl Table {
     /// A table with these headings.
-    pub fn new<const N: usize>(head: [&str; N]) -> Table {
+    pub(crate) fn new<const N: usize>(head: [&str; N]) -> Table {
         Table(vec![head.map(str::to_owned).to_vec()])
     }
 
     /// Adds a row.
-    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+    pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
         self.0.push(cells.to_vec());
     }
 
     /// Appends the table to `out`, indented by two spaces. On a terminal that is too narrow for it, the middle of
     /// long names in the first column is left out.
-    pub fn write(&self, out: &mut String) {
+    pub(crate) fn write(&self, out: &mut String) {
         let size = terminal_size::terminal_size_of(io::stdout());
         self.write_within(out, size.map_or(usize::MAX, |(w, _)| w.0.into()));
     }
@@ -232,30 +232,30 @@ fn shorten(text: &str, width: usize) -> String {
 }
 
 /// An error of clap's on one line, without its pointer to help, which is the advice.
-pub fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     let text = text.strip_prefix("error: ").unwrap_or(text);
     let kept = text.lines().filter(|l| !l.starts_with("For more information"));
     kept.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
 }
 
 /// Four significant digits or so: more would be noise.
-pub fn round(x: f64) -> f64 {
+pub(crate) fn round(x: f64) -> f64 {
     let scale = 10f64.powf(3.0 - x.abs().max(1e-300).log10().floor());
     if x == 0.0 { 0.0 } else { (x * scale).round() / scale }
 }
 
 /// Bytes for people: `1.50 GiB`.
-pub fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()
 }
 
 /// Counts for people: `1,234,567`.
-pub fn count(n: u64) -> String {
+pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
 /// Shares for people: `1.53 %`.
-pub fn percent(share: f64) -> String {
+pub(crate) fn percent(share: f64) -> String {
     format!("{:.*} %", if share > 0.0 && share < 0.001 { 4 } else { 2 }, share * 100.0)
 }
 

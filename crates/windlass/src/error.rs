@@ -1,7 +1,7 @@
-//! What can go wrong on the command line, and what to do about it.
+//! Errors of commands and services, with advice.
 //!
-//! Owns: the crate's [`Error`]. Every failure of a command ends here; `cli` prints it once, with its causes
-//! and one line of advice, and turns its kind into the exit code.
+//! Owns: the crate's [`Error`]. `cli` prints a failure once, with its causes and one line of advice, and
+//! turns its kind into the exit code.
 
 use std::fmt::Write as _;
 use std::io;
@@ -56,7 +56,7 @@ pub enum Error {
     Digest { path: PathBuf, found: StateDigest, expected: StateDigest },
     #[error("writing {} would change the input {}", output.display(), input.display())]
     Overwrite { output: PathBuf, input: PathBuf },
-    /// Something of another kind is where the output should go.
+    /// The output path exists and is of another type.
     #[error("{} already exists and is {found}, not {wanted}", path.display())]
     InTheWay {
         path: PathBuf,
@@ -66,15 +66,15 @@ pub enum Error {
     },
     #[error("the token file {} cannot be read or made: its folder {} does not exist", path.display(), folder.display())]
     NoFolder { path: PathBuf, folder: PathBuf },
-    /// A directory that is not only ours, to be searched for what can be removed.
-    #[error("{} holds much more than regions and images, and is not searched for what can be removed", dir.display())]
+    /// `gc` of a directory that holds more than regions and images.
+    #[error("{} holds much more than regions and images; gc does not search it", dir.display())]
     TooWide { dir: PathBuf },
     #[error("another windlass is writing {}", path.display())]
     Busy { path: PathBuf },
-    /// A checkpoint whose update in place was begun and not finished.
-    #[error("{} has an unfinished update in place (journal {})", base.display(), journal.display())]
+    /// A checkpoint with an unfinished in-place update.
+    #[error("{} has an unfinished in-place update (journal {})", base.display(), journal.display())]
     Unfinished { base: PathBuf, journal: PathBuf },
-    /// An update in place that stopped after it had begun to write.
+    /// An in-place update that stopped after its first write.
     #[error("{} is part old, part new: {source}", base.display())]
     PartlyUpdated { base: PathBuf, source: Box<Error> },
     #[error(transparent)]
@@ -101,7 +101,7 @@ pub enum Error {
         /// What the system said of the last one.
         source: io::Error,
     },
-    /// A directory or a secret that is not this user's alone.
+    /// A directory or a secret that other users can read or replace.
     #[error(transparent)]
     Private(#[from] PrivateError),
     #[error(transparent)]
@@ -154,7 +154,7 @@ impl From<Stopped> for Error {
     }
 }
 
-/// A pass that was called off is an interrupted command, whichever pass it was.
+/// A cancelled pass is an interrupted command.
 impl From<SealError> for Error {
     fn from(e: SealError) -> Error {
         match e {
@@ -171,9 +171,9 @@ impl From<SealError> for Error {
     }
 }
 
-/// What to do about a certificate that is refused.
+/// Advice on a refused certificate.
 pub(crate) const CERTIFICATES: &str =
-    "see docs/security.md on how certificates are made and what they must contain";
+    "see docs/security.md on how to create certificates and what they must contain";
 
 impl Error {
     /// The error of a module above this one.
@@ -191,7 +191,7 @@ impl Error {
         move |source| Error::Io { action, path, source }
     }
 
-    /// For `map_err` on what core says about the contents of a file.
+    /// For `map_err` on core's errors about the contents of a file.
     pub fn content<E>(path: &Path) -> impl FnOnce(E) -> Error
     where
         E: std::error::Error + Send + Sync + 'static,
@@ -215,9 +215,9 @@ impl Error {
             Error::File(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
             Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
-            // Another run's lock forbids it; nothing ran out, and no input is wrong.
+            // Another run holds the lock.
             Error::Busy { .. } => Kind::Denied,
-            // Another address is somebody else's; a port may become free.
+            // An address of another host never becomes free; a port may.
             Error::Listen { source, .. } if source.kind() == io::ErrorKind::AddrNotAvailable => Kind::Invalid,
             Error::Listen { .. } => Kind::Exhausted,
             Error::Seal(e) => e.kind(),
@@ -238,7 +238,7 @@ impl Error {
         }
     }
 
-    /// What to do next; empty where the message is all there is to say.
+    /// What to do next. Empty if the message says it all.
     pub fn advice(&self) -> String {
         match self {
             Error::Io { source, path, .. }
@@ -249,43 +249,43 @@ impl Error {
                 | RegionError::Private(PrivateError::Io { source, path, .. }),
             )
             | Error::Tls(TlsError::Read { source, path, .. }) => io_advice(source, path),
-            Error::Overwrite { .. } => "choose another output; inputs are never overwritten".into(),
+            Error::Overwrite { .. } => "choose another output; windlass never overwrites inputs".into(),
             Error::InTheWay { .. } => "choose another output".into(),
             Error::NoFolder { folder, .. } => {
-                format!("make it with `mkdir -p -m 700 {}`, or name another file with --token-file", folder.display())
+                format!("create it with `mkdir -p -m 700 {}`, or give another file with --token-file", folder.display())
             }
             Error::Receiver(ReceiverError::Image(ImageError::Taken { pid, .. })) => format!(
-                "stop the other one (`kill {pid}`), or give this one another --dir; engines of this host can share one image"
+                "stop the other receiver (`kill {pid}`), or give this one another --dir; engines on one host can share an image"
             ),
             Error::Private(_)
             | Error::Region(RegionError::Private(_))
             | Error::Receiver(ReceiverError::Image(ImageError::Region(RegionError::Private(_)))) => {
-                "see docs/security.md on whose directories and secrets are taken".into()
+                "see docs/security.md on the required owners and modes of directories and secrets".into()
             }
             Error::TooWide { .. } => {
-                "name the directory in which regions are made, such as /dev/shm or the region_dir of a trainer".into()
+                "give the directory of regions, such as /dev/shm or the trainer's region_dir".into()
             }
             Error::File(FileError::NoShards { .. }) => {
-                "give a safetensors file, or a directory that holds some".into()
+                "give a safetensors file, or a directory with safetensors files".into()
             }
             Error::File(FileError::IsDelta { .. }) => {
-                "give a safetensors file or a directory of shards; perhaps two arguments are swapped".into()
+                "give a safetensors file or a directory of shards; two arguments may be swapped".into()
             }
             Error::Listen { source, .. } if source.kind() == io::ErrorKind::AddrNotAvailable => {
-                "this host has no such address: give one of its own with --bind, or 0.0.0.0 and --advertise-host".into()
+                "this host does not have that address: give one of its own with --bind, or 0.0.0.0 with --advertise-host".into()
             }
             Error::Listen { .. } => {
                 "free a port, widen the range with --ports, or choose another address with --bind".into()
             }
-            Error::Busy { .. } => "wait for it to end, or choose another output".into(),
+            Error::Busy { .. } => "wait for the other run to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Module { advice, .. } => advice.clone(),
             Error::Tls(_) => CERTIFICATES.into(),
             Error::Cancelled => {
-                "no half-written output was left; run the same command again when ready".into()
+                "no partial output is left; run the same command again when ready".into()
             }
             Error::Unfinished { base, journal } => format!(
-                "run `windlass delta apply {} DELTA --in-place` again to finish it; if the checkpoint was restored since, remove {}",
+                "run `windlass delta apply {} DELTA --in-place` again to finish it; if you restored the checkpoint since, remove {}",
                 base.display(),
                 journal.display()
             ),
@@ -298,14 +298,14 @@ impl Error {
                 }
             }
             Error::LayoutDiffers { .. } => {
-                "compare versions of one model, saved with the same tensors and dtypes".into()
+                "compare versions of one model that have the same tensors and dtypes".into()
             }
             Error::WrongBase { .. } => {
-                "nothing was changed; apply it to the version that `windlass delta show` names as its base"
+                "nothing was changed; apply the delta to its base, which `windlass inspect` names"
                     .into()
             }
             Error::Digest { .. } => {
-                "this is another version, or its bytes were damaged; fetch it again".into()
+                "this is another version, or it is corrupt; fetch it again".into()
             }
             Error::Content { .. }
             | Error::File(_)
@@ -323,13 +323,13 @@ impl Error {
         }
     }
 
-    /// The message with its causes, each said once.
+    /// The message with its causes, without repetitions.
     pub fn chain(&self) -> String {
         chain(self)
     }
 }
 
-/// An error's message with its causes, each said once.
+/// An error's message with its causes, without repetitions.
 pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -344,7 +344,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// A text with its advice on a line below, if there is any.
-pub fn advised(text: &str, advice: &str) -> String {
+pub(crate) fn advised(text: &str, advice: &str) -> String {
     if advice.is_empty() { text.to_owned() } else { format!("{text}\n  {advice}") }
 }
 
@@ -364,7 +364,7 @@ fn io_advice(source: &io::Error, path: &Path) -> String {
     }
 }
 
-/// What an agent shows.
+/// The version that an agent shows.
 fn shown(newest: Option<windlass_core::identity::Version>) -> String {
     newest.map_or_else(|| "no version yet".into(), |v| format!("version {v} at most"))
 }
@@ -373,12 +373,12 @@ fn shown(newest: Option<windlass_core::identity::Version>) -> String {
 mod tests {
     use super::*;
 
-    /// One sentence for a whole kind was wrong for most of it: "check the token" for a directory that is in use, "restart
+    /// One advice per kind was wrong for most failures: "check the token" for a directory that is in use, "restart
     /// the peer" for a wrong port, "please report this" for an engine that was started without a flag.
     #[test]
     fn advice_is_about_the_failure_and_not_about_its_kind() {
         for (error, advice) in [
-            (Error::Busy { path: "out".into() }, "wait for it to end, or choose another output"),
+            (Error::Busy { path: "out".into() }, "wait for the other run to end, or choose another output"),
             (Error::Deadline, ""),
             (Error::Region(RegionError::Live { dir: "a".into(), owners: vec![7] }), ""),
             (Error::Bug("odd".into()), "please report this with the full message"),

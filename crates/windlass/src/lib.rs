@@ -1,32 +1,29 @@
-//! Who moves weights, and when: the `windlass` command.
+//! Who moves weights, and when: the `windlass` command and its services.
 //!
 //! | room | owns | may use |
 //! |---|---|---|
 //! | [`cli`] | arguments, checked before anything happens, configuration, exit codes | all below |
-//! | [`lab`] | benchmarks and the demo | `tools`, `service` |
-//! | [`tools`] | commands that look at files, hosts and services, and end | `service` |
+//! | `lab` | benchmarks and the demo; the feature of that name | `tools`, `service` |
+//! | `tools` | commands that look at files, hosts and services, and end | `service` |
 //! | [`service`] | agent, receiver, controller, engines, and what they share | |
-//! | [`console`], [`log`], [`error`] | output, log lines, errors | |
+//! | `console`, `log`, `error` | output, log lines, errors | |
 //!
-//! `scripts/layers.py` checks the last column.
+//! `scripts/layers.py` checks the last column. Programs in Rust use [`service`]; the Python package also runs [`cli`].
 
 pub mod cli;
-pub mod console;
-pub mod error;
-pub mod lab;
-pub mod log;
+mod console;
+mod error;
+#[cfg(feature = "lab")]
+mod lab;
+mod log;
 pub mod service;
-pub mod tools;
+mod tools;
 
-use windlass_core::kernel::Kernels;
+pub use self::error::{Error, chain};
+pub use self::log::start as start_log;
 
-/// The fastest inner loops for this processor.
-pub fn kernels() -> &'static dyn Kernels {
-    windlass_data::simd::kernels()
-}
-
-/// Whether this CPU has what the build assumes (`.cargo/config.toml`), asked before anything else needs it.
-pub fn cpu() -> Result<(), String> {
+/// Checks that this CPU has the features that the build assumes (`.cargo/config.toml`). Call it before anything else.
+pub fn check_cpu() -> Result<(), String> {
     #[cfg(all(target_arch = "x86_64", target_feature = "avx2"))]
     {
         let missing = |what: &str| {

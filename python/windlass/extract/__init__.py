@@ -1,7 +1,7 @@
 """Getting whole weights out of a trainer's model, chunk by chunk.
 
 One extractor for each way a model can be spread over ranks; :func:`extractor_for` picks it. All of them give the
-same thing: an iterator of :class:`~windlass.chunk.WeightChunk` under checkpoint names, gathered one parameter at a
+same thing: an iterator of :class:`~windlass.extract.chunk.WeightChunk` under checkpoint names, gathered one parameter at a
 time, cast on the device where the weight is, cut by the same rules.
 
 Who takes part
@@ -27,15 +27,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from windlass.extract.base import WeightExtractor, settings
-from windlass.extract.deepspeed import DeepSpeedWeightExtractor
-from windlass.extract.fsdp import FSDPWeightExtractor
-from windlass.extract.megatron import MegatronWeightExtractor
-from windlass.extract.module import ModuleWeightExtractor
-from windlass.extract.source import GatheringExtractor, Source
+from windlass._lazy import lazily
 
 if TYPE_CHECKING:
     import torch
+
+    from windlass.extract.base import WeightExtractor, settings
+    from windlass.extract.deepspeed import DeepSpeedWeightExtractor
+    from windlass.extract.fsdp import FSDPWeightExtractor
+    from windlass.extract.megatron import MegatronWeightExtractor
+    from windlass.extract.module import ModuleWeightExtractor
+    from windlass.extract.source import GatheringExtractor, Source
 
 __all__ = [
     "DeepSpeedWeightExtractor",
@@ -49,6 +51,19 @@ __all__ = [
     "settings",
 ]
 
+#: All of them need torch, and :mod:`windlass.extract.chunk` does not.
+_LAZY = {
+    "DeepSpeedWeightExtractor": "windlass.extract.deepspeed",
+    "FSDPWeightExtractor": "windlass.extract.fsdp",
+    "GatheringExtractor": "windlass.extract.source",
+    "MegatronWeightExtractor": "windlass.extract.megatron",
+    "ModuleWeightExtractor": "windlass.extract.module",
+    "Source": "windlass.extract.source",
+    "WeightExtractor": "windlass.extract.base",
+    "settings": "windlass.extract.base",
+}
+__getattr__ = lazily(__name__, _LAZY)
+
 
 def extractor_for(model: torch.nn.Module, **options: Any) -> GatheringExtractor:
     """The extractor that fits this model; ``options`` are those of :class:`WeightExtractor`.
@@ -59,6 +74,10 @@ def extractor_for(model: torch.nn.Module, **options: Any) -> GatheringExtractor:
     >>> type(extractor_for(torch.nn.Linear(2, 2))).__name__
     'ModuleWeightExtractor'
     """
+    from windlass.extract.deepspeed import DeepSpeedWeightExtractor
+    from windlass.extract.fsdp import FSDPWeightExtractor
+    from windlass.extract.module import ModuleWeightExtractor
+
     for extractor in (DeepSpeedWeightExtractor, FSDPWeightExtractor):
         if extractor.fits(model):
             return extractor(**options)

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 
 from windlass import _windlass
-from windlass.chunk import WeightChunk
 from windlass.dtypes import Dtype, dtype_name
 from windlass.errors import WindlassBug, WindlassInvalid, WindlassUnsupported
+from windlass.extract.chunk import WeightChunk
 from windlass.extract.pieces import Pieces, Views
 from windlass.names import DtypeRules
 
@@ -47,7 +47,7 @@ __all__ = ["Metadata", "WeightExtractor", "settings"]
 #: Name, dtype and shape of a weight that has not been gathered.
 Metadata: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
 
-#: What a batch has at most where nobody says: the documented default of ``weight_transfer_threshold_cuda_ipc_GB``.
+#: The default limit of a batch: the documented default of ``weight_transfer_threshold_cuda_ipc_GB``.
 DEFAULT_THRESHOLD = _windlass.threshold_from_gb(1.0)
 
 E = TypeVar("E", bound="WeightExtractor")
@@ -296,7 +296,7 @@ class WeightExtractor(ABC):
             chunks: Iterator[WeightChunk] = _streamed(weights, _windlass.Chunker())
         elif self._own("_group_by_module"):
             if shadows is None:
-                # Nobody knows what will come before it is there.
+                # The weights to come are not known before they are there.
                 held = list(weights)
                 weights, shadows = _drained(held), iter(held)
             chunks = _grouped(weights, self._helper("_group_by_module")(dict(shadows)))
@@ -402,7 +402,7 @@ def _drained(held: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 def _grouped(
     weights: Iterator[tuple[str, Tensor]], groups: Mapping[str, Iterable[str]]
 ) -> Iterator[WeightChunk]:
-    """Chunks by a grouping of somebody's own: one leaves when all of its weights have come."""
+    """Chunks by the user's own grouping: one leaves when all of its weights have come."""
     left = {module: list(names) for module, names in groups.items()}
     module_of: dict[str, str] = {}
     for module, names in left.items():
@@ -429,7 +429,7 @@ def _grouped(
 
 
 def _streamed(weights: Iterable[tuple[str, Tensor]], chunker: _windlass.Chunker) -> Iterator[WeightChunk]:
-    """Chunks of weights that nobody announced: one ends when a weight comes that does not belong to it."""
+    """Chunks of weights that were not announced: one ends when a weight comes that does not belong to it."""
     for name, tensor in weights:
         done = chunker.push(name, dtype_name(tensor.dtype), list(tensor.shape), tensor)
         del tensor
@@ -514,11 +514,11 @@ def settings(config: Any) -> dict[str, Any]:
     >>> settings({})
     {'group_by_module': False, 'threshold_gb': None}
     """
-    from windlass.strategies.document import flat
+    from windlass.document import flat
 
     said = {key: value for key, value in flat(config) if value is not None}
     backend = said.get("generator.weight_sync_backend")
-    # As windlass.strategies.document has it: whoever demands IPC shares devices.
+    # As windlass.document has it: a trainer that demands IPC shares devices.
     shared = said.get("trainer.placement.colocate_all", backend == "cuda_ipc")
     colocated = backend in ("nccl", "cuda_ipc") and bool(shared)
     threshold = said.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)

@@ -17,6 +17,7 @@ parameter at a time, because the collectives of that device may not know the CPU
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from windlass.extract.source import GatheringExtractor, Source
-from windlass.placement import reshard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FSDPWeightExtractor"]
+__all__ = ["FSDPWeightExtractor", "reshard"]
 
 
 class FSDPWeightExtractor(GatheringExtractor):
@@ -145,3 +145,15 @@ def _is_unit(module: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return isinstance(module, FullyShardedDataParallel)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Puts FSDP2 modules back that a forward pass without a backward one has left gathered, as sampling does."""
+    # A program with such modules has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    if kind is None:
+        return
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reshard()

@@ -17,8 +17,7 @@ import torch
 from windlass.errors import WindlassInvalid
 from windlass.extract.base import Metadata, WeightExtractor
 from windlass.extract.pieces import Views
-from windlass.given import names_of
-from windlass.names import persistent_buffers
+from windlass.names import names_of, persistent_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,8 +86,8 @@ class GatheringExtractor(WeightExtractor):
         return gathered(self._wanted(model))
 
     def _extract_lora(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        from windlass.lora import adapter_sources, is_lora
-        from windlass.merged import adapters_of
+        from windlass.extract.adapters import adapters_of
+        from windlass.extract.lora import adapter_sources, is_lora
 
         if is_lora(model):
             return gathered(adapter_sources(model, self)[0])

@@ -7,9 +7,9 @@ needs torch is imported when it is asked for.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from windlass._lazy import lazily
 from windlass.load.order import Failure, Last, LiveVersion, LoadOrder, PlanSummary, Report, label, version_of
 from windlass.load.take import take
 
@@ -33,10 +33,9 @@ __all__ = [
 ]
 
 
-_LATER = {"Live": "live", "Session": "live", "ModelSession": "model"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"windlass.load.{_LATER[name]}"), name)
+_LATER = {
+    "Live": "windlass.load.live",
+    "Session": "windlass.load.live",
+    "ModelSession": "windlass.load.model",
+}
+__getattr__ = lazily(__name__, _LATER)

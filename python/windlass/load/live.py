@@ -62,7 +62,7 @@ from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
 from windlass.load.trace import trace
-from windlass.receiver import _Tensors
+from windlass.receive.receiver import Tensors
 
 __all__ = ["Live", "Session"]
 
@@ -535,7 +535,7 @@ class Live:
         key = self._key(layout)
         if self._plan is not None and self._plan.key == key:
             return self._plan
-        tensors = _Tensors(held)
+        tensors = Tensors(held)
         check_changed(layout, self._accepted)
         with self._session.rehearsal() as targets:
             found = trace(self._session.load_weights, tensors, targets)
@@ -624,7 +624,7 @@ class Live:
         if how == "session":
             if plan.device is not None:
                 plan.device.forget()
-            tensors, before = _Tensors(held), self._before(plan)
+            tensors, before = Tensors(held), self._before(plan)
             with self._pinned(held):
                 size = self._by_session(plan, tensors, sorted({*plan.table}))
             why = self._judge(plan, before, tensors, held)
@@ -632,7 +632,7 @@ class Live:
         verdict = plan.verdict
         assert verdict is not None
         until = began + order.timeout
-        size = self._by_session(plan, _Tensors(held), sorted(verdict.session)) if verdict.session else 0
+        size = self._by_session(plan, Tensors(held), sorted(verdict.session)) if verdict.session else 0
         if base is not None:
             try:
                 done, elements = self._sparsely(plan, held, base, order, until)
@@ -649,7 +649,7 @@ class Live:
         except (WindlassTimeout, WindlassCancelled, WindlassStale):
             raise
         except WindlassError as e:
-            done = self._by_session(plan, _Tensors(held), sorted(verdict.replayed))
+            done = self._by_session(plan, Tensors(held), sorted(verdict.replayed))
             return Last(how="session", ms=_since(began), bytes=size + done, why=str(e))
         return Last(how="dense", ms=_since(began), bytes=size + done)
 

@@ -11,18 +11,18 @@ A driver that only has routes without answers gives a directory: each worker the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from windlass.atomic import replacing
 from windlass.config import Config
 from windlass.errors import WindlassError, WindlassInvalid
 from windlass.plain import Plain
 
 if TYPE_CHECKING:
-    from windlass.receiver import Image
+    from windlass.receive.receiver import Image
 
 __all__ = [
     "DeltaFiles",
@@ -260,13 +260,12 @@ class Report(Config):
     def write(self, directory: str) -> None:
         """Puts the report into ``directory``, whole or not at all."""
         final = Path(directory) / f"{self.rank}.json"
-        partial = final.with_name(f".{self.rank}.{os.getpid()}.tmp")
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.to_dict()))
-            # Whatever the umask is: who gave the order may be another user. The directory keeps everybody else out.
-            partial.chmod(0o644)
-            os.replace(partial, final)
+            with replacing(final) as draft:
+                draft.write_text(json.dumps(self.to_dict()))
+                # Whatever the umask is: the process that gave the order may be another user's. The directory keeps others out.
+                draft.chmod(0o644)
         except OSError as e:
             raise WindlassInvalid(f"the report cannot be written to {str(final)!r}: {e.strerror or e}") from e
 

@@ -17,12 +17,12 @@ import torch
 from windlass import _windlass
 from windlass.dtypes import torch_dtype
 from windlass.errors import WindlassInvalid, WindlassNotFound
-from windlass.strategies.device import Row, strided
-from windlass.strategy import WeightLoader, each_tensor
+from windlass.transfer.base import WeightLoader, each_tensor
+from windlass.transfer.ipc.device import Row, strided
 
 if TYPE_CHECKING:
     from windlass.load.trace import Copy
-    from windlass.strategy import NamedTensors
+    from windlass.transfer.base import NamedTensors
 
 __all__ = ["PlannedLoader"]
 

@@ -1,4 +1,4 @@
-"""A worker's end of any :class:`~windlass.strategy.WeightTransferStrategy`.
+"""A worker's end of any :class:`~windlass.transfer.base.WeightTransferStrategy`.
 
 Owns: :class:`Receiving`, which joins a strategy and receives what requests announce. Whole images are loaded as orders
 are; tensors go where :class:`windlass.load.series.Series` says, request by request. Called by what runs in
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassError
 from windlass.load.order import LoadOrder
-from windlass.request import parse_request
-from windlass.strategy import NamedTensors, WeightLoader, each_tensor, strategy_from_config
-from windlass.sync_info import parse_sync_info
+from windlass.transfer.base import NamedTensors, WeightLoader, each_tensor, strategy_from_config
+from windlass.transfer.request import parse_request
+from windlass.transfer.sync_info import parse_sync_info
 
 if TYPE_CHECKING:
     from windlass.load.live import Live
     from windlass.plain import Plain
-    from windlass.receiver import Image
+    from windlass.receive.receiver import Image
 
 __all__ = ["Receiving"]
 
@@ -77,7 +77,7 @@ class _IntoLive(WeightLoader):
         self._live.series.feed([pair async for pair in each_tensor(named_tensors)])
 
     def fits(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether addresses are enough (:class:`windlass.strategies.ipc.AddressLoader`)."""
+        """Whether addresses are enough (:class:`windlass.transfer.ipc.strategy.AddressLoader`)."""
         return self._live.series.fits(names, dtypes, shapes)
 
     def load_at(

@@ -30,7 +30,7 @@ from windlass.load.order import LoadOrder, Report
 
 if TYPE_CHECKING:
     from windlass.load.live import Live
-    from windlass.receiver import Receiver
+    from windlass.receive.receiver import Receiver
 
 __all__ = ["take"]
 

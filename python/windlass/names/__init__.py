@@ -13,13 +13,14 @@ straight into place, and imports neither torch nor transformers until :meth:`Sou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from windlass._lazy import lazily
 from windlass.names.checkpoint import Layout, checkpoint_layout
 from windlass.names.dtypes import DtypeRules, canonical_dtype
 from windlass.names.quantised import SCHEMES, Scheme, quantization_config
 from windlass.names.selection import Chosen, Selection
-from windlass.names.source_map import Rule, SourceMap
+from windlass.names.source_map import Rule, SourceMap, names_of
 from windlass.names.view import AsTheyAre, Box, Shape, View, split_rows, transpose
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "View",
     "canonical_dtype",
     "checkpoint_layout",
+    "names_of",
     "persistent_buffers",
     "quantization_config",
     "split_rows",
@@ -47,10 +49,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # This one needs torch.
-    if name == "persistent_buffers":
-        from windlass.names.conversion import persistent_buffers
-
-        return persistent_buffers
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+#: It needs torch.
+__getattr__ = lazily(__name__, {"persistent_buffers": "windlass.names.conversion"})

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass import _windlass
 from windlass.errors import WindlassCorrupt, WindlassInvalid, WindlassNotFound
-from windlass.names.dtypes import DTYPES, canonical_dtype
+from windlass.names.dtypes import canonical_dtype
 from windlass.names.view import Shape
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[str, Shape]:
             f"the entry of {name!r} in {str(file)!r} lacks a shape or a byte range: {entry}"
         )
     dtype = canonical_dtype(entry.get("dtype"))
-    bits = math.prod(shape) * DTYPES[dtype][1]
+    bits = math.prod(shape) * _windlass.dtype_bits(dtype)
     begin, end = offsets
     if begin > end or end > data or bits % 8 or end - begin != bits // 8:
         raise WindlassCorrupt(

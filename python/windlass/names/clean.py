@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["ADAPTER_PREFIXES", "WRAPPERS", "Clean"]
+__all__ = ["ADAPTER_PREFIXES", "WRAPPERS", "Clean", "unwrapped"]
 
 #: Segments that wrappers add at any depth.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -47,6 +47,15 @@ _ADAPTER_SEGMENTS = frozenset(
     {"prompt_encoder", "adaption_prompt", "adaption_gate", "internal_xlora_classifier"}
 )
 _BASE_SEGMENTS = frozenset({"base_layer", "token_adapter"})
+
+
+def unwrapped(name: str) -> str:
+    """A name without the segments that wrappers add.
+
+    >>> unwrapped("_orig_mod.model._fsdp_wrapped_module.norm")
+    'model.norm'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)

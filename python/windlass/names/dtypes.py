@@ -15,57 +15,22 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
+from windlass import _windlass
 from windlass.errors import WindlassInvalid
 from windlass.names.quantised import SCHEMES, Scheme, is_glob
 
 __all__ = ["DtypeRules", "canonical_dtype"]
 
-#: By canonical name: safetensors' name, and bits of an element.
-DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        "bool": ("BOOL", 8),
-        "float4_e2m1fn_x2": ("F4", 4),
-        "float6_e2m3fn": ("F6_E2M3", 6),
-        "float6_e3m2fn": ("F6_E3M2", 6),
-        "uint8": ("U8", 8),
-        "int8": ("I8", 8),
-        "float8_e5m2": ("F8_E5M2", 8),
-        "float8_e4m3fn": ("F8_E4M3", 8),
-        "float8_e8m0fnu": ("F8_E8M0", 8),
-        "float8_e4m3fnuz": ("F8_E4M3FNUZ", 8),
-        "float8_e5m2fnuz": ("F8_E5M2FNUZ", 8),
-        "int16": ("I16", 16),
-        "uint16": ("U16", 16),
-        "float16": ("F16", 16),
-        "bfloat16": ("BF16", 16),
-        "int32": ("I32", 32),
-        "uint32": ("U32", 32),
-        "float32": ("F32", 32),
-        "complex64": ("C64", 64),
-        "float64": ("F64", 64),
-        "int64": ("I64", 64),
-        "uint64": ("U64", 64),
-    }
-)
-
-_SPELLINGS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in DTYPES},
-        **{stored: name for name, (stored, _) in DTYPES.items()},
-        **{"half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32"},
-        **{"long": "int64", "cfloat": "complex64"},
-    }
-)
-#: As configurations have them (bf16, fp16, f32), besides what the core reads in files and requests.
-_SHORT: Mapping[str, str] = MappingProxyType(
-    {stored.lower(): name for name, (stored, _) in DTYPES.items()}
-    | {f"fp{stored[1:].lower()}": name for name, (stored, _) in DTYPES.items() if stored[0] == "F"}
-)
-_PACKED = frozenset({"float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"})
+#: By canonical name, the name in a safetensors header. The table is the core's.
+STORED = {name: _windlass.dtype_safetensors(name) for name in _windlass.dtypes()}
+#: As configurations have them (bf16, fp16, f32), besides the spellings that the core reads in files and requests.
+_SHORT = {stored.lower(): name for name, stored in STORED.items()} | {
+    f"fp{stored[1:].lower()}": name for name, stored in STORED.items() if stored[0] == "F"
+}
+_PACKED = frozenset(name for name in STORED if _windlass.dtype_bits(name) < 8)
 _WIDE = frozenset({"float16", "bfloat16", "float32", "float64"})
-_INTEGER = frozenset(name for name in DTYPES if name.startswith(("int", "uint", "bool")))
+_INTEGER = frozenset(name for name in STORED if name.startswith(("int", "uint", "bool")))
 
 
 def canonical_dtype(spelling: object) -> str:
@@ -74,14 +39,9 @@ def canonical_dtype(spelling: object) -> str:
     >>> canonical_dtype("BF16"), canonical_dtype("torch.float32"), canonical_dtype("bf16"), canonical_dtype("fp16")
     ('bfloat16', 'float32', 'bfloat16', 'float16')
     """
-    bare = str(spelling).removeprefix("torch.")
-    name = _SPELLINGS.get(bare) or _SHORT.get(bare)
-    if name is None:
-        raise WindlassInvalid(
-            f"unknown dtype {str(spelling)!r}",
-            'give a torch name such as "bfloat16" or a safetensors name such as "BF16"',
-        )
-    return name
+    text = str(spelling)
+    short = _SHORT.get(text.removeprefix("torch."))
+    return _windlass.dtype_name(text) if short is None else short
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Owns: :data:`SCHEMES`, which tensors a scheme applies to, what its scales are called, and the ``quantization_config`` that a
 served checkpoint needs (:func:`quantization_config`). Called by :class:`windlass.names.DtypeRules` and
-:mod:`windlass.derived`. Must not: import torch; the arithmetic is :mod:`windlass.quantise`.
+:mod:`windlass.publish.derived`. Must not: import torch; the arithmetic is :mod:`windlass.publish.quantise`.
 """
 
 from __future__ import annotations

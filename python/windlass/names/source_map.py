@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from windlass.names.view import Shape, View, compose, split_rows, tile_exactly, 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Rule", "SourceMap"]
+__all__ = ["Rule", "SourceMap", "names_of"]
 
 logger = logging.getLogger("windlass")
 
@@ -359,6 +360,15 @@ class SourceMap:
                 "travel with the adapter (saved_modules=<adapter> publishes the copies instead)",
                 name,
             )
+
+
+def names_of(model: Any) -> SourceMap:
+    """The map of a model: from its configuration if transformers made it, else its names without what wrappers add."""
+    # A program with such a model has imported the library; importing it for others would cost seconds.
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules()):
+        return SourceMap.from_model(model)
+    return SourceMap()
 
 
 def _apply(rule: Rule, view: View) -> Iterable[View]:

@@ -17,9 +17,9 @@ MARK = "windlass-answer: "
 
 def main(model: str) -> None:
     import sglang
+    from windlass.engines.sglang import SGLangWeightLoader
+    from windlass.engines.sglang.custom import PATH
     from windlass.errors import WindlassError
-    from windlass.sglang import SGLangWeightLoader
-    from windlass.sglang.custom import PATH
 
     engine = sglang.Engine(
         model_path=model,

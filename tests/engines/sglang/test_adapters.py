@@ -12,9 +12,9 @@ import torch
 
 import servers
 import tiny
+from windlass.engines.sglang import SGLangLora
 from windlass.errors import WindlassInvalid, WindlassNotFound
-from windlass.lora import LoraState, save_lora
-from windlass.sglang import SGLangLora
+from windlass.extract.lora import LoraState, save_lora
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 import servers
 import tiny
 from flight import Flight, of_sglang
-from windlass.chunk import WeightChunk
+from windlass.engines.sglang import SGLangWeightLoader, colocated
+from windlass.engines.sglang.custom import PATH
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -35,10 +36,9 @@ from windlass.errors import (
     WindlassStale,
     WindlassUnsupported,
 )
-from windlass.request import BroadcastWeightUpdateRequest
-from windlass.sglang import SGLangWeightLoader, colocated
-from windlass.sglang.custom import PATH
-from windlass.strategies.broadcast import BroadcastTransferStrategy
+from windlass.extract.chunk import WeightChunk
+from windlass.transfer.broadcast import BroadcastTransferStrategy
+from windlass.transfer.request import BroadcastWeightUpdateRequest
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -226,7 +226,7 @@ def test_a_worker_that_refuses_leaves_the_server_serving(
     before, label = server.answers(8), label_of(server)
     order = policy.step()
     mine = loader(server, way="custom")
-    monkeypatch.setattr("windlass.sglang.loader._check_identity", lambda *_: None)
+    monkeypatch.setattr("windlass.engines.sglang.loader.check_identity", lambda *_: None)
     with pytest.raises(WindlassStale, match="rank 0"):
         asyncio.run(mine.load_image({**order, "version": 999}))
     assert not mine.dirty
@@ -450,7 +450,7 @@ def test_the_snippet_of_the_guide_loads_what_was_published(
         assert old in snippet
         snippet = snippet.replace(old, new)
     said = run_snippet(snippet)
-    assert f":{policy.version} stood still for" in said
+    assert f":{policy.version} paused for" in said
     assert right(server, policy)
 
 
@@ -463,7 +463,7 @@ def run_snippet(snippet: str) -> str:
 
 HOLDER = """
     import asyncio, sys, time
-    from windlass.sglang import SGLangWeightLoader
+    from windlass.engines.sglang import SGLangWeightLoader
 
     async def hold():
         loader = SGLangWeightLoader(sys.argv[1], checkpoint=sys.argv[2])

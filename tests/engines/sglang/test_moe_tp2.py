@@ -12,8 +12,8 @@ from policy import Policy, is_held_by
 import servers
 import tiny
 from sidecar import Sidecar
-from windlass.sglang import SGLangWeightLoader
-from windlass.sglang.custom import PATH
+from windlass.engines.sglang import SGLangWeightLoader
+from windlass.engines.sglang.custom import PATH
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -97,7 +97,7 @@ import tiny
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from windlass.vllm import WindlassTrainerInitInfo, register
+from windlass.engines.vllm import WindlassTrainerInitInfo, register
 
 url, home, kind = sys.argv[1:4]
 register()
@@ -135,9 +135,9 @@ def test_the_facade_reaches_a_server_by_a_strategy(name: str, server: servers.Vl
     import asyncio
 
     from windlass import WeightSyncManager, strategy_from_config
-    from windlass.client import InferenceEngineClient
+    from windlass.engines.remote import VllmEngine
     from windlass.extract import ModuleWeightExtractor
-    from windlass.remote import VllmEngine
+    from windlass.transfer.client import InferenceEngineClient
 
     config: dict[str, Any] = {"strategy": name}
     if name == "broadcast":

@@ -1,18 +1,19 @@
-//! What the barrier is told once: the model sets, who is required, and every deadline.
+//! The barrier's configuration: the model sets, the required receivers, and every deadline.
 
 use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
 use crate::barrier::error::BarrierError;
-use crate::barrier::types::{Millis, SetName};
+use crate::barrier::name::SetName;
+use crate::barrier::types::Millis;
 use crate::identity::ModelId;
 
 /// Whether the models of a set must agree on a version.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Two phases: nobody loads a version before every required receiver has staged all its models.
+    /// Two phases: no receiver loads a version before every required receiver has staged all its models.
     #[default]
     Strict,
     /// Each model is loaded as it comes, each receiver on its own.
@@ -44,10 +45,10 @@ pub struct SetConfig {
     /// Whether the models must agree on a version.
     #[serde(default)]
     pub mode: Mode,
-    /// Who must have staged and loaded.
+    /// Which receivers must have staged and loaded.
     #[serde(default)]
     pub required: Required,
-    /// The fewest receivers that must have staged, then loaded, whatever `required` says. At least 1.
+    /// The fewest receivers that must have staged, then loaded, regardless of `required`. At least 1.
     #[serde(default = "one")]
     pub floor: usize,
 }
@@ -62,7 +63,6 @@ impl SetConfig {
         SetConfig { name, models, mode: Mode::Strict, required: Required::All, floor: 1 }
     }
 
-    /// Checks what concerns this set alone.
     pub(super) fn validate(&self) -> Result<(), BarrierError> {
         let (count, max) = (self.models.len(), Config::MAX_MODELS);
         if !(1..=max).contains(&count) {
@@ -87,25 +87,25 @@ impl SetConfig {
 pub struct Limits {
     /// A receiver that is silent for this long is evicted.
     pub heartbeat_ms: Millis,
-    /// How long a barrier that knows nobody yet waits for receivers that outlived the one before it. Until then versions
+    /// How long a new barrier waits for receivers that outlived its predecessor. Until then versions
     /// are staged, but nothing is loaded or served. Only time in which the barrier was called counts. 0: not at all.
     pub settle_ms: Millis,
     /// How long a receiver may take to stage one version of one model.
     pub stage_ms: Millis,
     /// How long a receiver may take to load one version of a set.
     pub load_ms: Millis,
-    /// How long a receiver that failed is left alone before it is asked again. Doubles with every failure in a row; begins
-    /// anew when it succeeds and when there is a newer version.
+    /// How long the barrier backs off after a receiver's first failure. The delay doubles with every further failure in a
+    /// row. A success or a newer version resets it.
     pub retry_ms: Millis,
-    /// The longest that it is left alone.
+    /// The longest such delay.
     pub retry_cap_ms: Millis,
     /// How long a receiver outside the pool still holds back the release of history.
     pub history_ms: Millis,
-    /// The longest a gate wait or synchronous notify may last; what callers ask for is cut to it.
+    /// The longest a gate wait or synchronous notify may last; a longer timeout is cut to it.
     pub max_wait_ms: Millis,
     /// How long an eval may take after the load.
     pub eval_ms: Millis,
-    /// How many announced versions a trainer may be ahead of what is served before it is told to wait.
+    /// How many announced versions a trainer may be ahead of the served one before it is told to wait.
     /// Also how many versions are staged ahead, and how often an unfinished round may move on.
     pub max_ahead: usize,
     /// The most receivers at once.
@@ -134,8 +134,8 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The longest that a receiver may rest between two attempts to join: several of them fit into the time in which
-    /// the roster settles, so that whoever lives has joined by its end.
+    /// The longest delay of a receiver between two attempts to join. Several attempts fit into `settle_ms`, so that every
+    /// running receiver has joined by its end.
     pub fn rejoin_ms(&self) -> Millis {
         (self.settle_ms / 4).max(10)
     }

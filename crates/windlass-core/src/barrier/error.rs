@@ -1,22 +1,15 @@
-//! What the barrier refuses, and why.
+//! The barrier's refusals.
 
-use crate::barrier::types::{Order, ReceiverId, SetName, WaitId};
+use crate::barrier::name::{NameError, ReceiverId, SetName};
+use crate::barrier::types::{Order, WaitId};
 use crate::error::Kind;
 use crate::identity::{Identity, Incarnation, ModelId};
 
 /// An event or a configuration that the barrier refuses. A refused event has changed nothing.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum BarrierError {
-    /// A receiver id or set name with characters that paths, headers and logs do not take.
-    #[error(
-        "{what} {value:?} is not usable: expected 1 to 128 of the characters A-Z a-z 0-9 . _ : - and no leading '.'"
-    )]
-    Name {
-        /// Whether it is a receiver id or a set name.
-        what: &'static str,
-        /// The value as given, cut short.
-        value: String,
-    },
+    #[error(transparent)]
+    Name(#[from] NameError),
     #[error("no model sets are configured: name at least one set with its models")]
     NoSets,
     #[error("model set {0} is configured twice: give each set its own name")]
@@ -38,14 +31,13 @@ pub enum BarrierError {
         listed(known)
     )]
     UnknownSet { set: SetName, known: Vec<SetName> },
-    /// A model that is not part of the named set.
     #[error("model {model} is not part of set {set}: wait on the set the model belongs to")]
     NotInSet { model: ModelId, set: SetName },
     #[error("receiver {0} is not a member (it left, was evicted, or the controller restarted): join again")]
     UnknownReceiver(ReceiverId),
-    /// A message of an earlier life of a receiver, or a join that repeats a spent session.
+    /// A message of an earlier incarnation of a receiver, or a join that repeats a spent session.
     #[error(
-        "receiver {receiver} speaks for session {got}, but session {known} is known: join with a greater session"
+        "receiver {receiver} uses session {got}, but its latest session is {known}: join with a greater session"
     )]
     StaleSession {
         receiver: ReceiverId,
@@ -54,36 +46,35 @@ pub enum BarrierError {
         known: u64,
     },
     /// A version of a lineage that a newer incarnation has superseded.
-    #[error(
-        "{identity} is of a dead lineage: incarnation {current} has superseded it; publish under that one"
-    )]
+    #[error("{identity} belongs to a superseded incarnation: publish under incarnation {current}")]
     StaleIncarnation { identity: Identity, current: Incarnation },
-    #[error("the gate was asked for by incarnation {got} of {model}, which {current} has superseded: stop")]
+    #[error(
+        "incarnation {got} of {model} waits at the gate, but incarnation {current} has superseded it: stop"
+    )]
     StaleWaiter { model: ModelId, got: Incarnation, current: Incarnation },
     /// An answer to an order that is no longer open: answered already, abandoned, expired or superseded.
     #[error("order {order} of receiver {receiver} for {identity} is no longer open: drop the answer")]
     StaleOrder { receiver: ReceiverId, order: Order, identity: Identity },
-    /// An answer that names something older than what was ordered, or another lineage.
+    /// An answer that names an older version than the ordered one, or another lineage.
     #[error(
-        "receiver {receiver} answered order {order} for {ordered} with {got}: stage what was ordered, or newer"
+        "receiver {receiver} answered order {order} for {ordered} with {got}: stage the ordered version or a newer one"
     )]
     WrongAnswer { receiver: ReceiverId, order: Order, ordered: Identity, got: Identity },
     #[error("receiver {receiver} joins with {problem}: list each model it serves once")]
     BadJoin {
         receiver: ReceiverId,
-        /// What is wrong with the list.
+        /// The fault in the list.
         problem: String,
     },
     #[error("sender endpoint of {length} bytes is not usable: expected 1 to {max}")]
     Endpoint { length: usize, max: usize },
-    /// There are as many sets as can be kept track of.
-    #[error("{limit} model sets are there already: put models that are served together into one set")]
+    #[error("there are already {limit} model sets: put models that are served together into one set")]
     TooManySets { limit: usize },
-    #[error("{limit} receivers are members already: raise max_receivers or let some leave")]
+    #[error("there are already {limit} receivers: raise max_receivers or let some leave")]
     TooManyReceivers { limit: usize },
-    #[error("{limit} waits are open already: raise max_waits or poll less often")]
+    #[error("there are already {limit} open waits: raise max_waits or poll less often")]
     TooManyWaits { limit: usize },
-    #[error("wait {0} is open already: give each wait its own id")]
+    #[error("wait {0} is already open: give each wait its own id")]
     DuplicateWait(WaitId),
     /// A wait id that is not open (or, for an eval result, not evaluating).
     #[error("wait {0} is not open: it was answered, cancelled or ran past its deadline")]
@@ -94,7 +85,7 @@ impl BarrierError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
         match self {
-            BarrierError::Name { .. }
+            BarrierError::Name(_)
             | BarrierError::NoSets
             | BarrierError::DuplicateSet(_)
             | BarrierError::SetSize { .. }

@@ -9,10 +9,9 @@ use std::collections::BTreeMap;
 use crate::barrier::config::{Mode, Required, SetConfig};
 use crate::barrier::error::BarrierError;
 use crate::barrier::member::{Counted, Ctx, Lineage, Member, Slot, abandon, view};
-use crate::barrier::round::{Round, Tally, count};
-use crate::barrier::types::{
-    Action, Blocked, FenceReason, LagReason, Millis, Order, Peer, ReceiverId, SetName,
-};
+use crate::barrier::name::{ReceiverId, SetName};
+use crate::barrier::tally::{Round, Tally, count};
+use crate::barrier::types::{Action, Blocked, FenceReason, LagReason, Millis, Order, Peer};
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
 /// See the module's documentation.
@@ -27,7 +26,7 @@ pub(super) struct Group {
     pub(super) members: BTreeMap<ReceiverId, Member>,
     pub(super) live: usize,
     pub(super) service: Option<Version>,
-    /// Members may be missing who outlived the barrier before this one: nothing is loaded or served yet.
+    /// Receivers that outlived the previous barrier may not have joined yet: the group loads and serves nothing.
     pub(super) settling: bool,
     pub(super) round: Option<Round>,
     pub(super) tally: Tally,
@@ -35,7 +34,7 @@ pub(super) struct Group {
     pub(super) newest_common: Option<Version>,
     pub(super) stalled: Option<Blocked>,
     pub(super) release_due: bool,
-    /// Grows whenever what is served may have changed.
+    /// Grows whenever the served version may have changed.
     pub(super) revision: u64,
 }
 
@@ -70,7 +69,7 @@ impl Group {
         self.lineages.get_mut(model).and_then(Option::as_mut)
     }
 
-    /// Refuses what belongs to a superseded incarnation.
+    /// Refuses an identity of a superseded incarnation.
     pub(super) fn check_alive(&self, model: usize, identity: &Identity) -> Result<(), BarrierError> {
         match self.lineage(model) {
             Some(l) if l.incarnation > identity.incarnation => {
@@ -92,10 +91,10 @@ impl Group {
         let newest = lineage.newest();
         let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint != endpoint;
         if moved {
-            // The agent was restarted: what it was asked for at the old address must be asked again.
+            // The agent was restarted: orders that name its old address must be sent again.
             endpoint.clone_into(&mut lineage.endpoint);
         }
-        // Managers repeat what they announced last; that is nothing new to try.
+        // Managers repeat their last announcement, which gives no reason to try again.
         let newer = newest.is_none_or(|n| n < version) || moved;
         lineage.announce(version);
         self.consider(version);
@@ -114,7 +113,7 @@ impl Group {
         (0..self.models.len()).for_each(|model| self.press(model, ctx));
     }
 
-    /// A receiver joins with what its engines hold, per model index.
+    /// A receiver joins with the versions its engines hold, per model index.
     pub(super) fn join(
         &mut self,
         peer: Peer,
@@ -132,7 +131,7 @@ impl Group {
         self.advance(ctx);
     }
 
-    /// A receiver is gone. The caller advances the group when all who are gone at this moment are removed,
+    /// A receiver is gone. The caller removes all receivers that are gone at this moment before it advances the group,
     /// so that none of them counts for the others.
     pub(super) fn remove(&mut self, id: &ReceiverId) {
         let Some(member) = self.members.remove(id) else { return };
@@ -157,11 +156,8 @@ impl Group {
         let view = view!(self);
         let round = view.round.map(|(v, _)| v);
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let slot = member.slots.iter_mut().find(|s| s.model == model);
-        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
-        let Some((at, slot)) = open else {
-            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: got.clone() });
-        };
+        let open = open_ask(&mut member.slots, model, order);
+        let (slot, at) = open.ok_or_else(|| stale_order(id, order, got))?;
         let asked = slot.asked.get(at).and_then(|ask| view.identity(model, ask.version));
         let Some(asked) = asked else { return Ok(()) };
         if got.incarnation != asked.incarnation || got.version < asked.version {
@@ -174,7 +170,7 @@ impl Group {
         }
         slot.asked.swap_remove(at);
         let version = got.version;
-        // Another order for what has just come is answered by it; calling it off would drop the bytes.
+        // The arrived version also answers another order for it; abandoning that order would drop the bytes.
         slot.asked.retain(|ask| ask.version != got.version);
         slot.staged.insert(got.version);
         member.failing.went_well(Some(model));
@@ -185,7 +181,7 @@ impl Group {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity: asked, why });
         }
         if self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version)) {
-            // It is there after all: whoever did not find it is asked again.
+            // The version exists: receivers that did not find it are asked again.
             self.members.values_mut().for_each(|member| member.try_newer(ctx));
             self.reconsider(ctx);
         }
@@ -194,8 +190,8 @@ impl Group {
         Ok(())
     }
 
-    /// The agent does not show what a receiver was ordered to stage. That concerns everybody, so nobody is excused by it;
-    /// but whoever does not find what others have has failed like any other.
+    /// The agent does not show the version that a receiver was ordered to stage. That concerns all members, so it excuses
+    /// none; but if another member has the version, this is a failure like any other.
     pub(super) fn absent(
         &mut self,
         id: &ReceiverId,
@@ -206,11 +202,8 @@ impl Group {
     ) -> Result<(), BarrierError> {
         self.check_alive(model, identity)?;
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let slot = member.slots.iter_mut().find(|s| s.model == model);
-        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
-        let Some((at, slot)) = open else {
-            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
-        };
+        let open = open_ask(&mut member.slots, model, order);
+        let (slot, at) = open.ok_or_else(|| stale_order(id, order, identity))?;
         let version = slot.asked.swap_remove(at).version;
         let view = view!(self);
         let has =
@@ -226,7 +219,7 @@ impl Group {
                 }
                 let view = view!(self);
                 if let Some(member) = self.members.get_mut(id) {
-                    member.rest(Some(model), &view, ctx);
+                    member.back_off(Some(model), &view, ctx);
                 }
                 self.reconsider(ctx);
                 self.settle(id, ctx);
@@ -257,9 +250,7 @@ impl Group {
             let at = load.left.iter().position(|&i| slots.get(i).is_some_and(|s| s.model == model))?;
             Some((load, at))
         });
-        let Some((load, at)) = open else {
-            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: got.clone() });
-        };
+        let (load, at) = open.ok_or_else(|| stale_order(id, order, got))?;
         let version_fits = match self.mode {
             Mode::Strict => got.version == load.version,
             Mode::Relaxed => got.version >= load.version,
@@ -287,7 +278,7 @@ impl Group {
         Ok(())
     }
 
-    /// A receiver could not stage what it was ordered to.
+    /// A receiver could not stage the ordered version.
     pub(super) fn stage_failed(
         &mut self,
         id: &ReceiverId,
@@ -299,18 +290,15 @@ impl Group {
     ) -> Result<(), BarrierError> {
         self.check_alive(model, identity)?;
         let member = self.members.get_mut(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
-        let slot = member.slots.iter_mut().find(|s| s.model == model);
-        let open = slot.and_then(|s| Some((s.asked.iter().position(|a| a.order == order)?, s)));
-        let Some((at, slot)) = open else {
-            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
-        };
+        let open = open_ask(&mut member.slots, model, order);
+        let (slot, at) = open.ok_or_else(|| stale_order(id, order, identity))?;
         let version = slot.asked.swap_remove(at).version;
         self.lag(id, model, version, LagReason::Failed(reason), ctx);
         self.advance(ctx);
         Ok(())
     }
 
-    /// A receiver could not load one model of what it was ordered to.
+    /// A receiver could not load one model of the ordered version.
     pub(super) fn load_failed(
         &mut self,
         id: &ReceiverId,
@@ -323,14 +311,14 @@ impl Group {
         self.check_alive(model, identity)?;
         let member = self.members.get(id).ok_or_else(|| BarrierError::UnknownReceiver(id.clone()))?;
         if member.load.as_ref().is_none_or(|l| l.order != order) {
-            return Err(BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() });
+            return Err(stale_order(id, order, identity));
         }
         self.fence(id, FenceReason::LoadFailed { identity: identity.clone(), reason }, ctx);
         self.advance(ctx);
         Ok(())
     }
 
-    /// All who live have joined. The caller advances the group.
+    /// All running receivers have joined. The caller advances the group.
     pub(super) fn settled(&mut self, ctx: &mut Ctx<'_>) {
         self.settling = false;
         let view = view!(self);
@@ -343,14 +331,14 @@ impl Group {
     /// Deals with every deadline that has passed.
     pub(super) fn tick(&mut self, ctx: &mut Ctx<'_>) {
         let now = ctx.now;
-        let (mut lapsed, mut expired, mut rested) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut lapsed, mut expired, mut due) = (Vec::new(), Vec::new(), Vec::new());
         let view = view!(self);
         for (id, member) in &mut self.members {
             if let Some(load) = member.load.as_ref().filter(|l| l.until <= now) {
                 expired.push((id.clone(), load.version));
             }
             if member.retry_at.take_if(|at| *at <= now).is_some() {
-                rested.push(id.clone());
+                due.push(id.clone());
             }
             for slot in &mut member.slots {
                 for ask in slot.asked.extract_if(.., |ask| ask.until <= now) {
@@ -365,7 +353,7 @@ impl Group {
         for (id, version) in expired {
             self.fence(&id, FenceReason::LoadTimeout { version }, ctx);
         }
-        for id in rested {
+        for id in due {
             self.settle(&id, ctx);
         }
         self.release_due = true;
@@ -384,7 +372,7 @@ impl Group {
 
     // ---- lineages ---------------------------------------------------------------------------------
 
-    /// The first word of a new incarnation. Whatever it supersedes is void from here on, and so is what
+    /// The first notify of a new incarnation. The superseded lineage is void from here on, and so is the version that
     /// the group served: members must load the new lineage before they count.
     fn begin_lineage(&mut self, model: usize, incarnation: Incarnation, endpoint: &str, ctx: &mut Ctx<'_>) {
         if let (Some(old), Some(name)) = (self.lineage(model), self.models.get(model)) {
@@ -434,7 +422,7 @@ impl Group {
         }
     }
 
-    /// What a receiver has loaded was announced once, perhaps to a controller that has since restarted.
+    /// A version that a receiver has loaded was announced once, perhaps to an earlier controller.
     fn evidence(&mut self, model: usize, incarnation: Incarnation, version: Version) {
         if let Some(lineage) = self.lineage_mut(model).filter(|l| l.incarnation == incarnation) {
             lineage.announce(version);
@@ -442,7 +430,7 @@ impl Group {
         }
     }
 
-    /// What the agents show has changed.
+    /// The set of absent versions has changed.
     fn reconsider(&mut self, ctx: &mut Ctx<'_>) {
         self.find_common();
         (0..self.models.len()).for_each(|model| self.press(model, ctx));
@@ -501,7 +489,7 @@ impl Group {
 
     // ---- members ----------------------------------------------------------------------------------
 
-    /// A member did not stage `version`: nobody waits for it in this round, and it is asked again later.
+    /// A member did not stage `version`: this round does not wait for it, and it is asked again later.
     fn lag(&mut self, id: &ReceiverId, model: usize, version: Version, why: LagReason, ctx: &mut Ctx<'_>) {
         let view = view!(self);
         let identity = view.identity(model, version);
@@ -511,7 +499,7 @@ impl Group {
         if let Some(identity) = identity {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity, why });
         }
-        member.rest(Some(model), &view, ctx);
+        member.back_off(Some(model), &view, ctx);
         self.settle(id, ctx);
     }
 
@@ -532,7 +520,7 @@ impl Group {
         member.excused = true;
         let models = member.models(&view);
         ctx.out.push(Action::Fence { receiver: id.clone(), set: self.set.clone(), models, why });
-        member.rest(None, &view, ctx);
+        member.back_off(None, &view, ctx);
         if std::mem::take(&mut member.live) {
             member.out_since = ctx.now;
             self.live -= 1;
@@ -562,7 +550,7 @@ impl Group {
         member.counted = counted;
     }
 
-    /// While nobody is live everybody is required, so the last one's leaving concerns all.
+    /// While no member is live all are required, so the departure of the last live one concerns all.
     fn retally_if_none_live(&mut self) {
         if self.live == 0 {
             self.retally();
@@ -579,4 +567,15 @@ impl Group {
             member.counted = counted;
         }
     }
+}
+
+/// Finds the open `Stage` order of that number for `model`: its slot, and its index in `asked`.
+fn open_ask(slots: &mut [Slot], model: usize, order: Order) -> Option<(&mut Slot, usize)> {
+    let slot = slots.iter_mut().find(|s| s.model == model)?;
+    let at = slot.asked.iter().position(|a| a.order == order)?;
+    Some((slot, at))
+}
+
+fn stale_order(id: &ReceiverId, order: Order, identity: &Identity) -> BarrierError {
+    BarrierError::StaleOrder { receiver: id.clone(), order, identity: identity.clone() }
 }

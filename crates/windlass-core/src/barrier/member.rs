@@ -1,4 +1,4 @@
-//! One receiver's place in one group: what it holds, what it was asked for, and what to ask next.
+//! One receiver in one group: the versions it holds, its open orders, and its next orders.
 //!
 //! A member knows nothing of the other members. It looks at the group through a [`View`] and decides for
 //! itself which orders it needs next ([`Member::pursue`]).
@@ -7,11 +7,12 @@ use std::collections::BTreeSet;
 
 use crate::backoff::{Backoff, Span};
 use crate::barrier::config::Limits;
-use crate::barrier::types::{Action, Millis, Order, Peer, Phase, SetName};
+use crate::barrier::name::SetName;
+use crate::barrier::types::{Action, Millis, Order, Peer, Phase};
 use crate::digest::splitmix;
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
-/// What one call of the barrier carries along: the time, the limits, and where its effects go.
+/// The context of one call of the barrier: the time, the limits, and where its effects go.
 pub(super) struct Ctx<'a> {
     pub(super) now: Millis,
     pub(super) limits: &'a Limits,
@@ -21,7 +22,7 @@ pub(super) struct Ctx<'a> {
 }
 
 impl Ctx<'_> {
-    /// A deadline this far from now, remembered so that the caller is told to come back for it.
+    /// A deadline this far from now; [`Barrier::next_deadline`](super::Barrier::next_deadline) will include it.
     pub(super) fn deadline(&mut self, span: Millis) -> Millis {
         let at = self.now.saturating_add(span);
         *self.wake = Some(self.wake.map_or(at, |w| w.min(at)));
@@ -34,7 +35,7 @@ impl Ctx<'_> {
     }
 }
 
-/// One life of one model's publisher, as far as it has been announced.
+/// One incarnation of one model's publisher, and the versions it has announced.
 #[derive(Debug)]
 pub(super) struct Lineage {
     pub(super) incarnation: Incarnation,
@@ -47,7 +48,7 @@ pub(super) struct Lineage {
     pub(super) low: Version,
     /// The trainer has been told to wait.
     pub(super) pressed: bool,
-    /// What was last released.
+    /// The version last released.
     pub(super) released: Option<Version>,
 }
 
@@ -86,7 +87,7 @@ impl Lineage {
     }
 }
 
-/// What a member sees of its group.
+/// A member's view of its group.
 #[derive(Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) set: &'a SetName,
@@ -107,7 +108,7 @@ impl<'a> View<'a> {
         Some(Identity { model_id: model_id.clone(), incarnation: lineage.incarnation, version })
     }
 
-    /// The version everybody should bring to their receiver first.
+    /// The version that every member stages first.
     fn base(&self) -> Option<Version> {
         self.round.map(|(v, _)| v).or(self.service)
     }
@@ -124,7 +125,7 @@ impl<'a> View<'a> {
 
 /// An open `Stage` order.
 #[derive(Debug)]
-pub(super) struct Ask {
+pub(super) struct StageOrder {
     pub(super) order: Order,
     pub(super) version: Version,
     pub(super) until: Millis,
@@ -132,7 +133,7 @@ pub(super) struct Ask {
 
 /// An open `Load` order. `left` lists the slots that have not answered.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct LoadOrder {
     pub(super) order: Order,
     pub(super) version: Version,
     pub(super) until: Millis,
@@ -144,16 +145,16 @@ pub(super) struct Load {
 pub(super) struct Slot {
     /// Index into the group's models.
     pub(super) model: usize,
-    /// What the engines hold for certain.
+    /// The version the engines are known to hold.
     pub(super) loaded: Option<(Incarnation, Version)>,
     pub(super) staged: BTreeSet<Version>,
-    pub(super) asked: Vec<Ask>,
+    pub(super) asked: Vec<StageOrder>,
     /// Versions up to this one can no longer be staged here: the sender gave something newer.
     pub(super) gone: Option<Version>,
 }
 
 impl Slot {
-    /// What the engines hold of the lineage that counts.
+    /// The version the engines hold of the current lineage.
     pub(super) fn at(&self, view: &View<'_>) -> Option<Version> {
         let (incarnation, version) = self.loaded?;
         (view.lineage(self.model)?.incarnation == incarnation).then_some(version)
@@ -167,7 +168,7 @@ impl Slot {
     }
 }
 
-/// What a member contributes to its group's tally.
+/// A member's share of its group's tally.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counted {
     /// Required and not done.
@@ -203,8 +204,8 @@ pub(super) struct Member {
     pub(super) peer: Peer,
     pub(super) slots: Vec<Slot>,
     pub(super) live: bool,
-    pub(super) load: Option<Load>,
-    /// Failed, expired or overtaken in this round: nobody waits for it.
+    pub(super) load: Option<LoadOrder>,
+    /// It failed, expired or was overtaken in this round: the round does not wait for it.
     pub(super) excused: bool,
     /// Not asked for anything before then.
     pub(super) retry_at: Option<Millis>,
@@ -268,30 +269,30 @@ impl Member {
         })
     }
 
-    /// It failed to stage `of`, or to load: it is left alone, for longer each time. Says by how much, if that has changed.
-    pub(super) fn rest(&mut self, of: Option<usize>, view: &View<'_>, ctx: &mut Ctx<'_>) {
+    /// It failed to stage `of`, or to load: the barrier backs off, longer each time, and reports a longer delay.
+    pub(super) fn back_off(&mut self, of: Option<usize>, view: &View<'_>, ctx: &mut Ctx<'_>) {
         self.failing.of = of;
-        // What else it was asked for fails with it, and is no failure more.
+        // Its other open orders fail with it and do not count as further failures.
         if self.retry_at.is_some() {
             return;
         }
         let span = Span { first_ms: ctx.limits.retry_ms, cap_ms: ctx.limits.retry_cap_ms };
         let name = self.peer.receiver.as_str().bytes();
         let salt = name.fold(ctx.now, |salt, byte| splitmix(salt ^ u64::from(byte)));
-        let rest = self.failing.backoff.failed(span, salt);
-        self.failing.newer_at = ctx.deadline(span.first_ms.min(rest.ms));
-        self.retry_at = Some(ctx.deadline(rest.ms));
-        if rest.longer && rest.failures > 1 {
-            ctx.out.push(Action::Resting {
+        let delay = self.failing.backoff.failed(span, salt);
+        self.failing.newer_at = ctx.deadline(span.first_ms.min(delay.ms));
+        self.retry_at = Some(ctx.deadline(delay.ms));
+        if delay.longer && delay.failures > 1 {
+            ctx.out.push(Action::BackingOff {
                 receiver: self.peer.receiver.clone(),
                 set: view.set.clone(),
-                failures: rest.failures,
-                rest_ms: rest.ms,
+                failures: delay.failures,
+                delay_ms: delay.ms,
             });
         }
     }
 
-    /// There is something newer than what failed: it is tried soon, as after the first failure.
+    /// A newer version than the failed one is there: it is tried soon, as after the first failure.
     pub(super) fn try_newer(&mut self, ctx: &mut Ctx<'_>) {
         self.failing.backoff.reset();
         if let Some(at) = self.retry_at {
@@ -300,7 +301,7 @@ impl Member {
         }
     }
 
-    /// Gives every order that it is due and has not been given.
+    /// Sends every order that is due.
     pub(super) fn pursue(&mut self, view: &View<'_>, ctx: &mut Ctx<'_>) {
         if let Some(version) = view.permitted()
             && self.uniform(view) != Some(version)
@@ -317,7 +318,7 @@ impl Member {
         let identities = self.slots.iter().filter_map(|s| view.identity(s.model, version)).collect();
         let order = ctx.order();
         let left = (0..self.slots.len()).collect();
-        self.load = Some(Load { order, version, until: ctx.deadline(ctx.limits.load_ms), left });
+        self.load = Some(LoadOrder { order, version, until: ctx.deadline(ctx.limits.load_ms), left });
         ctx.out.push(Action::Load { to: self.peer.clone(), order, set: view.set.clone(), identities });
     }
 
@@ -334,10 +335,10 @@ impl Member {
             let mut wanted: Vec<Version> = base.into_iter().chain(ahead).collect();
             let has = |v: &Version| slot.staged.contains(v) || slot.at(view) >= Some(*v);
             if wanted.iter().all(has) {
-                // What the agent did not show may be there by now.
+                // The agent may show by now what it lacked before.
                 wanted.extend(lineage.absent.last());
             } else {
-                // Whoever waits for that is not free for what is there.
+                // A receiver that waits for an absent version cannot stage the versions that are there.
                 for ask in slot.asked.extract_if(.., |ask| lineage.absent.contains(&ask.version)) {
                     abandon(&self.peer, ask.order, Some(identity(ask.version)), ctx);
                 }
@@ -347,7 +348,7 @@ impl Member {
                     continue;
                 }
                 let order = ctx.order();
-                slot.asked.push(Ask { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
+                slot.asked.push(StageOrder { order, version, until: ctx.deadline(ctx.limits.stage_ms) });
                 ctx.out.push(Action::Stage {
                     to: self.peer.clone(),
                     order,
@@ -358,7 +359,7 @@ impl Member {
         }
     }
 
-    /// Drops what was asked for or staged below `version`, except `keep`.
+    /// Drops orders and staged versions below `version`, except `keep`.
     pub(super) fn forget_below(
         &mut self,
         version: Version,
@@ -393,9 +394,9 @@ impl Member {
         }
     }
 
-    /// The open load no longer counts. What its unanswered models hold is unknown from here on, so only a
+    /// The open load no longer counts. The state of its unanswered models is unknown from here on, so only a
     /// later load, with a greater order, makes the member whole again. Returns the version it was of.
-    pub(super) fn void_load(&mut self) -> Option<Load> {
+    pub(super) fn void_load(&mut self) -> Option<LoadOrder> {
         let load = self.load.take()?;
         for &i in &load.left {
             if let Some(slot) = self.slots.get_mut(i) {
@@ -421,7 +422,7 @@ pub(super) fn abandon(peer: &Peer, order: Order, identity: Option<Identity>, ctx
     }
 }
 
-/// What the members of a group see of it, borrowing only the fields that they need.
+/// The view that members have of a group, borrowing only the fields that they need.
 macro_rules! view {
     ($group:expr) => {
         $crate::barrier::member::View {

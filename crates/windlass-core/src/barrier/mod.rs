@@ -1,12 +1,12 @@
-//! Who may load which version when.
+//! Decides which receiver may load which version, and when.
 //!
-//! The controller's heart as a state machine: [`Barrier::step`] takes one [`Event`] and the time and returns
+//! The core of the controller as a state machine: [`Barrier::step`] takes one [`Event`] and the time and returns
 //! [`Action`]s; [`Barrier::tick`] takes only the time. It owns the version barrier of every model set, the
-//! pool of receivers and what each of them holds, the service version and those who wait for it. The
-//! controller calls it and carries out the actions. It must not know clocks, sockets or threads, and it never
-//! learns anything but from an event, so every interleaving can be tried by a test.
+//! pool of receivers and the versions they hold, the service version, and the open waits. The controller calls it and
+//! carries out the actions. It must not know clocks, sockets or threads. Events are its only input, so a test can try every
+//! interleaving.
 //!
-//! # Words
+//! # Terms
 //!
 //! A *set* is a list of models that are served together (actor and verifier). Sets are independent. A
 //! *member* is a receiver that has joined, seen from one set; it is *live* when it may serve the set. A
@@ -25,97 +25,99 @@
 //! ```
 //!
 //! **Target.** A version can be loaded when every model of the set has announced exactly that version. A
-//! round opens for the highest such version above what is served. Receivers are told to stage a version as
+//! round opens for the highest such version above the served one. The barrier orders receivers to stage a version as
 //! soon as its own model announces it, up to `max_ahead` versions past the round, because models are seldom
-//! equally fast; staged versions queue at the receiver.
+//! equally fast. Staged versions queue at the receiver.
 //!
-//! **Newer versions.** A round gives way to a newer common version only while nobody is ready for its own,
-//! and at most `max_ahead` times in a row; what it leaves is skipped and abandoned. Once somebody is ready,
-//! the round is carried through, or trainers that are faster than the slowest receiver would be chased for
-//! ever, unless nobody is left to wait for and those who are ready are too few. A load that has begun is finished first. A round that is past its deadline gives way as soon as no
-//! load is open. Then the newest common version is next, and those between are skipped. Within an
-//! incarnation nothing goes back: versions below one of which a load has begun are never loaded again.
+//! **Newer versions.** While no member is ready for its version, a round gives way to a newer common version, at most
+//! `max_ahead` times in a row. The older version is skipped and its orders are abandoned. Once a member is ready, the round
+//! is carried through; otherwise trainers that are faster than the slowest receiver would move the target for ever. The
+//! exception: if the ready members are too few and no other can become ready, the round gives way. A load that has begun is
+//! finished first. A round that is past its deadline gives way as soon as no load is open. The newest common version is
+//! next, and the versions between are skipped. Within an incarnation nothing goes back: once a load of a version has begun,
+//! no lower version is loaded again.
 //!
 //! **Required.** With [`Required::All`] the round waits for every live member; while none is live (at the
 //! start, or after an incarnation change), for every member. A member is *excused* from a round when its
-//! staging fails, runs past its deadline or brings something newer, when its load fails or expires, and when
-//! it has passed the version already. With a quorum the round waits for so many members, live or not, and
-//! for nobody in particular. In any case at least `floor` members must be ready, and among them one for each
-//! model; until then nothing moves, and [`Action::Stalled`] says what is missing. With no receivers at all,
-//! nothing is served and gates run into their deadlines.
+//! staging fails, exceeds its deadline or brings a newer version, when its load fails or expires, and when
+//! it has already passed the version. With a quorum the round waits for that many members, live or not. In any case at
+//! least `floor` members must be ready, and among them one for each model. Until then nothing moves, and
+//! [`Action::Stalled`] names what is missing. Without receivers nothing is served and gates time out.
 //!
 //! **Live.** A member is live exactly while every model it serves has loaded one and the same version of the
-//! lineages that count, and that version is not below what is served (a load under way does not change it).
-//! So a receiver whose staging fails stays live until the others move on; one whose load fails, or runs past
-//! its deadline, is fenced at once; one that lags is fenced when the others have moved on. All of them, and
-//! those who join, come back in the same way: stage, load, [`Action::GoLive`]. Nobody waits for them.
+//! current lineages, and that version is not below the served one (a load under way does not change it).
+//! So a receiver whose staging fails stays live until the others move on. A receiver whose load fails, or exceeds
+//! its deadline, is fenced at once. A receiver that lags is fenced when the others have moved on. All of them, and
+//! new members, return in the same way: stage, load, [`Action::GoLive`]. No round waits for them.
 //!
-//! **Failures.** A receiver that failed is left alone for `retry_ms`, and after each further failure in a row twice as
-//! long, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging what failed makes up
-//! for a failed stage, a load for everything; and whatever is announced that is newer is tried as after a first failure.
+//! **Failures.** After a failure the barrier sends the receiver no order for `retry_ms`. The delay doubles with each further
+//! failure in a row, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging the same
+//! model resets a failed stage, a load resets everything, and a newer announced version is tried as after a first failure.
 //!
-//! **What no agent shows.** A trainer is not believed about a version that its agent does not show ([`Event::Absent`]), unless
-//! a receiver has it. Its round ends, and any other version may be served, also a lower one, for no load of it has begun.
-//! While there is nothing else to do it is asked for again, and to announce or to find it ends the doubt.
-//! [`Blocked::Absent`] and [`Action::Absent`] say so.
+//! **Absent versions.** If the agent does not show a version that its trainer announced ([`Event::Absent`]), and no receiver
+//! has it, the version does not count as announced. Its round ends, and any other version may be served, including a lower
+//! one, because no load of it has begun. While the receivers have nothing else to stage they ask for it again. When the
+//! trainer announces it again, or a receiver finds it, it counts again. [`Blocked::Absent`] and [`Action::Absent`] report it.
 //!
-//! **Relaxed** sets have one such round per model, without the first phase: whoever has staged loads. What
-//! the set serves is the lowest of its models' versions.
+//! **Relaxed** sets have one such round per model, without the first phase: each receiver loads what it has staged. The
+//! set serves the lowest of its models' versions.
 //!
 //! # Incarnations
 //!
 //! The first notify of a newer incarnation voids everything of the older one: staged versions, open orders,
-//! and what engines have loaded of it. The set serves nothing (`service_version` is `None`), all its members
+//! and the versions that engines have loaded. The set serves nothing (`service_version` is `None`), all its members
 //! are fenced, and the set starts over, possibly at a lower version. Models of the set that were not resumed
-//! keep their lineage and do not go back in it, so the resumed one must first reach what they have loaded;
-//! [`Blocked::NoCommonVersion`] says so. Waits on behalf of the dead incarnation fail; waits without a
+//! keep their lineage and do not go back in it, so the resumed model must first reach the version they have loaded;
+//! [`Blocked::NoCommonVersion`] reports this. Waits of the superseded incarnation fail; waits without a
 //! lineage follow the new one.
 //!
-//! # What is believed
+//! # Trust
 //!
-//! A receiver is believed about itself, and only in its present session and about orders that are open: an
+//! The barrier believes a receiver about itself, only in its present session and only about open orders. An
 //! order is closed by its answer, its deadline, [`Action::Abandon`], an incarnation change or a new session.
-//! A load whose outcome is unknown leaves the engines' state unknown, and only a later order can mend that.
-//! What a receiver has when it joins counts as announced in a lineage that a trainer has confirmed: this is
-//! how a restarted controller, which knows nothing, finds its way back from joins and the next notifies.
+//! A load with an unknown outcome leaves the engines' state unknown until a later order succeeds.
+//! The versions that a receiver has when it joins count as announced in a lineage that a trainer has confirmed. From these
+//! joins and the next notifies a restarted controller rebuilds its state.
 //!
-//! **A new barrier** does not know who is there. Receivers that outlived the one before it come back within
-//! `settle_ms` of its first call ([`Limits::rejoin_ms`] is what they are told). Until then versions are staged, but no
-//! load begins, nothing is served and no gate opens, for the rules above speak of members: with some of them missing
-//! they would be kept by the letter only. [`Blocked::Settling`] says so.
+//! **A new barrier** does not know the receivers. Receivers that outlived its predecessor join again within
+//! `settle_ms` of its first call ([`Limits::rejoin_ms`] bounds their delay). Until then versions are staged, but no
+//! load begins, nothing is served and no gate opens, because the rules above speak of members and some members are still
+//! missing. [`Blocked::Settling`] reports this.
 //!
 //! # Invariants
 //!
-//! Each is proved by the tests named at the end of this file.
+//! The tests at the end of this file prove them.
 //!
-//! - B-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
-//!   its models, and every model of the set has announced it. A load order names the whole set. Receivers that outlived
-//!   an earlier barrier are waited for as long as they take to join.
-//! - B-2 (C72) No live member that serves has a mix of versions of a strict set.
-//! - B-3 (C74) What is served advances only when the required members have loaded it, at least `floor` of
-//!   them, and each model has one. A gate opens exactly when what it waits for is served.
-//! - B-4 (C77) Nobody is live before it has loaded what is served; who has loaded one model and failed another
-//!   is out at once.
-//! - B-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
-//! - B-6 Within an incarnation neither a receiver nor what is served goes back.
-//! - B-7 (C83) Who joins, leaves, fails, lags or dies holds the others up until a deadline at most.
-//! - B-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
-//! - B-9 If receivers answer, the newest common version that its agents show is served in the end, and all are live. One
-//!   that was announced falsely holds up nothing for ever, and is named.
-//! - B-10 (W-9) A stale word (session, order, incarnation) changes nothing and is refused by name.
-//! - B-11 (C72) A trainer more than `max_ahead` versions ahead of what is served is told to wait, unless another model of
-//!   its set is at a newer version, which only it can reach; history is
-//!   released when no member has a claim on it, or its claim has expired.
-//! - B-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
+//! - BARRIER-1 (C72) In a strict set no load of a version begins before every required member has staged it for all
+//!   its models, and every model of the set has announced it. A load order names the whole set. A new barrier waits for
+//!   receivers that outlived its predecessor.
+//! - BARRIER-2 (C72) No live member that serves has a mix of versions of a strict set.
+//! - BARRIER-3 (C74) The served version advances only when the required members have loaded it, at least `floor` of
+//!   them, and each model has one. A gate opens exactly when the version it waits for is served.
+//! - BARRIER-4 (C77) No member is live before it has loaded the served version; a member that has loaded one model and
+//!   failed another is fenced at once.
+//! - BARRIER-5 (C95) Nothing of a superseded incarnation is staged, loaded, counted, served or waited for.
+//! - BARRIER-6 Within an incarnation neither a receiver nor the served version goes back.
+//! - BARRIER-7 (C83) A receiver that joins, leaves, fails, lags or dies delays the others until a deadline at most.
+//! - BARRIER-8 (W-7) Every order, round, wait and silence has a deadline, and every wait exactly one answer.
+//! - BARRIER-9 If receivers answer, the set eventually serves the newest common version that its agents show, and all
+//!   members are live. A falsely announced version is named and blocks nothing for ever.
+//! - BARRIER-10 (W-9) A stale message (session, order, incarnation) changes nothing and is refused by name.
+//! - BARRIER-11 (C72) A trainer more than `max_ahead` versions ahead of the served one is told to wait, unless another model
+//!   of its set is at a newer version, which only it can reach. History is released when no member has a claim on it, or
+//!   the claim has expired.
+//! - BARRIER-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
 //!   becomes none. Failures name the receiver.
-//! - B-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was asked for.
+//! - BARRIER-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was requested.
 
 mod config;
 mod error;
 mod group;
 mod member;
+mod name;
 mod round;
 mod snapshot;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -126,13 +128,14 @@ use std::ops::Range;
 
 pub use config::{Config, Limits, Mode, Required, SetConfig};
 pub use error::BarrierError;
+pub use name::{NameError, ReceiverId, SetName};
 pub use snapshot::{
     Awaited, GroupSnapshot, MemberSnapshot, ModelSnapshot, ReceiverSnapshot, RoundSnapshot, SetSnapshot,
     SlotSnapshot, Snapshot, WaitSnapshot,
 };
 pub use types::{
     Action, Blocked, Event, EvictReason, FenceReason, GateFailure, LagReason, Millis, NotifyOutcome, Order,
-    Peer, Phase, ReceiverId, Served, SetName, SyncNotify, WaitId,
+    Peer, Phase, Served, SyncNotify, WaitId,
 };
 
 use crate::identity::{Identity, Incarnation, ModelId, Version};
@@ -147,7 +150,6 @@ const MAX_REASON: usize = 1000;
 
 #[derive(Debug)]
 struct Set {
-    /// Where its groups are.
     groups: Range<usize>,
     served: Option<Served>,
     /// The sum of the groups' revisions that `served` was made from.
@@ -161,15 +163,15 @@ struct Receiver {
     groups: Vec<usize>,
 }
 
-/// Where a model is kept track of.
+/// The position of a model.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct ModelIndex {
     set: usize,
     group: usize,
     model: usize,
 }
 
-/// The version barrier of all sets. See the module's documentation.
+/// The version barrier of all sets.
 #[derive(Debug)]
 pub struct Barrier {
     config: Config,
@@ -177,9 +179,9 @@ pub struct Barrier {
     sets: Vec<Set>,
     set_names: HashMap<SetName, usize>,
     groups: Vec<Group>,
-    models: HashMap<ModelId, Place>,
+    models: HashMap<ModelId, ModelIndex>,
     receivers: BTreeMap<ReceiverId, Receiver>,
-    /// The last sessions of receivers that are gone, so that an echo of their join does not revive them.
+    /// The last sessions of receivers that are gone, so that a repeated join does not revive them.
     spent: VecDeque<(ReceiverId, u64)>,
     waits: Waits,
     /// How much of [`Limits::settle_ms`] is left, and until when it was counted.
@@ -205,7 +207,7 @@ macro_rules! ctx {
 }
 
 impl Barrier {
-    /// A barrier that has heard of nobody yet.
+    /// A barrier without members.
     pub fn new(config: Config) -> Result<Barrier, BarrierError> {
         config.validate()?;
         let mut barrier = Barrier::without_sets(config.limits)?;
@@ -215,7 +217,7 @@ impl Barrier {
         Ok(barrier)
     }
 
-    /// A barrier whose sets all come by [`Barrier::add_set`], as models turn up.
+    /// A barrier whose sets are all added later, by [`Barrier::add_set`].
     pub fn without_sets(limits: Limits) -> Result<Barrier, BarrierError> {
         limits.validate()?;
         Ok(Barrier {
@@ -236,8 +238,8 @@ impl Barrier {
         })
     }
 
-    /// Adds a set of models that no other set has. Receivers that are members already serve none of them until they
-    /// join again. One that is refused changes nothing.
+    /// Adds a set of models that no other set has. Present members serve none of them until they
+    /// join again. A refused set changes nothing.
     pub fn add_set(&mut self, set: SetConfig) -> Result<(), BarrierError> {
         set.validate()?;
         if self.set_names.contains_key(&set.name) {
@@ -262,7 +264,7 @@ impl Barrier {
         }
         for (group, g) in self.groups.iter().enumerate().skip(first) {
             for (model, id) in g.models.iter().enumerate() {
-                self.models.insert(id.clone(), Place { set: index, group, model });
+                self.models.insert(id.clone(), ModelIndex { set: index, group, model });
             }
         }
         self.set_names.insert(set.name.clone(), index);
@@ -271,10 +273,10 @@ impl Barrier {
         self.config.sets.push(set);
     }
 
-    /// Takes in one event and says what to do about it.
+    /// Handles one event and returns the actions to carry out.
     ///
-    /// Deadlines that have passed by `now` are dealt with first. An event that is refused changes nothing
-    /// (save that its sender is known to be alive); what was due before it comes with the next call, and
+    /// Deadlines that have passed by `now` are handled first. A refused event changes nothing, except that its sender
+    /// counts as alive. Actions that were due before it come with the next call, and
     /// [`Barrier::next_deadline`] asks for that call at once.
     pub fn step(&mut self, now: Millis, event: Event) -> Result<Vec<Action>, BarrierError> {
         let mut out = self.due(now);
@@ -287,18 +289,17 @@ impl Barrier {
         }
     }
 
-    /// Deals with every deadline that has passed by `now`. Calling it early or often is harmless.
+    /// Handles every deadline that has passed by `now`. Calling it early or often is harmless.
     pub fn tick(&mut self, now: Millis) -> Vec<Action> {
         self.due(now)
     }
 
-    /// When [`Barrier::tick`] must be called at the latest, if no event comes before. It may turn out that
-    /// nothing was due then.
+    /// The latest time for the next call of [`Barrier::tick`], if no event comes before. Possibly nothing is due then.
     pub fn next_deadline(&self) -> Option<Millis> {
         if self.pending.is_empty() { self.wake } else { Some(self.now) }
     }
 
-    /// What a set serves; `None` before its first load and after an incarnation change.
+    /// The served version of a set; `None` before its first load and after an incarnation change.
     pub fn service_version(&self, set: &SetName) -> Result<Option<&Served>, BarrierError> {
         let index = self.set_names.get(set).ok_or_else(|| self.unknown_set(set))?;
         Ok(self.sets.get(*index).and_then(|s| s.served.as_ref()))
@@ -309,7 +310,6 @@ impl Barrier {
         self.config.sets.iter().map(|s| &s.name)
     }
 
-    /// The set of a model.
     pub fn set_of(&self, model: &ModelId) -> Result<&SetName, BarrierError> {
         let set = self.place(model)?.set;
         let name = self.config.sets.get(set).map(|s| &s.name);
@@ -331,7 +331,6 @@ impl Barrier {
         Ok(set_blocked(&self.sets, &self.groups, *index))
     }
 
-    /// Everything there is to see.
     pub fn snapshot(&self) -> Snapshot {
         let sets = self.config.sets.iter().zip(&self.sets).map(|(config, set)| SetSnapshot {
             set: config.name.clone(),
@@ -402,7 +401,7 @@ impl Barrier {
 
     // ---- trainers ---------------------------------------------------------------------------------
 
-    fn place(&self, model: &ModelId) -> Result<Place, BarrierError> {
+    fn place(&self, model: &ModelId) -> Result<ModelIndex, BarrierError> {
         self.models.get(model).copied().ok_or_else(|| self.unknown_model(model))
     }
 
@@ -428,7 +427,7 @@ impl Barrier {
         if let Some(sync) = &sync {
             self.waits.check(sync.id, self.config.limits.max_waits)?;
         }
-        // Last: whoever adds a set for an unknown model does not do so for a notify that is refused anyway.
+        // Checked last: a caller that adds a set for an unknown model does not do so for a notify that is refused anyway.
         let place = self.place(&identity.model_id)?;
         let Some(group) = self.groups.get_mut(place.group) else { return Ok(()) };
         group.check_alive(place.model, identity)?;
@@ -448,7 +447,7 @@ impl Barrier {
 
     // ---- receivers --------------------------------------------------------------------------------
 
-    /// Checks that a message comes from the present life of a member, and notes that it is alive.
+    /// Checks that a message comes from the current session of a member, and notes that the member is alive.
     fn hear(&mut self, peer: &Peer) -> Result<(), BarrierError> {
         let known = self.receivers.get_mut(&peer.receiver);
         let known = known.ok_or_else(|| BarrierError::UnknownReceiver(peer.receiver.clone()))?;
@@ -468,7 +467,7 @@ impl Barrier {
     ) -> Result<(), BarrierError> {
         let id = peer.receiver.clone();
         match self.receivers.get(&id) {
-            // An echo of the join that made it a member says no more than a heartbeat.
+            // A repeated join of the current session counts as a heartbeat.
             Some(known) if known.session == peer.session => return self.hear(&peer),
             Some(known) if known.session > peer.session => return Err(stale_session(&peer, known.session)),
             Some(_) => {}
@@ -501,7 +500,7 @@ impl Barrier {
         Ok(())
     }
 
-    /// Sorts a join's models and what it has by group.
+    /// Sorts the models of a join, and the versions it has, by group.
     fn check_join(
         &self,
         id: &ReceiverId,
@@ -534,7 +533,7 @@ impl Barrier {
         Ok(slots)
     }
 
-    /// Takes a receiver out of everything. The groups it was in are to be advanced afterwards.
+    /// Removes a receiver from all its groups. The caller advances the groups afterwards.
     fn evict(&mut self, id: &ReceiverId, why: EvictReason, out: &mut Vec<Action>) {
         let Some(gone) = self.receivers.remove(id) else { return };
         self.spent.push_back((id.clone(), gone.session));
@@ -631,7 +630,7 @@ impl Barrier {
         (0..self.sets.len()).for_each(|set| self.publish(set, out));
     }
 
-    /// Tells the world when what a set serves has changed.
+    /// Reports a change of the served version of a set.
     fn publish(&mut self, index: usize, out: &mut Vec<Action>) {
         let Some(set) = self.sets.get_mut(index) else { return };
         let groups = self.groups.get(set.groups.clone()).unwrap_or_default();
@@ -651,7 +650,7 @@ impl Barrier {
         self.answer_waits(index, out);
     }
 
-    /// Whatever is due by `now`, and what an earlier refusal left behind.
+    /// All actions due by `now`, and those left over from an earlier refusal.
     fn due(&mut self, now: Millis) -> Vec<Action> {
         self.now = self.now.max(now);
         let mut out = std::mem::take(&mut self.pending);
@@ -682,9 +681,9 @@ impl Barrier {
         out
     }
 
-    /// Counts the time in which the roster settles. Answers whether it has just ended.
+    /// Counts down `settle_ms`. Returns whether it has just ended.
     ///
-    /// One call counts for a stride at most: of time that the controller slept through, nobody could make use to join.
+    /// One call counts for a stride at most: while the controller slept, no receiver could join.
     fn settle(&mut self) -> bool {
         let passed = self.counted.replace(self.now).map_or(0, |then| self.now - then);
         if self.unsettled == 0 {
@@ -705,14 +704,14 @@ impl Barrier {
     }
 }
 
-/// A member's models in one group, and what its engines hold of each.
+/// A member's models in one group, and the version its engines hold of each.
 type Slots = Vec<(usize, Option<(Incarnation, Version)>)>;
 
 fn stale_session(peer: &Peer, known: u64) -> BarrierError {
     BarrierError::StaleSession { receiver: peer.receiver.clone(), got: peer.session, known }
 }
 
-/// What a set serves: as much as its slowest group.
+/// The served version of a set: that of its slowest group.
 fn served(groups: &[Group]) -> Option<Served> {
     let mut served = Served { version: Version::MAX, identities: Vec::new() };
     for group in groups {
@@ -726,7 +725,7 @@ fn served(groups: &[Group]) -> Option<Served> {
     Some(served)
 }
 
-/// What holds a set up: the first of its groups that is not up to date. If all are, the relaxed models that
+/// What blocks a set: the first of its groups that is not up to date. If all are, the relaxed models that
 /// serve less than another one.
 fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
     let groups = sets.get(set).and_then(|s| groups.get(s.groups.clone())).unwrap_or_default();
@@ -742,48 +741,48 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
     }
 }
 
-// The tests that prove the invariants, beside `no_interleaving_breaks_the_barrier`, which judges B-1 to B-11
+// The tests that prove the invariants, besides `no_interleaving_breaks_the_barrier`, which checks BARRIER-1 to BARRIER-11
 // in random interleavings (and `random_interleavings_reach_what_they_are_meant_to_test`):
 //
-// B-1  strict_barrier_loads_nothing_before_everyone_has_staged_both_models,
+// BARRIER-1  strict_barrier_loads_nothing_before_all_receivers_have_staged_both_models,
 //      relaxed_set_loads_each_model_as_it_comes, sets_are_independent_of_each_other,
 //      new_barrier_neither_loads_nor_serves_before_its_roster_has_settled,
 //      time_that_the_controller_slept_through_does_not_settle_the_roster
-// B-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
+// BARRIER-2  failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up,
 //      loading_another_version_than_ordered_is_a_failed_load
-// B-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
+// BARRIER-3  service_version_advances_and_gates_open_only_when_the_last_required_receiver_has_loaded,
 //      quorum_does_not_wait_and_laggards_are_out_until_they_have_loaded,
 //      percentage_quorum_counts_all_members_rounded_up, below_the_floor_nothing_advances_and_it_is_reported,
 //      model_that_no_ready_receiver_serves_holds_the_set_up,
 //      receivers_that_fall_silent_together_do_not_vouch_for_each_other
-// B-4  joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it,
+// BARRIER-4  joining_receiver_catches_up_before_it_is_live_without_delaying_others,
 //      failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up
-// B-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
-// B-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
-//      newer_announcements_skip_versions_that_nobody_has_staged
-// B-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
+// BARRIER-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
+// BARRIER-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
+//      newer_announcements_skip_versions_that_no_receiver_has_staged
+// BARRIER-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
 //      load_that_runs_past_its_deadline_fences_the_receiver,
 //      failed_staging_excuses_the_receiver_but_leaves_it_live_until_others_move_on,
 //      receiver_that_got_a_newer_version_waits_for_the_others_there,
-//      receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap, success_lets_the_rests_begin_anew,
+//      receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap, success_resets_the_backoff,
 //      staging_does_not_make_up_for_loads_that_fail
-// B-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
+// BARRIER-8  without_receivers_the_gate_waits_until_its_deadline_and_says_why,
 //      waits_are_bounded_unique_and_cancellable, refused_event_does_not_swallow_what_was_due_before_it,
 //      time_that_steps_back_is_not_believed
-// B-9  round_that_nobody_can_make_ready_gives_way_at_once,
-//      version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever,
+// BARRIER-9  round_that_no_receiver_can_make_ready_gives_way_at_once,
+//      staged_version_is_loaded_before_newer_ones_so_that_rounds_end,
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify,
 //      version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones,
 //      version_that_is_shown_late_is_loaded_after_all
-// B-10 words_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
-//      malformed_words_are_refused_by_name
-// B-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
+// BARRIER-10 messages_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
+//      malformed_messages_are_refused_by_name
+// BARRIER-11 trainer_that_runs_ahead_is_told_to_wait_and_later_to_go_on,
 //      history_is_released_only_when_no_receiver_has_a_claim_on_it,
 //      claim_on_history_expires_when_its_holder_has_been_out_of_the_pool_for_too_long
-// B-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
+// BARRIER-12 three_hundred_receivers_of_eight_models_take_one_order_each_per_model,
 //      sender_that_moved_is_asked_at_its_new_address_without_losing_what_is_staged,
 //      staged_bytes_are_not_abandoned_when_another_order_for_them_is_open
-// B-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
+// BARRIER-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
 //      eval_that_never_ends_is_given_up_at_its_deadline,
 //      trainer_that_ran_ahead_alone_is_told_which_models_are_missing
 //

@@ -2,30 +2,10 @@
 
 use crate::barrier::config::{Mode, Required};
 use crate::barrier::group::Group;
-use crate::barrier::member::{Counted, Ctx, Lineage, Member, View, view};
-use crate::barrier::types::{Action, Blocked, FenceReason, Millis, Phase};
+use crate::barrier::member::{Ctx, Lineage, view};
+use crate::barrier::tally::{Round, Tally};
+use crate::barrier::types::{Action, Blocked, FenceReason, Phase};
 use crate::identity::Version;
-
-/// One version on its way from announced to served.
-#[derive(Debug)]
-pub(super) struct Round {
-    pub(super) version: Version,
-    pub(super) phase: Phase,
-    /// From then on the round may give way to a newer version even if some receivers are done.
-    pub(super) deadline: Millis,
-    /// How often it has given way to a newer version since the last deadline.
-    moves: usize,
-}
-
-/// How many members are where in the round, kept up to date one member at a time.
-#[derive(Debug, Default)]
-pub(super) struct Tally {
-    pub(super) waiting: usize,
-    pub(super) done: usize,
-    pub(super) loading: usize,
-    /// Per model, how many of the done serve it.
-    pub(super) cover: Vec<usize>,
-}
 
 impl Group {
     /// Moves the round as far as it goes.
@@ -40,7 +20,7 @@ impl Group {
                     let overdue = round.deadline <= ctx.now;
                     let (version, phase, moves) = (round.version, round.phase, round.moves);
                     let newer = next.filter(|v| *v > version);
-                    // Nobody has what the agent does not show, so no load of it is open, and a lower one is no way back.
+                    // No member has a version that the agent does not show, so no load of it is open and a lower version may follow.
                     if self.is_absent(version) && self.tally.loading == 0 {
                         self.give_up(version, ctx);
                     } else if self.missing().is_none() {
@@ -67,7 +47,7 @@ impl Group {
         }
     }
 
-    /// Whether nobody who is there can still be made ready: there are too few of those who are, and nobody to wait for.
+    /// Whether no further member can become ready, while those that are ready are too few.
     fn is_hopeless(&self) -> bool {
         self.tally.waiting == 0 && self.round.as_ref().is_some_and(|r| r.phase == Phase::Staging)
     }
@@ -106,7 +86,7 @@ impl Group {
         self.lineages.iter_mut().flatten().for_each(|lineage| lineage.raise_low(version));
     }
 
-    /// In a relaxed set a load begins as soon as somebody has staged it.
+    /// In a relaxed set a load begins as soon as one member has staged the version.
     fn mark_begun(&mut self) {
         let round = self.round.as_ref().filter(|r| r.phase == Phase::Loading);
         if let Some(version) = round.map(|r| r.version).filter(|_| self.tally.loading + self.tally.done > 0) {
@@ -130,7 +110,7 @@ impl Group {
         self.retally();
     }
 
-    /// The required receivers have loaded `version`: it is served, and who has not loaded it is out.
+    /// The required receivers have loaded `version`: the set serves it, and members without it are fenced.
     fn serve(&mut self, version: Version, ctx: &mut Ctx<'_>) {
         self.service = Some(version);
         self.revision += 1;
@@ -160,7 +140,7 @@ impl Group {
         (0..self.models.len()).for_each(|model| self.press(model, ctx));
     }
 
-    /// How many must be done, whatever else.
+    /// The least number of members that must be done.
     fn need(&self) -> usize {
         let quorum = match self.required {
             Required::All => 1,
@@ -170,7 +150,7 @@ impl Group {
         quorum.max(self.floor).max(1)
     }
 
-    /// What the round's phase is still waiting for.
+    /// What the round's phase still waits for.
     fn missing(&self) -> Option<Blocked> {
         let round = self.round.as_ref()?;
         let Tally { waiting, done, ref cover, .. } = self.tally;
@@ -216,7 +196,7 @@ impl Group {
         Blocked::NoCommonVersion { newest }
     }
 
-    /// What was announced beyond `than` and is not there.
+    /// A version above `than` that was announced and is absent.
     fn absent_above(&self, than: Option<Version>) -> Option<Blocked> {
         let mut all = self.models.iter().zip(self.lineages.iter().flatten());
         all.find_map(|(model, l)| {
@@ -235,7 +215,7 @@ impl Group {
         }
     }
 
-    /// Lets go of history that no member has a claim on.
+    /// Releases history that no member has a claim on.
     fn release(&mut self, ctx: &mut Ctx<'_>) {
         let Some(service) = self.service else { return };
         let view = view!(self);
@@ -260,43 +240,6 @@ impl Group {
                 lineage.released = Some(oldest);
                 ctx.out.push(Action::Release { identity });
             }
-        }
-    }
-}
-
-impl Tally {
-    /// Replaces what `member` contributes by `counted`.
-    pub(super) fn change(&mut self, member: &Member, counted: Counted) {
-        let old = member.counted;
-        let apply = |n: &mut usize, old: bool, new: bool| *n = *n + usize::from(new) - usize::from(old);
-        apply(&mut self.waiting, old.waiting, counted.waiting);
-        apply(&mut self.done, old.done, counted.done);
-        apply(&mut self.loading, old.loading, counted.loading);
-        for slot in &member.slots {
-            if let Some(n) = self.cover.get_mut(slot.model) {
-                apply(n, old.done, counted.done);
-            }
-        }
-    }
-}
-
-/// Where `member` stands in the round.
-pub(super) fn count(member: &Member, view: &View<'_>, mode: Mode, none_live: bool) -> Counted {
-    let Some((version, phase)) = view.round else { return Counted::default() };
-    let pool = member.live || none_live;
-    match phase {
-        Phase::Staging => {
-            let done = member.ready(version, view);
-            Counted { waiting: pool && !member.excused && !done, done, loading: false }
-        }
-        Phase::Loading => {
-            let done = member.uniform(view).is_some_and(|at| at >= version);
-            let loading = member.load.as_ref().is_some_and(|l| l.version == version);
-            let waiting = match mode {
-                Mode::Strict => pool && loading,
-                Mode::Relaxed => pool && !member.excused && !done,
-            };
-            Counted { waiting, done, loading }
         }
     }
 }

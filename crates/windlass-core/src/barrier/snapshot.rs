@@ -5,10 +5,11 @@ use serde::{Deserialize, Serialize};
 use crate::barrier::config::{Mode, Required};
 use crate::barrier::group::Group;
 use crate::barrier::member::{Lineage, Member};
-use crate::barrier::types::{Blocked, Millis, Phase, ReceiverId, Served, SetName, WaitId};
+use crate::barrier::name::{ReceiverId, SetName};
+use crate::barrier::types::{Blocked, Millis, Phase, Served, WaitId};
 use crate::identity::{Incarnation, ModelId, Version};
 
-/// Everything there is to see at one moment.
+/// The state of the barrier at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
     /// The latest time the barrier was told.
@@ -28,23 +29,22 @@ impl Snapshot {
     pub const MAX_WAITING: usize = 64;
 }
 
-/// Somebody who waits.
+/// One open wait.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WaitSnapshot {
     pub id: WaitId,
-    /// What sort of wait.
     pub what: Awaited,
     pub set: SetName,
     /// For which version, or a newer one.
     pub at_least: Version,
-    /// On behalf of which life of a trainer.
+    /// The trainer, and its incarnation, that the wait belongs to.
     pub lineage: Option<(ModelId, Incarnation)>,
     pub since: Millis,
     /// Until when at most.
     pub until: Millis,
 }
 
-/// What somebody waits for.
+/// The kinds of waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Awaited {
@@ -65,7 +65,7 @@ pub struct SetSnapshot {
     /// The fewest that must be ready.
     pub floor: usize,
     pub served: Option<Served>,
-    /// What moves together: one group in a strict set, one per model in a relaxed one.
+    /// One group in a strict set, one per model in a relaxed one.
     pub groups: Vec<GroupSnapshot>,
 }
 
@@ -88,13 +88,13 @@ pub struct ModelSnapshot {
     pub model: ModelId,
     /// The incarnation that counts, once one has been heard of.
     pub incarnation: Option<Incarnation>,
-    /// Its newest announced version, of those that its agent is not known to lack.
+    /// Its newest announced version that its agent is not known to lack.
     pub newest: Option<Version>,
-    /// Versions that it announced and that its agent does not show.
+    /// Announced versions that its agent does not show.
     pub absent: Vec<Version>,
     /// Where receivers pull from.
     pub endpoint: Option<String>,
-    /// How many versions that it announced are not served yet.
+    /// How many announced versions are not served yet.
     pub ahead: usize,
     /// Whether it has been told to wait.
     pub back_pressure: bool,
@@ -113,7 +113,7 @@ pub struct RoundSnapshot {
     pub deadline: Millis,
 }
 
-/// What a member is doing.
+/// One member of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MemberSnapshot {
     pub receiver: ReceiverId,
@@ -130,7 +130,7 @@ pub struct MemberSnapshot {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SlotSnapshot {
     pub model: ModelId,
-    /// What its engines hold for certain, of whatever lineage.
+    /// The version its engines are known to hold, of any lineage.
     pub loaded: Option<(Incarnation, Version)>,
     /// Versions that could be loaded without the network.
     pub staged: Vec<Version>,
@@ -142,7 +142,6 @@ pub struct SlotSnapshot {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ReceiverSnapshot {
     pub receiver: ReceiverId,
-    /// Which of its lives.
     pub session: u64,
     /// When it was last heard of.
     pub last_seen: Millis,

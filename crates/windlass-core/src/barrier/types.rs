@@ -1,84 +1,22 @@
-//! The barrier's vocabulary: who speaks, what they say, and what the barrier answers.
+//! The barrier's vocabulary: its events, its actions, and the reasons it gives.
 
 use std::fmt;
-use std::sync::Arc;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
-use crate::barrier::error::BarrierError;
+use crate::barrier::name::{ReceiverId, SetName};
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
 /// A point in time or a span of it, in milliseconds, on a clock of the caller's choice that never steps
 /// back. (Where it does, the barrier holds on to the latest time it has seen.)
 pub type Millis = u64;
 
-macro_rules! name {
-    ($name:ident, $what:literal, $doc:literal) => {
-        #[doc = $doc]
-        #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name(Arc<str>);
-
-        impl $name {
-            /// The longest one.
-            pub const MAX_LEN: usize = 128;
-
-            /// Checks and wraps it.
-            pub fn new(text: impl AsRef<str>) -> Result<$name, BarrierError> {
-                let text = text.as_ref();
-                let ok = (1..=Self::MAX_LEN).contains(&text.len())
-                    && !text.starts_with('.')
-                    && text
-                        .bytes()
-                        .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':'));
-                if ok {
-                    Ok($name(text.into()))
-                } else {
-                    Err(BarrierError::Name { what: $what, value: text.chars().take(140).collect() })
-                }
-            }
-
-            /// As text.
-            pub fn as_str(&self) -> &str {
-                &self.0
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(&self.0)
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{:?}", &*self.0)
-            }
-        }
-
-        impl Serialize for $name {
-            fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-                s.serialize_str(&self.0)
-            }
-        }
-
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<$name, D::Error> {
-                $name::new(String::deserialize(d)?).map_err(serde::de::Error::custom)
-            }
-        }
-    };
-}
-
-name!(ReceiverId, "receiver id", "Which receiver. Stays the same across its restarts.");
-name!(SetName, "set name", "Which model set.");
-
-/// One life of a receiver. Every join carries a greater `session` than any before it from the same
-/// receiver, so that messages of an earlier life are known for what they are.
+/// One incarnation of a receiver. Every join carries a greater `session` than all earlier joins of the same
+/// receiver, so the barrier recognises messages of an earlier incarnation.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Peer {
     pub receiver: ReceiverId,
-    /// Which of its lives.
     pub session: u64,
 }
 
@@ -111,7 +49,7 @@ impl fmt::Display for WaitId {
 pub enum Phase {
     /// The version is being brought to the receivers; engines serve undisturbed.
     Staging,
-    /// Engines load what was staged.
+    /// Engines load the staged version.
     Loading,
 }
 
@@ -126,7 +64,7 @@ pub struct SyncNotify {
     pub timeout: Millis,
 }
 
-/// What happens to the barrier.
+/// Input of the barrier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A trainer has sealed a version and serves it at `sender_endpoint`. Repeating one is harmless.
@@ -137,20 +75,20 @@ pub enum Event {
         /// Whether the trainer waits for the load.
         sync: Option<SyncNotify>,
     },
-    /// A receiver begins a life: which models it serves and what its engines hold, per model. `has` must
-    /// list only what *all* engines of that model have loaded and hold whole.
+    /// A receiver starts: the models it serves and the version its engines hold of each. `has` lists a version only if
+    /// *all* engines of that model have loaded it whole.
     Join {
-        /// Who, with a fresh session.
+        /// The receiver, with a fresh session.
         peer: Peer,
         /// The models it serves.
         models: Vec<ModelId>,
-        /// What its engines have loaded.
+        /// The versions its engines have loaded.
         has: Vec<Identity>,
     },
     /// A receiver is alive. Every other message from it says so too.
     Heartbeat { peer: Peer },
     /// A `Stage` order is done: the receiver can load `identity` without the network. The identity is
-    /// what was received, which may be newer than what was ordered.
+    /// the received version, which may be newer than the ordered one.
     Staged {
         peer: Peer,
         /// The order this answers.
@@ -169,7 +107,7 @@ pub enum Event {
         peer: Peer,
         /// The order that failed.
         order: Order,
-        /// What could not be staged or loaded.
+        /// The version that could not be staged or loaded.
         identity: Identity,
         /// Whether it was a `Stage` or a `Load`.
         phase: Phase,
@@ -178,16 +116,16 @@ pub enum Event {
     /// The agent of an announced version answers, is of its incarnation, and does not show it: the `Stage` order was not
     /// carried out.
     Absent {
-        /// Who asked the agent.
+        /// The receiver that asked the agent.
         peer: Peer,
         /// The order that this answers.
         order: Order,
-        /// What the agent does not show.
+        /// The version that the agent does not show.
         identity: Identity,
     },
-    /// A receiver takes its leave.
+    /// A receiver leaves.
     Leave { peer: Peer },
-    /// Someone waits until `set` serves `at_least` (the `get_batch` gate).
+    /// A caller waits until `set` serves `at_least` (the `get_batch` gate).
     GateWait {
         /// Quoted by the answer.
         id: WaitId,
@@ -200,7 +138,7 @@ pub enum Event {
         /// How long to wait; cut to the configured longest wait.
         timeout: Millis,
     },
-    /// Whoever waited has gone away. No answer follows.
+    /// The waiting caller has gone away. No answer follows.
     Cancel { id: WaitId },
     /// The eval asked for by [`Action::RunEval`] has ended.
     EvalDone {
@@ -211,7 +149,7 @@ pub enum Event {
     },
 }
 
-/// What a set serves: its version, and the identity of each model.
+/// A served version of a set, and the identity of each model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Served {
     /// The version all models of the set have reached.
@@ -224,10 +162,10 @@ pub struct Served {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FenceReason {
-    /// A load failed, so what its engines hold is not known to be whole.
+    /// A load failed, so its engines may hold a mix of versions.
     LoadFailed {
         identity: Identity,
-        /// Why, in the receiver's words.
+        /// The reason that the receiver gave.
         reason: String,
     },
     /// A load ran past its deadline.
@@ -237,10 +175,10 @@ pub enum FenceReason {
     },
     /// The others serve a version that this receiver has not loaded.
     Lagging {
-        /// What is served now.
+        /// The version that the set serves now.
         version: Version,
     },
-    /// A newer incarnation has superseded what it holds.
+    /// A newer incarnation has superseded the version it holds.
     Superseded {
         /// The model that was resumed.
         model: ModelId,
@@ -252,7 +190,7 @@ pub enum FenceReason {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EvictReason {
-    /// No word from it within the heartbeat deadline.
+    /// It sent no message within the heartbeat deadline.
     Silent,
     /// It took its leave.
     Left,
@@ -289,14 +227,14 @@ pub enum Blocked {
     Unmatched {
         /// The newest announced version. In a relaxed set it is served as far as it can be.
         version: Version,
-        /// Who has not announced it.
+        /// The models that have not announced it.
         missing: Vec<ModelId>,
     },
     /// The barrier is new, and receivers that outlived the one before it may not have joined yet.
     Settling,
     /// No receiver has joined.
     NoReceivers,
-    /// Nobody who is ready serves this model.
+    /// No receiver that is ready serves this model.
     Uncovered { model: ModelId },
     /// Fewer receivers are ready than the floor or quorum asks for.
     TooFew {
@@ -304,13 +242,12 @@ pub enum Blocked {
         /// How many must be.
         need: usize,
     },
-    /// A version was announced that its agent does not show.
+    /// A trainer announced a version that its agent does not show.
     Absent { model: ModelId, version: Version },
-    /// Required receivers are still at it.
+    /// Required receivers have not finished the phase.
     Waiting {
         /// The version in flight.
         version: Version,
-        /// What they are doing.
         phase: Phase,
         /// How many are not done.
         receivers: usize,
@@ -337,14 +274,14 @@ impl fmt::Display for Blocked {
             Blocked::Unmatched { version, missing } => {
                 write!(f, "version {version} is announced, but not by")?;
                 missing.iter().try_for_each(|m| write!(f, " {m}"))?;
-                f.write_str("; announce it there, too")
+                f.write_str("; announce it for them too")
             }
             Blocked::Settling => f.write_str(
-                "the controller has just started and waits for receivers to join again; nothing is to be done",
+                "the controller has just started and waits for receivers to join again; no action is needed",
             ),
             Blocked::NoReceivers => f.write_str("no receivers have joined; start one"),
             Blocked::Uncovered { model } => {
-                write!(f, "no receiver that serves {model} is ready; start one or see why it fails")
+                write!(f, "no receiver that serves {model} is ready; start one, or check why it fails")
             }
             Blocked::TooFew { have, need } => {
                 write!(
@@ -376,9 +313,9 @@ impl fmt::Display for Blocked {
 #[serde(rename_all = "snake_case")]
 pub enum GateFailure {
     Timeout {
-        /// What the set serves.
+        /// The version that the set serves.
         service: Option<Version>,
-        /// What it is waiting for.
+        /// What the set is waiting for.
         blocked: Blocked,
     },
     /// The publisher on whose behalf the gate was asked for is superseded.
@@ -391,9 +328,9 @@ pub enum GateFailure {
 pub enum NotifyOutcome {
     /// The version, or a newer one, is served.
     Loaded { served: Served },
-    /// The eval ran on what is served.
+    /// The eval ran on the served version.
     Evaluated {
-        /// What was served when it began.
+        /// The version that was served when the eval began.
         served: Served,
         /// Its result, as given.
         result: Result<String, String>,
@@ -409,7 +346,7 @@ pub enum NotifyOutcome {
     Superseded { by: Incarnation },
 }
 
-/// What the barrier wants done. Orders (`Stage`, `Load`, `Abandon`) go to receivers, which must ignore
+/// Output of the barrier. Orders (`Stage`, `Load`, `Abandon`) go to receivers, which must ignore
 /// those addressed to another session, and a `Load` numbered below one they have acted on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -435,21 +372,16 @@ pub enum Action {
         /// One identity for every model of the set (relaxed: for one model) that the receiver serves.
         identities: Vec<Identity>,
     },
-    /// The order no longer matters and its answer will be ignored. What it staged may be dropped, unless a
+    /// The order is void and its answer will be ignored. The receiver may drop the staged version, unless a
     /// later order asked for the same; a load whose writing has begun is finished all the same.
-    Abandon {
-        to: Peer,
-        order: Order,
-        /// What it was about.
-        identity: Identity,
-    },
-    /// The receiver has loaded what is served and may serve these models: add it to the live pool.
+    Abandon { to: Peer, order: Order, identity: Identity },
+    /// The receiver has loaded the served version and may serve these models: add it to the live pool.
     GoLive {
         receiver: ReceiverId,
         set: SetName,
         /// The models of the set that it serves.
         models: Vec<ModelId>,
-        /// What it has loaded.
+        /// The version it has loaded.
         version: Version,
     },
     /// The receiver must not serve these models: take it out of the live pool at once. It stays a member
@@ -466,22 +398,22 @@ pub enum Action {
     /// The receiver did not stage this version; the others do not wait for it.
     Lagging {
         receiver: ReceiverId,
-        /// What was to be staged.
+        /// The version that was ordered.
         identity: Identity,
         /// Why it was not.
         why: LagReason,
     },
-    /// A version was announced that its agent does not show. Others are served meanwhile, also lower ones. Said once, and
-    /// again if the version is announced again.
+    /// A trainer announced a version that its agent does not show. The set serves other versions meanwhile, including lower
+    /// ones. Emitted once, and again if the version is announced again.
     Absent { identity: Identity, endpoint: String, receiver: ReceiverId },
-    /// The receiver keeps failing and is left alone for longer than before. Said once for each length.
-    Resting {
+    /// The receiver keeps failing, and the barrier backs off longer than before. Emitted once for each length.
+    BackingOff {
         receiver: ReceiverId,
         set: SetName,
         /// Failures in a row.
         failures: u32,
-        /// How long it is left alone this time.
-        rest_ms: Millis,
+        /// How long the barrier sends it no order.
+        delay_ms: Millis,
     },
     /// A new incarnation took over: everything of the old one may be dropped.
     Superseded {
@@ -490,26 +422,21 @@ pub enum Action {
         /// The one that counts.
         new: Incarnation,
     },
-    /// What a set serves has changed; `None` after an incarnation change, until its first load.
-    ServiceVersion {
-        set: SetName,
-        /// What it serves now.
-        served: Option<Served>,
-    },
+    /// The served version of a set has changed; `None` after an incarnation change, until its first load.
+    ServiceVersion { set: SetName, served: Option<Served> },
     /// The set cannot advance until something changes. Reported once per cause.
     Stalled { set: SetName, why: Blocked },
     /// Answer a gate wait: the version is served.
     OpenGate { id: WaitId, served: Served },
     /// Answer a gate wait: it ended without the version.
     FailGate { id: WaitId, why: GateFailure },
-    /// Run the eval of a synchronous notify on what is served; [`Event::EvalDone`] brings the result.
+    /// Run the eval of a synchronous notify on the served version; [`Event::EvalDone`] brings the result.
     RunEval { id: WaitId, served: Served },
     /// Answer a synchronous notify.
     NotifyReply { id: WaitId, outcome: NotifyOutcome },
-    /// Tell the trainer of a model to wait before it publishes more, or that it may go on.
+    /// Tell the trainer of a model to wait before it publishes more, or to continue.
     BackPressure {
         model: ModelId,
-        /// Which life of its publisher.
         incarnation: Incarnation,
         /// How many announced versions are not served yet.
         ahead: usize,

@@ -1,11 +1,12 @@
-//! Those who wait: gates and synchronous notifies. Every wait has a deadline and exactly one answer,
+//! Open waits: gates and synchronous notifies. Every wait has a deadline and exactly one answer,
 //! unless it is cancelled.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::barrier::error::BarrierError;
+use crate::barrier::name::SetName;
 use crate::barrier::snapshot::{Awaited, WaitSnapshot};
-use crate::barrier::types::{Action, Blocked, GateFailure, Millis, NotifyOutcome, Served, SetName, WaitId};
+use crate::barrier::types::{Action, Blocked, GateFailure, Millis, NotifyOutcome, Served, WaitId};
 use crate::identity::{Incarnation, ModelId, Version};
 
 #[derive(Debug)]
@@ -64,7 +65,7 @@ impl Waits {
         }
     }
 
-    /// The first of those who wait, in the order in which they came.
+    /// The first open waits, in order of arrival.
     pub(super) fn snapshot(
         &self,
         most: usize,
@@ -111,7 +112,7 @@ impl Waits {
         self.take(id).map(|_| ()).ok_or(BarrierError::UnknownWait(id))
     }
 
-    /// Answers everyone who waited for what `set` now serves. Returns whether an eval has begun.
+    /// Answers all waits for the version that `set` now serves. Returns whether an eval has begun.
     pub(super) fn serve(
         &mut self,
         set: usize,
@@ -189,7 +190,7 @@ impl Waits {
         }
     }
 
-    /// Ends every wait whose deadline has passed. `state` says what a set serves and what holds it up.
+    /// Ends every wait whose deadline has passed. `state` gives the served version of a set and what blocks it.
     pub(super) fn expire(
         &mut self,
         now: Millis,

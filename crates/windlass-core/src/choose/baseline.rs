@@ -1,10 +1,10 @@
 //! Where a trainer keeps its baseline: in GPU memory, in page-locked host memory that the GPU reads over the bus, or in both.
 //!
-//! Owns: [`place`], the decision, and what a placement is expected to cost. Called by [`super::choose`] and by the rank that
-//! allocates. Must not: ask a driver; what is free is an argument.
+//! Owns: [`place`], the decision, and the expected cost of a placement. Called by [`super::choose`] and by the rank that
+//! allocates. Must not: ask a driver; free memory is an argument.
 //!
 //! The first part of the weights is in GPU memory, as much of it as fits, and the tail is on the host. Records of a pass are always in
-//! GPU memory: those that find no room there are read from the baseline instead, so that a small room costs bytes and no error.
+//! GPU memory: a record that finds no room there is read from the baseline instead, so too little room costs bytes, not an error.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ use crate::error::Kind;
 const ROOM: u64 = 16;
 /// The same where GPU memory is short: at 1 % of the elements changed, records take half of it.
 const SMALL_ROOM: u64 = 64;
-/// What is left free on the device for the trainer, at the least.
+/// The least memory that stays free on the device for the trainer.
 const RESERVE: u64 = 1 << 30;
 /// The same as a share of the device's memory, as a divisor.
 const RESERVE_SHARE: u64 = 20;
@@ -29,22 +29,17 @@ const BUS: f64 = 50e9;
 /// Bytes a second at which all weights are copied to the host, over the same bus.
 const COPY: f64 = 53e9;
 
-/// GPU memory that a baseline takes where all of it is there: a copy of what a rank publishes, and a sixteenth of it for records.
-pub fn baseline_needs(weights: u64) -> u64 {
-    weights.saturating_add(weights.div_ceil(ROOM))
-}
-
-/// Where a baseline is wanted.
+/// Where the configuration wants the baseline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// As much on the device as leaves the reserve, the rest on the host.
+    /// As much on the device as leaves the reserve, the remainder on the host.
     #[default]
     Auto,
     /// All of it on the device.
     Device,
     /// All of it on the host.
     Host,
-    /// At most so many bytes of device memory, records included.
+    /// At most this many bytes of device memory, records included.
     AtMost(u64),
 }
 
@@ -61,7 +56,7 @@ impl FromStr for Keep {
     }
 }
 
-/// What is to be placed.
+/// The request for a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
     /// Bytes that the rank publishes.
@@ -69,23 +64,23 @@ pub struct Ask {
     /// Bytes of records that a pass may make, if not a sixteenth of that.
     pub records: Option<u64>,
     pub keep: Keep,
-    /// Whether deltas were demanded. If not, [`Keep::Auto`] takes no more than half of what is free on the device: what training
-    /// takes later is not known.
+    /// Whether the configuration demands deltas. If not, [`Keep::Auto`] takes at most half of the free device memory, because
+    /// the later needs of training are unknown.
     pub is_demanded: bool,
 }
 
-/// What there is.
+/// The available memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Have {
     /// Bytes that are free on the device.
     pub free: u64,
-    /// Bytes that it has, if that is known.
+    /// Bytes that it has, if known.
     pub total: Option<u64>,
-    /// Bytes of host memory that this rank can have, if that is known.
+    /// Bytes of host memory that this rank can have, if known.
     pub host: Option<u64>,
 }
 
-/// Where a baseline is: the first part of the weights, the rest, and the records.
+/// The placement of a baseline: the first part of the weights, the remainder, and the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
     /// Bytes of the weights on the device.
@@ -113,7 +108,7 @@ impl Placed {
     }
 }
 
-/// Why a baseline cannot be kept where it is wanted. The text says what to do.
+/// Why a baseline cannot be placed as wanted. The text includes the remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// The device has no room.
@@ -172,12 +167,12 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// What stays free on a device of so many bytes.
+/// The memory that stays free on a device of this size.
 pub fn reserve(total: Option<u64>) -> u64 {
     RESERVE.max(total.unwrap_or(0) / RESERVE_SHARE)
 }
 
-/// Where the baseline is kept, or why it cannot be.
+/// Places the baseline, or says why it cannot be placed.
 pub fn place(ask: &Ask, have: &Have) -> Result<Placed, Refused> {
     let (weights, free) = (ask.weights, have.free);
     let room = ask.records.unwrap_or(weights.div_ceil(ROOM));
@@ -206,7 +201,7 @@ pub fn place(ask: &Ask, have: &Have) -> Result<Placed, Refused> {
     }
     let whole = weights.saturating_add(room);
     if ask.keep == Keep::Auto && ask.is_demanded && whole <= free {
-        // The reserve is a courtesy, and deltas were demanded.
+        // The reserve is optional, and the configuration demands deltas.
         return Ok(Placed { device: weights, host: 0, records: room });
     }
     Err(Refused::Host { needs: host, may, whole, free })

@@ -1,4 +1,4 @@
-//! What was found out about CUDA on one side, and what stands in the way of using it.
+//! Facts about CUDA on one side, and the obstacles to using it.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,8 +7,8 @@ pub const NEEDS_DRIVER: (u32, u32) = (12, 0);
 /// The oldest compute capability that the kernels run on (Ampere).
 pub const NEEDS_CAPABILITY: (u32, u32) = (8, 0);
 
-/// What was found out about CUDA on one side: of several ranks or engines, the worst. What nobody looked at is `None`
-/// and held against nobody.
+/// Facts about CUDA on one side: of several ranks or engines, the worst. A fact that was not measured is `None`
+/// and is no obstacle.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Cuda {
@@ -27,9 +27,7 @@ pub struct Cuda {
     /// Expandable segments can be exported as descriptors: the driver can, and torch makes them so
     /// (`TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1`).
     pub exports_descriptors: Option<bool>,
-    /// Which IPC namespace its processes are in.
     pub ipc_namespace: Option<String>,
-    /// Which pid namespace its processes are in.
     pub pid_namespace: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! The rules behind [`super::choose`]: what is ruled out, what is impossible, what does not suit.
+//! The rules behind [`super::choose`]: which options are ruled out, impossible or unsuited.
 
 use super::baseline::{Ask, Have, Keep, Placed, Refused, place};
 use super::{
@@ -22,7 +22,7 @@ fn blocked(why: impl Into<String>) -> Option<Objection> {
     Some(Objection { why: why.into(), blocked: true })
 }
 
-/// The facts and demands together, with what follows directly from them.
+/// The facts and demands together, with their direct consequences.
 struct Case<'a> {
     facts: &'a Facts,
     demands: &'a Overrides,
@@ -79,7 +79,7 @@ impl Case<'_> {
                 .or_else(|| self.impossible(other))
                 .or_else(|| self.unsuited(other))
                 .unwrap_or_else(not_needed);
-            // A blocked option counts as a fallback only if it stands before what was chosen.
+            // A blocked option counts as a fallback only if it comes before the chosen one.
             let blocked = objection.blocked && other < chosen;
             let faster = Subject::Strategy(other);
             self.note(considered, faster, Subject::Strategy(chosen), Objection { blocked, ..objection })?;
@@ -124,7 +124,7 @@ impl Case<'_> {
         {
             return unsuited(format!("strategy = {v} is configured"));
         }
-        // What the other overrides say is about syncing a whole model; an adapter must not turn into one.
+        // The other overrides are about syncing a whole model; an adapter must not turn into one.
         if self.facts.lora && d.strategy.is_none() {
             let lora = s == Strategy::Lora;
             let why = "only the adapter changes, and this would send the base weights again";
@@ -172,11 +172,11 @@ impl Case<'_> {
             Strategy::Broadcast => self.broadcast_impossible(),
             Strategy::Lora if !f.lora => unsuited("no adapter is trained; the whole model has to be synced"),
             Strategy::Store if f.store_url.is_none() => {
-                let why = "no store_url is given; set it to a bucket or to a path that both sides see";
+                let why = "no store_url can be given: this build has no transport for stores";
                 Some(Objection { why: why.into(), blocked: f.cross_region })
             }
             Strategy::Nixl if !f.nixl_library => {
-                let why = "the NIXL library cannot be loaded on both sides; install the nixl package";
+                let why = "this build has no transport for NIXL";
                 // Only an RDMA device that lies idle is a loss.
                 Some(Objection { why: why.into(), blocked: self.unsuited(s).is_none() })
             }
@@ -209,7 +209,7 @@ impl Case<'_> {
             }
             Placement::SameGpu => {}
         }
-        // The run is colocated, so whatever stands in the way now is a loss.
+        // The run is colocated, so any obstacle from here on is a loss.
         for (side, cuda) in [("trainers", &f.trainer_cuda), ("engines", &f.engine_cuda)] {
             if let Some(why) = cuda.objection() {
                 return blocked(format!("CUDA cannot be used at the {side}: {why}"));
@@ -247,7 +247,7 @@ impl Case<'_> {
                  what it said",
             );
         }
-        // What torch's allocator does not share is gathered into an arena, as if it were packed.
+        // Memory that torch's allocator does not share is gathered into an arena, as if it were packed.
         if s == Strategy::CudaIpc && !self.segments_are_gathered() {
             return None;
         }
@@ -293,7 +293,7 @@ impl Case<'_> {
                     None => blocked("the backend is gloo; set weight_sync_backend to nccl to use IPC"),
                 }
             }
-            // Nobody can tell from here how the server was started, and its adapter refuses one without the loader.
+            // This side cannot see how the server was started, and its adapter refuses one without the loader.
             Strategy::PackedCudaIpc | Strategy::CudaIpc if f.engines.contains(&Engine::Sglang) => blocked(
                 "SGLang opens handles only if it was started with --custom-weight-loader windlass.sglang.custom.load; \
                  set use_cuda_ipc = true if it was",
@@ -365,7 +365,7 @@ impl Case<'_> {
         self.facts.store_url.as_ref().is_some_and(path)
     }
 
-    /// Why a delta cannot be decoded at the other side.
+    /// Why the other side cannot decode a delta.
     fn delta_impossible(&self, codec: Codec) -> Option<String> {
         let f = self.facts;
         if !f.peer.delta {
@@ -492,10 +492,10 @@ impl Case<'_> {
         Ok(copied(why))
     }
 
-    /// Why the GPU does not find what changed.
+    /// Why the GPU does not find the changes.
     fn gpu_objection(&self, codec: Codec) -> Option<Objection> {
         let f = self.facts;
-        // Why there is nothing to use says more than that there is nothing.
+        // The reason why CUDA is unusable is more helpful than the fact that it is.
         if let Some(why) = f.trainer_cuda.objection() {
             return blocked(format!(
                 "CUDA cannot be used at the trainers: {why}; encoder = host does without"
@@ -529,13 +529,13 @@ impl Case<'_> {
         }
     }
 
-    /// Whether an engine has a trainer's GPU.
+    /// Whether an engine uses a trainer's GPU.
     fn is_shared(&self) -> bool {
         let f = self.facts;
         f.placement == Placement::SameGpu || f.engine_gpus.iter().any(|u| f.trainer_gpus.contains(u))
     }
 
-    /// Where a baseline would be kept. What the host has is not known here, and asked by the rank that allocates.
+    /// Where a baseline would be placed. Host memory is unknown here; the rank that allocates asks for it.
     fn baseline(&self) -> Option<Result<Placed, Refused>> {
         let ask = Ask {
             weights: self.facts.baseline_bytes?,
@@ -573,7 +573,7 @@ impl Case<'_> {
         }
     }
 
-    /// What speaks for a strategy.
+    /// The reason for a strategy.
     fn praise(&self, s: Strategy, link: Link) -> String {
         let reason = match (s, link) {
             (Strategy::Lora, Link::File) => "only an adapter is trained, and both sides see its directory",
@@ -618,7 +618,7 @@ impl Case<'_> {
     }
 }
 
-/// A number of bytes for people.
+/// Formats a number of bytes.
 fn size(bytes: u64) -> String {
     if bytes < 10_000_000_000 {
         format!("{:.0} MB", bytes as f64 / 1e6)
@@ -631,10 +631,10 @@ fn milliseconds(seconds: f64) -> String {
     format!("{:.0} ms", seconds * 1e3)
 }
 
-/// What a GPU makes.
+/// The encoder's output on a GPU.
 const PLAIN_ONLY: &str = "a GPU makes plain records; those of context mode are made on the host";
 
-/// Share of elements that usually changes per step, where nobody says better.
+/// Share of elements that usually changes per step, if the facts do not give it.
 const USUAL_CHANGE_RATE: f64 = 0.01;
 /// From here on a delta is no smaller than the image.
 const DENSE_CHANGE_RATE: f64 = 0.5;

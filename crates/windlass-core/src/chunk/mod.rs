@@ -24,7 +24,7 @@
 //!
 //! # Memory
 //!
-//! What the chunker holds between two pushes fits into one chunk: at most the threshold, or a single group.
+//! The parameters held between two pushes fit into one chunk: at most the threshold, or a single group.
 //! As soon as a growing group can no longer join the batch before it, that batch leaves without waiting for
 //! the group to end. The names seen so far are kept as well, to refuse a parameter that comes twice.
 //!
@@ -35,7 +35,7 @@
 //! | 1 | all chunks in order are the input in order | `chunks_in_order_are_the_input_in_order` |
 //! | 2 | a chunk exceeds the threshold only if it is one group | `a_chunk_exceeds_the_threshold_only_as_a_single_group` |
 //! | 3 | a module's run is never split | `a_run_of_one_module_is_never_split` |
-//! | 4 | what is held fits into one chunk | `what_the_chunker_holds_fits_into_one_chunk` |
+//! | 4 | the held parameters fit into one chunk | `what_the_chunker_holds_fits_into_one_chunk` |
 //! | 5 | a batch is flushed only when the next group does not fit | `a_batch_is_flushed_only_when_the_next_group_does_not_fit` |
 
 mod stream;
@@ -78,7 +78,7 @@ impl Extent {
     }
 }
 
-/// What can go wrong here.
+/// Errors of chunks and thresholds.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum ChunkError {
     #[error("a chunk needs at least one parameter; leave out empty chunks")]
@@ -87,7 +87,7 @@ pub enum ChunkError {
     Lengths { names: usize, column: &'static str, got: usize },
     #[error("parameter {name:?} ({dtype} {shape:?}) cannot be sized: {source}; check its shape")]
     Extent { name: String, dtype: Dtype, shape: Vec<u64>, source: ExtentError },
-    /// The payload is not as large as dtype and shape say.
+    /// The payload has another size than dtype and shape give.
     #[error(
         "parameter {name:?} ({dtype} {shape:?}) should be {expected} bytes but {got} were given; \
          pass the dtype and shape that the tensor has after casting and gathering"
@@ -125,7 +125,7 @@ impl ChunkError {
     }
 }
 
-/// One parameter on its way: what it is, and whatever its owner attached (a tensor, an index, nothing).
+/// One parameter: its description, and the payload that its owner attached (a tensor, an index, nothing).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item<T = ()> {
     name: String,
@@ -136,7 +136,7 @@ pub struct Item<T = ()> {
 }
 
 impl<T> Item<T> {
-    /// A parameter whose payload has `bytes` bytes, which must be what dtype and shape say.
+    /// A parameter whose payload has `bytes` bytes, which must match dtype and shape.
     pub fn new(
         name: impl Into<String>,
         dtype: Dtype,
@@ -152,32 +152,26 @@ impl<T> Item<T> {
         }
     }
 
-    /// The parameter's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its dtype.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Its shape.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
-    /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What its owner attached.
     pub fn payload(&self) -> &T {
         &self.payload
     }
 
-    /// Gives the attachment back.
     pub fn into_payload(self) -> T {
         self.payload
     }
@@ -189,7 +183,6 @@ pub struct WeightChunk<T = ()> {
     items: Vec<Item<T>>,
     module_name: Option<String>,
     total_size_bytes: u64,
-    packed: bool,
 }
 
 impl<T> WeightChunk<T> {
@@ -233,21 +226,7 @@ impl<T> WeightChunk<T> {
                 .checked_add(item.bytes)
                 .ok_or_else(|| ChunkError::TotalOverflow { name: item.name.clone() })?;
         }
-        Ok(WeightChunk { items, module_name: None, total_size_bytes: total, packed: false })
-    }
-
-    /// Names the module that the chunk is.
-    #[must_use]
-    pub fn with_module_name(mut self, module: impl Into<String>) -> WeightChunk<T> {
-        self.module_name = Some(module.into());
-        self
-    }
-
-    /// Says whether the payloads lie in one contiguous buffer. Set by the sender that packs them.
-    #[must_use]
-    pub fn with_packed(mut self, packed: bool) -> WeightChunk<T> {
-        self.packed = packed;
-        self
+        Ok(WeightChunk { items, module_name: None, total_size_bytes: total })
     }
 
     /// The number of parameters; never 0.
@@ -266,17 +245,14 @@ impl<T> WeightChunk<T> {
         self.items.iter()
     }
 
-    /// Names in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.items.iter().map(Item::name)
     }
 
-    /// Dtypes in order.
     pub fn dtypes(&self) -> impl ExactSizeIterator<Item = Dtype> {
         self.items.iter().map(Item::dtype)
     }
 
-    /// Shapes in order.
     pub fn shapes(&self) -> impl ExactSizeIterator<Item = &[u64]> {
         self.items.iter().map(Item::shape)
     }
@@ -289,11 +265,6 @@ impl<T> WeightChunk<T> {
     /// Bytes of all parameters.
     pub fn total_size_bytes(&self) -> u64 {
         self.total_size_bytes
-    }
-
-    /// Whether the payloads lie in one contiguous buffer.
-    pub fn packed(&self) -> bool {
-        self.packed
     }
 }
 
@@ -328,13 +299,11 @@ mod tests {
     fn a_chunk_computes_its_size_and_keeps_its_payloads_in_order() {
         let (names, dtypes, shapes, bytes, payloads) = columns(3);
         let chunk = WeightChunk::new(names, dtypes, shapes, bytes, payloads).unwrap();
-        assert_eq!((chunk.len(), chunk.total_size_bytes(), chunk.packed()), (3, 36, false));
+        assert_eq!((chunk.len(), chunk.total_size_bytes()), (3, 36));
         assert_eq!(chunk.names().collect::<Vec<_>>(), ["p0", "p1", "p2"]);
         assert_eq!(chunk.shapes().next(), Some(&[2, 3][..]));
         assert_eq!(chunk.dtypes().last(), Some(Dtype::BF16));
         assert_eq!(chunk.module_name(), None);
-        let chunk = chunk.with_packed(true).with_module_name("m");
-        assert_eq!((chunk.packed(), chunk.module_name()), (true, Some("m")));
         assert_eq!(chunk.into_iter().map(Item::into_payload).collect::<Vec<_>>(), [0, 1, 2]);
     }
 

@@ -63,14 +63,14 @@ impl<T> Pending<T> {
             }
             _ => None,
         };
-        WeightChunk { items: self.items, module_name, total_size_bytes: self.bytes, packed: false }
+        WeightChunk { items: self.items, module_name, total_size_bytes: self.bytes }
     }
 }
 
 /// Turns a stream of parameters into chunks: push one, take the chunks that are finished, and flush the rest
 /// with [`Chunker::finish`].
 ///
-/// A refused push leaves what was taken before as it is: the refused parameter is dropped, no chunk is lost.
+/// A refused push drops the refused parameter and nothing else.
 #[derive(Debug)]
 pub struct Chunker<T = ()> {
     config: ChunkConfig,
@@ -93,8 +93,8 @@ impl<T> Chunker<T> {
         self.batch.bytes.saturating_add(self.group.bytes)
     }
 
-    /// Parameters held back until later pushes or [`Chunker::finish`].
-    pub fn pending_len(&self) -> usize {
+    #[cfg(test)]
+    fn pending_len(&self) -> usize {
         self.batch.items.len() + self.group.items.len()
     }
 
@@ -126,7 +126,7 @@ impl<T> Chunker<T> {
         Ok(done)
     }
 
-    /// Ends the stream: what is still held becomes the last chunk.
+    /// Ends the stream: the held parameters become the last chunk.
     pub fn finish(mut self) -> Vec<WeightChunk<T>> {
         let mut done = Vec::new();
         self.close_group(&mut done);
@@ -134,7 +134,7 @@ impl<T> Chunker<T> {
         done
     }
 
-    /// Nothing is joined without a threshold, which is what a threshold of 0 means.
+    /// Without a threshold, which is the same as a threshold of 0, nothing is joined.
     fn limit(&self) -> u64 {
         self.config.batch_threshold_bytes.unwrap_or(0)
     }

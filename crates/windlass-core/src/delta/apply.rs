@@ -8,14 +8,14 @@ use super::{DeltaError, Mode, Record, Tile, positions};
 use crate::digest::{BlockSum, sum_block};
 use crate::kernel::Kernels;
 
-/// What became of a block.
+/// The outcome for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The block has the record's sum already; nothing was written.
+    /// The block already has the record's sum; nothing was written.
     Skipped,
     /// The block was written and has the record's sum now.
     Applied,
-    /// The block is not the record's base; nothing was written. It must be fetched anew.
+    /// The block is not the record's base; nothing was written. The caller must fetch it again.
     Refetch,
 }
 
@@ -29,7 +29,6 @@ pub struct Applier {
 }
 
 impl Applier {
-    /// An applier.
     pub fn new() -> Applier {
         Applier::default()
     }
@@ -92,8 +91,8 @@ impl Applier {
         }))
     }
 
-    /// Takes a record back: from the block's bytes as they are after it, whose sum is the record's, to those before it.
-    /// Answers their sum. A dense record cannot be taken back, since it does not say what it replaced.
+    /// Reverts a record: from the block's bytes after it, whose sum is the record's, to those before it.
+    /// Returns their sum. A dense record cannot be reverted, since it does not hold the units it replaced.
     ///
     /// # Panics
     /// If `bytes` is not as long as the tile, or the record is for another block.

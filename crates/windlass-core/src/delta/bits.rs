@@ -38,7 +38,7 @@ impl<'a> BitWriter<'a> {
     }
 }
 
-/// Appends unary numbers to a byte string: so many zeros and a one.
+/// Appends unary numbers to a byte string: n zeros and a one.
 ///
 /// As with [`BitWriter`], functions that write many take it by value and give it back.
 #[derive(Debug)]
@@ -76,20 +76,20 @@ impl<'a> UnaryWriter<'a> {
     }
 }
 
-/// Kept out of line: growing the vector would otherwise be in the way of every field.
+/// Kept out of line: growing the vector would otherwise slow down every field.
 #[inline(never)]
 fn push_word(out: &mut Vec<u8>, word: u64) {
     out.extend_from_slice(&word.to_le_bytes());
 }
 
-/// Calls `each` with so many fields of `width` bits in turn, the first at bit `at`; at most 57 bits each.
+/// Calls `each` with `count` fields of `width` bits in turn, the first at bit `at`; at most 57 bits each.
 #[inline(always)]
 pub fn each_field(bytes: &[u8], at: usize, width: u32, count: usize, mut each: impl FnMut(usize, u64)) {
     let mut rest = bytes.get(at / 8..).unwrap_or(&[]);
     let mut skip = (at % 8) as u32;
     let mask = (1u64 << width) - 1;
     let mut i = 0;
-    // A word holds so many whole fields, whatever bit of its first byte they begin at.
+    // The number of whole fields that a word holds, at any first bit.
     if let Some(per_word) = 57u32.checked_div(width) {
         while let Some(word) = rest.first_chunk::<8>()
             && i + per_word as usize <= count
@@ -172,12 +172,12 @@ pub fn take_ones(bytes: &mut &[u8], count: usize, out: &mut Vec<u32>) -> Result<
     Ok(())
 }
 
-/// How many bytes a section of so many bits takes.
+/// Bytes of a section of this many bits.
 pub const fn section(bits: usize) -> usize {
     bits.div_ceil(8)
 }
 
-/// Takes a section of so many bits off the front, if it is there and its filling is zero.
+/// Takes a section of this many bits off the front, if it is complete and its padding is zero.
 pub fn take_section<'a>(bytes: &mut &'a [u8], bits: usize) -> Result<&'a [u8], &'static str> {
     let Some((head, rest)) = bytes.split_at_checked(section(bits)) else {
         return Err("it ends within a section");

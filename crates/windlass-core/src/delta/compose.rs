@@ -1,4 +1,4 @@
-//! Two deltas made one, without an image.
+//! Composes two deltas into one, without an image.
 
 use super::apply::Applier;
 use super::container::{Delta, DeltaHeader, PartBuilder};
@@ -17,13 +17,12 @@ pub struct Composer {
 }
 
 impl Composer {
-    /// A composer.
     pub fn new() -> Composer {
         Composer::default()
     }
 
-    /// Appends the payload of the record that does what `first` and then `second` do to their block, or
-    /// answers `None` if they cancel.
+    /// Appends the payload of the record that has the effect of `first` and then `second`;
+    /// returns `None` if they cancel.
     ///
     /// # Panics
     /// If a record is for another block than the tile's.
@@ -124,11 +123,11 @@ fn merge<T: Pick>(a: (&[u16], &[T]), b: (&[u16], &[T]), positions: &mut Vec<u16>
     }
 }
 
-/// The container that does what `first` and then `second` do.
+/// The container that has the effect of `first` and then `second`.
 ///
 /// Both must be plain, of this manifest, and follow one another. Blocks whose changes cancel have no record.
-/// Where the shortest record for the whole way would be dense, the result may hold a longer one, since the
-/// units themselves are not at hand.
+/// Where the shortest record for the composition would be dense, the result may hold a longer one, since the
+/// composer does not have the units themselves.
 pub fn compose(manifest: &Manifest, first: &Delta<'_>, second: &Delta<'_>) -> Result<Vec<u8>, DeltaError> {
     first.header.check(manifest)?;
     second.header.check(manifest)?;

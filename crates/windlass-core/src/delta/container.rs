@@ -21,14 +21,14 @@ const MAX_HEADER: usize = FIXED_HEADER + ModelId::MAX_LEN + 8;
 
 /// The most bytes of index and payload in a part.
 pub const MAX_PART: usize = 64 << 20;
-/// A writer closes a part when its payload has so many bytes.
+/// A writer closes a part when its payload reaches this many bytes.
 pub const FULL_PAYLOAD: usize = 64 << 10;
-/// A writer closes a part when it has so many records.
+/// A writer closes a part when it has this many records.
 pub const FULL_RECORDS: usize = 1024;
 /// Bytes of a block of the widest unit, and of any record.
 const MAX_RECORD: u32 = BLOCK_UNITS as u32 * 8;
 
-/// From which state to which state a delta leads, and for which image.
+/// Base and target of a delta, and the layout it is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeltaHeader {
     pub model_id: ModelId,
@@ -85,7 +85,7 @@ impl DeltaHeader {
         out
     }
 
-    /// Reads the header at the front of `bytes` and answers how long it is.
+    /// Reads the header at the front of `bytes` and returns its length.
     pub fn parse(bytes: &[u8]) -> Result<(DeltaHeader, usize), DeltaError> {
         if !bytes.starts_with(MAGIC) {
             return Err(DeltaError::Magic { found: bytes.iter().take(8).copied().collect() });
@@ -213,14 +213,14 @@ impl PartBuilder {
     }
 }
 
-/// Bytes that a record takes in the index of its part: `gap` is how many blocks there are between it and the one before, or
+/// Bytes that a record takes in the index of its part: `gap` is the number of blocks between it and the previous one, or
 /// its own number if it is the first.
 pub fn index_len(gap: u32, payload: u32) -> usize {
     let varint = |value: u32| (32 - (value | 1).leading_zeros()).div_ceil(7) as usize;
     varint(gap) + 1 + varint(payload) + 16
 }
 
-/// Appends the end of a container. [`PartBuilder::finish`] does it for whoever builds all parts with one builder.
+/// Appends the end of a container. A caller that builds all parts with one builder uses [`PartBuilder::finish`] instead.
 pub fn put_end(out: &mut Vec<u8>, parts: u32, records: u64, changes: u64) {
     let at = out.len();
     out.extend_from_slice(END);
@@ -239,13 +239,13 @@ pub struct Entry {
     pub mode: Mode,
     /// The block's sum after the change.
     pub sum: BlockSum,
-    /// Where the payload begins, counted from the front of what was parsed.
+    /// Where the payload begins, counted from the front of the parsed bytes.
     pub offset: usize,
     /// How long the payload is.
     pub len: u32,
 }
 
-/// What stands at some place of a container after the header.
+/// One piece of a container after the header.
 #[derive(Debug)]
 pub enum Piece {
     /// A part, checked: its records, and how many bytes it takes.
@@ -261,7 +261,7 @@ pub enum Piece {
 }
 
 impl Piece {
-    /// How many bytes from the front of `bytes` the next piece takes, once that can be told.
+    /// How many bytes from the front of `bytes` the next piece takes, once known.
     pub fn len(bytes: &[u8]) -> Result<Option<usize>, DeltaError> {
         let Some(tag) = bytes.first_chunk::<4>() else { return Ok(None) };
         match tag {
@@ -312,7 +312,7 @@ fn parse_index(
     blocks: u32,
 ) -> Result<Vec<Entry>, DeltaError> {
     let bad = |why| DeltaError::Malformed { what: "index", why };
-    // Each record takes at least 19 bytes of index, so this allocates no more than a few times what is there.
+    // Each record takes at least 19 bytes of index, so this allocates at most a few times the index.
     if records == 0 || records as usize > index.len() / 19 {
         return Err(bad("it is too short for its records"));
     }
@@ -345,7 +345,6 @@ fn parse_index(
 /// A whole delta, checked, over the bytes that hold it.
 #[derive(Clone, Debug)]
 pub struct Delta<'a> {
-    /// From where to where.
     pub header: DeltaHeader,
     pub changes: u64,
     /// How many parts it came in.
@@ -355,7 +354,7 @@ pub struct Delta<'a> {
 }
 
 impl<'a> Delta<'a> {
-    /// Parses a container and checks all of its sums.
+    /// Parses a container and checks all of its hashes.
     pub fn parse(bytes: &'a [u8]) -> Result<Delta<'a>, DeltaError> {
         let (header, mut at) = DeltaHeader::parse(bytes)?;
         let mut pieces = Vec::new();
@@ -373,9 +372,9 @@ impl<'a> Delta<'a> {
         }
     }
 
-    /// The header of a container, and where its pieces are, for whoever has several threads to parse them
-    /// ([`Piece::parse`]) before they are [assembled](Delta::assemble). Nothing but their lengths is read. `None` if that
-    /// goes wrong: [`Delta::parse`] says how.
+    /// The header of a container and the positions of its pieces, for callers that parse them in several threads
+    /// ([`Piece::parse`]) before they [assemble](Delta::assemble) them. Reads only their lengths. `None` if that
+    /// fails: [`Delta::parse`] names the fault.
     pub fn pieces(bytes: &[u8]) -> Option<(DeltaHeader, Vec<Range<usize>>)> {
         let (header, mut at) = DeltaHeader::parse(bytes).ok()?;
         let mut pieces = Vec::new();

@@ -9,12 +9,12 @@ use crate::varint::{VarintFault, put_varint, take_varint};
 
 /// Classes that the encoder makes.
 const CLASSES: u8 = 14;
-/// The encoder tries where at most one unit of so many changed. Beyond that classes gain little, and the memory
+/// The encoder tries where at most one unit in this many changed. Beyond that classes gain little, and the memory
 /// for their changes would grow past that of the block.
 pub(super) const MOST_CHANGED: usize = 8;
 /// Bits of the head that hold the top exponent; the others hold the number of classes.
 const TOP_BITS: u32 = 12;
-/// The encoder looks at one unit of so many to find the top class.
+/// The encoder samples one unit in this many to find the top class.
 const SAMPLE: usize = 64;
 
 /// Memory for one block's classes.
@@ -67,7 +67,7 @@ fn top<T: Unit>(mantissa: u8, old: &[u8]) -> u16 {
     exponent.unwrap_or(0) as u16
 }
 
-/// Makes the payload of a context record in `scratch` and answers whether it is shorter than `limit`.
+/// Makes the payload of a context record in `scratch` and returns whether it is shorter than `limit`.
 pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     kernels: &K,
     scratch: &mut ContextScratch,
@@ -135,7 +135,7 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     payload.len() < limit
 }
 
-/// Fills in how many members of each class come before each word, and answers the sizes of the classes.
+/// Fills in how many members of each class come before each word, and returns the sizes of the classes.
 fn count_before(rows: &[u64], stride: usize, words: usize, before: &mut Vec<u16>) -> [usize; MAX_CLASSES] {
     before.resize(rows.len(), 0);
     let mut sizes = [0; MAX_CLASSES];
@@ -155,7 +155,7 @@ fn count_before(rows: &[u64], stride: usize, words: usize, before: &mut Vec<u16>
 
 /// Replaces `positions` and `codes` by the changes of a context record over this old state, class by class.
 ///
-/// A fault may lie with the record or with the base; the caller cannot tell and need not.
+/// A fault may lie with the record or with the base; the caller cannot tell, and does not need to.
 pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
     kernels: &K,
     scratch: &mut ContextScratch,

@@ -43,7 +43,7 @@ impl Pick for u64 {
     }
 }
 
-/// Runs an expression with the unit type of so many bytes.
+/// Runs an expression with the unit type of this many bytes.
 macro_rules! by_unit {
     ($unit:expr, $T:ident => $body:expr) => {
         match $unit {
@@ -69,7 +69,7 @@ macro_rules! by_unit {
 }
 pub(super) use by_unit;
 
-/// What was encoded.
+/// The result of encoding a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Encoded {
     /// The form of the payload.
@@ -100,7 +100,7 @@ impl Encoder {
         Encoder { context: Some(Box::default()), ..Encoder::default() }
     }
 
-    /// Appends the payload of the record that leads from `old` to `new`, or answers `None` if they are equal.
+    /// Appends the payload of the record that leads from `old` to `new`; returns `None` if they are equal.
     ///
     /// Both slices hold the block's bytes, run after run; `old_sum` is the sum of `old`.
     ///

@@ -25,13 +25,13 @@ pub trait Unit: Copy + Eq + Ord + Default + std::fmt::Debug + Send + Sync + 'sta
     fn narrow(wide: u64) -> Self;
     /// The step from `old` to `new` on the line, as a code: -1, +1, -2, … are 0, 1, 2, …. They must differ.
     fn code(line: LineMask<Self>, old: Self, new: Self) -> Self;
-    /// What `old` becomes by the step of this code.
+    /// The unit that the step of this code makes of `old`.
     fn step(line: LineMask<Self>, old: Self, code: Self) -> Self;
     /// The code of the two steps together, or `None` if they cancel.
     fn add_codes(a: Self, b: Self) -> Option<Self>;
     /// The code of the step that leads back.
     fn turned(code: Self) -> Self;
-    /// How many of these have more than so many bits; fewer than the unit has.
+    /// How many of these have more than this many bits; fewer than the unit has.
     fn count_longer(codes: &[Self], bits: u32) -> usize;
     /// The mask for a line.
     fn mask(line: Line) -> LineMask<Self>;

@@ -1,10 +1,10 @@
-//! The codec: what changed between two versions.
+//! The codec for the changes between two versions.
 //!
 //! Owns: the records that describe the change of one block, the container that holds them, their
-//! application and their composition. Called by whoever seals, sends, stores or applies versions. Must not:
+//! application and their composition. Called by all code that seals, sends, stores or applies versions. Must not:
 //! decide which deltas to keep or send.
 //!
-//! # What it rests on
+//! # Premise
 //!
 //! A step of reinforcement learning changes a few hundredths to a few per cent of the elements, nearly every
 //! page has a change, and nine in ten changes are to a neighbouring value. So a record lists positions and
@@ -15,10 +15,10 @@
 //! Units are moved onto a line on which neighbours in value are neighbours in number: for floats, patterns
 //! with the sign bit set are inverted and the others get it set, so that the line runs from the largest
 //! negative NaN through both zeros to the largest positive NaN; integers stay as they are. [`crate::dtype`]
-//! lists what the units of each dtype are: complex elements are two floats, packed elements and E8M0 scales
+//! lists the units of each dtype: complex elements are two floats, packed elements and E8M0 scales
 //! are bytes on the line of integers. The map is a permutation of all bit patterns, so signed zeros and NaN
 //! payloads are bits like any others. A *step* is the wrapped difference of two places on the line, read as a
-//! signed number. Every change has exactly one step, of whatever size, which is why there is no second form
+//! signed number. Every change has exactly one step, of any size, so the format needs no second form
 //! with a raw value: steps of two deltas add up to the step of their composition, always.
 //!
 //! # Records
@@ -68,7 +68,7 @@
 //! Encoders make 14 classes. They find `top` by looking at every 64th unit of the old block, from the first
 //! on: it is the largest exponent such that a thirty-second of these, rounded up, have it or a larger one.
 //!
-//! Encoders that follow these rules give the same bytes for the same cut table, on whatever hardware.
+//! Encoders that follow these rules give the same bytes for the same cut table, on any hardware.
 //!
 //! # Container
 //!
@@ -83,24 +83,24 @@
 //! end       = "END\0" · parts u32 · records u64 · changes u64 · XXH3-64 of the 24 bytes before u64
 //! ```
 //!
-//! The header's length counts all of it, the XXH3 included. `changes` counts the units that changed; where that
-//! is not known, because a dense record went into a composition, all units of the block. A payload has 1 to
+//! The header's length counts all of it, the XXH3 included. `changes` counts the units that changed. If a dense record went
+//! into a composition, the count is unknown, and all units of the block count. A payload has 1 to
 //! 2^19 bytes, a part at least one record. Writers close a part when its payload has 64 KiB or it has 1024
 //! records, whichever comes first, so that the same records in the same order make the same file; readers do
 //! not depend on it. A part's XXH3 covers its first 16 bytes, its
 //! index and its payload. The container is an unordered union of parts: several writers (ranks, nodes, GPU
-//! and CPU encoders) may each bring some, in any order, as long as no block has two records. A reader checks
-//! every length against what is there before it uses it; a part holds at most [`container::MAX_PART`] bytes,
+//! and CPU encoders) may each add some, in any order, as long as no block has two records. A reader checks
+//! every length against the available bytes before it uses it; a part holds at most [`container::MAX_PART`] bytes,
 //! so that a stream can be read part by part in bounded memory.
 //!
 //! # Applying
 //!
 //! A record carries the block's sum after the change and not the one before. The applier knows the block's
-//! current sum from its table. If that is the new sum, the block is done already: *skip*. Otherwise the new
-//! units are computed aside; if the current sum plus their differences is the new sum, this is the right base
+//! current sum from its table. If that is the new sum, the block is already up to date: *skip*. Otherwise the applier
+//! computes the new units aside. If the current sum plus their differences is the new sum, this is the right base
 //! and the block is written: *applied*. If not, the base is another one and nothing is written: *refetch*.
 //! So applying is idempotent, never leaves a block half-written, and costs O(changes). A dense record needs no
-//! base: its units must have its sum, and they replace whatever is there. Whoever must not overwrite a foreign
+//! base: its units must have its sum, and they replace the block. A caller that must not overwrite a foreign
 //! image compares digests first.
 //!
 //! # Composition
@@ -108,10 +108,10 @@
 //! a→b and b→c make a→c without any image: steps add and cancel; a dense block replaces; steps after a dense
 //! block are applied to it. Context records cannot be composed, as their positions need the image.
 //!
-//! # The way back
+//! # Reverting
 //!
-//! A step has a negative, so a sparse or bitmap record can be taken back over the bytes that it led to
-//! ([`Applier::revert`]). A dense record cannot: it does not say what it replaced. Whoever wants to go back over one
+//! A step has a negative, so a sparse or bitmap record can be reverted over the bytes that it led to
+//! ([`Applier::revert`]). A dense record cannot: it does not hold the units it replaced. To revert one, the caller
 //! keeps the old units, as a dense record of the other direction. A delta to an older version is a container like any
 //! other, whose base is the newer one.
 
@@ -120,7 +120,6 @@ pub mod bits;
 pub mod compose;
 pub mod container;
 pub mod context;
-pub mod early;
 pub mod encode;
 pub mod gaps;
 pub mod line;
@@ -141,7 +140,7 @@ use crate::dtype::Line;
 use crate::error::Kind;
 use crate::manifest::{Block, Manifest, ManifestError};
 
-/// What can be wrong with a delta.
+/// A fault in a delta.
 #[derive(Debug, thiserror::Error)]
 pub enum DeltaError {
     #[error("not a Windlass delta: it begins with {found:02x?} instead of \"WLDELTA1\"")]
@@ -154,7 +153,7 @@ pub enum DeltaError {
     Damaged { what: &'static str, found: u64, expected: u64 },
     #[error("the delta declares {value} for {what}, beyond the limit of {limit}")]
     Limit { what: &'static str, value: u64, limit: u64 },
-    /// A part, index or end is not well-formed although its check sum is right.
+    /// A part, index or end is malformed although its checksum is right.
     #[error("the delta's {what} is malformed: {why}")]
     Malformed { what: &'static str, why: &'static str },
     #[error("the {mode} record of block {block} is malformed: {why}")]
@@ -176,7 +175,7 @@ pub enum DeltaError {
         "block {block} has a dense record, which cannot be taken back; fetch the older version another way"
     )]
     OneWay { block: u32 },
-    /// The delta speaks of a block that is not there, or of a malformed identity.
+    /// The delta names a block that does not exist, or has a malformed identity.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
     #[error(transparent)]
@@ -249,7 +248,7 @@ impl std::fmt::Display for Mode {
     }
 }
 
-/// What the codec has to know of a block.
+/// The geometry and the dtype of a block, as the codec needs them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
     pub number: u32,
@@ -278,7 +277,7 @@ impl Tile {
         self.units() * self.unit
     }
 
-    /// The change of its sum when the units at these positions change; `change` tells how, by index.
+    /// The change of its sum when the units at these positions change; `change` gives old and new value, by index.
     #[inline(always)]
     fn sum_of_changes<T: line::Unit>(
         &self,

@@ -1,16 +1,15 @@
-//! Which units a record changes, without what they become.
+//! The positions of the units that a record changes, without their values.
 //!
-//! Owns: [`Positions`], by which whoever has the new image already learns what is new in it. A load plan takes the
+//! Owns: [`Positions`], which tells a holder of the new image which units are new in it. A load plan takes the
 //! values from the image, so that a record need not be decoded over an engine's memory. Called for every record of a
-//! delta, so it keeps its memory from one to the next. Must not: need the old block; that of a context record is
-//! refused.
+//! delta, so it reuses its memory. Must not: need the old block; a context record, which does, is refused.
 //!
-//! Values are not looked at: that they are well-formed was found out by whoever applied the record.
+//! It does not read values: the applier of the record has checked that they are well-formed.
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | P-1 | Every unit that differs is visited, once and in ascending order. | `the_positions_of_a_record_are_the_units_that_changed` |
-//! | P-2 | No bytes make it visit a unit beyond the block, panic, or allocate more than the block. | `damaged_records_never_name_a_position_beyond_their_block` |
+//! | POSITIONS-1 | Every unit that differs is visited, once and in ascending order. | `the_positions_of_a_record_are_the_units_that_changed` |
+//! | POSITIONS-2 | No bytes make it visit a unit beyond the block, panic, or allocate more than the block. | `damaged_records_never_name_a_position_beyond_their_block` |
 
 use super::bits::{section, take_ones, take_section};
 use super::{DeltaError, Mode, Record, Tile, gaps};
@@ -32,12 +31,11 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// With no memory yet.
     pub fn new() -> Positions {
         Positions::default()
     }
 
-    /// What a record changes. An error means that it is malformed, or that only its old block can tell.
+    /// The positions that a record changes. An error means that it is malformed, or that they depend on its old block.
     ///
     /// # Panics
     /// If the record is for another block.
@@ -69,7 +67,7 @@ pub fn count(tile: &Tile, record: &Record<'_>) -> Result<usize, DeltaError> {
     }
 }
 
-/// Replaces `positions` by those of a sparse or bitmap payload; answers the parameter of its values and their bytes.
+/// Replaces `positions` by those of a sparse or bitmap payload; returns the parameter of its values and their bytes.
 pub(super) fn take<'p>(
     tile: &Tile,
     mode: Mode,

@@ -20,7 +20,7 @@ pub struct Group {
 /// of 0, 1, 2, 3 or 4 bits is counted as 0, 1, 2.5, 5.5 or 11.5 and a longer one as an escape, which it is.
 /// All in halves, so that every encoder finds the same one.
 pub fn parameter<T: Unit>(codes: &[T]) -> u32 {
-    // How many codes have at least so many bits; from each to the next, how many have exactly so many.
+    // The number of codes of at least n bits, by n; differences of neighbours count codes of exactly n bits.
     let mut at_least = [0u64; 66];
     at_least[0] = codes.len() as u64;
     let mut longest = 0;

@@ -44,7 +44,7 @@ pub struct DimCut {
 
 impl DimCut {
     /// Boundaries of an even division into `parts`, as torch chunks: every part but the last ones has
-    /// `ceil(size / parts)` rows, the rest is short or empty.
+    /// `ceil(size / parts)` rows, the last ones are short or empty.
     pub fn chunked(dim: usize, size: u64, parts: u64) -> DimCut {
         let step = size.div_ceil(parts.max(1)).max(1);
         DimCut { dim, bounds: (1..parts).map(|i| i * step).take_while(|&b| b < size).collect() }
@@ -148,8 +148,8 @@ impl CutTable {
         Ok(self.grids[tensor].block(tensor as u32, u64::from(block - self.first[tensor])))
     }
 
-    /// Whose block it is. Cheaper than all of its geometry, and next to nothing where blocks come in order: `near` is what
-    /// was answered last.
+    /// The tensor of a block. Cheaper than all of its geometry, and nearly free where blocks come in order: `near` is the
+    /// previous result.
     pub fn tensor_of(&self, block: u32, near: u32) -> Result<u32, ManifestError> {
         let there = self.first.get(near as usize).zip(self.first.get(near as usize + 1));
         if there.is_some_and(|(first, next)| (*first..*next).contains(&block)) {

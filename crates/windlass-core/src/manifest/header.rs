@@ -1,6 +1,6 @@
 //! The safetensors header, read and written.
 //!
-//! Reading accepts any valid safetensors file, in any order of tensors, and refuses what the format
+//! Reading accepts any valid safetensors file, in any order of tensors, and refuses the faults that the format
 //! refuses: overlaps, holes, sizes that disagree with dtype and shape, trailing bytes. Writing gives the
 //! header of an image: canonical order, aliases in `__metadata__`, padded with spaces so that the data
 //! begins on a page boundary.
@@ -83,7 +83,7 @@ impl SafetensorsHeader {
         Ok(SafetensorsHeader { tensors, metadata: raw.metadata, data_start, data_bytes })
     }
 
-    /// The aliases that the metadata lists; none if the file is not one of ours.
+    /// The aliases that the metadata lists; none if Windlass did not write the file.
     pub fn aliases(&self) -> Result<BTreeMap<String, String>, ManifestError> {
         match self.metadata.get(ALIASES) {
             None => Ok(BTreeMap::new()),
@@ -136,7 +136,7 @@ pub(super) fn utf8(bytes: &[u8]) -> Result<&str, ManifestError> {
     std::str::from_utf8(bytes).map_err(|e| ManifestError::NotUtf8 { valid_up_to: e.valid_up_to() })
 }
 
-/// Tensors in byte order must follow one another without overlap or hole. Answers where the last one ends.
+/// Tensors in byte order must follow one another without overlap or hole. Returns where the last one ends.
 fn check_cover(tensors: &[HeaderTensor]) -> Result<u64, ManifestError> {
     let mut at = 0;
     let mut before = "";

@@ -8,9 +8,9 @@
 //! # Order and offsets
 //!
 //! A manifest is always in canonical order: widest alignment first, then by name (bytewise). Tensors are
-//! contiguous, so offsets follow from the order, and every tensor is aligned to its element. Whoever builds
-//! a manifest from the same names, dtypes and shapes gets the same offsets, the same block numbers and the
-//! same hash, in whatever order the tensors were given.
+//! contiguous, so offsets follow from the order, and every tensor is aligned to its element. Manifests
+//! of the same names, dtypes and shapes have the same offsets, the same block numbers and the
+//! same hash, regardless of the order in which the tensors were given.
 //!
 //! # Aliases
 //!
@@ -21,7 +21,7 @@
 //!
 //! [`LayoutHash`] covers names, dtypes, shapes and aliases. It leaves the cut table out, because a state
 //! digest is a function of layout and bytes alone and must not change when a run is re-sharded. The cut
-//! table has a hash of its own ([`CutsHash`]); deltas, whose records speak of blocks, carry both.
+//! table has a hash of its own ([`CutsHash`]); deltas, whose records name blocks, carry both.
 //!
 //! Both are XXH3-128, big-endian, of a byte string; numbers in it are u64, little-endian, and a *text* is its
 //! length and its UTF-8 bytes.
@@ -62,7 +62,7 @@ pub const MAX_RANK: usize = 64;
 /// The largest image, in bytes.
 pub const MAX_IMAGE: u64 = 1 << 50;
 
-/// What can be wrong with a manifest, a safetensors header or a cut table.
+/// A fault in a manifest, a safetensors header or a cut table.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     #[error("{count} tensors are more than the {MAX_TENSORS} that a manifest may hold")]
@@ -89,12 +89,11 @@ pub enum ManifestError {
     PartialByte { name: String, shape: Vec<u64>, dtype: Dtype },
     #[error("the tensors add up to more than {MAX_IMAGE} bytes")]
     ImageTooLarge,
-    /// An alias stands for a tensor that is not there.
     #[error("alias {alias:?} stands for {target:?}, which is not a tensor of this manifest")]
     DanglingAlias { alias: String, target: String },
     #[error("tensor {name:?}: {source}")]
     Dtype { name: String, source: crate::dtype::DtypeError },
-    #[error("the safetensors header needs {need} bytes and only {have} are there")]
+    #[error("the safetensors header needs {need} bytes, but only {have} are available")]
     Truncated { need: u64, have: u64 },
     #[error("the safetensors header declares {len} bytes, more than the format's limit of {max}", max = header::MAX_HEADER)]
     HeaderTooLarge { len: u64 },
@@ -447,7 +446,7 @@ fn alignment(dtype: Dtype) -> usize {
     if dtype == Dtype::C64 { 8 } else { dtype.unit() }
 }
 
-/// The names, sorted, if none stands twice.
+/// The names, sorted; a repeated name is an error.
 fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>, ManifestError> {
     let mut names: Vec<&str> = names.collect();
     names.sort_unstable();

@@ -74,8 +74,8 @@ impl Parts {
         }
     }
 
-    /// Asks of every block to which of so many parts it belongs. Where cuts follow the boundaries of shards,
-    /// the first unit of a block tells.
+    /// Assigns every block to one of `parts` parts. Where cuts follow the boundaries of shards,
+    /// the first unit of a block decides.
     pub fn by_owner(
         manifest: &Manifest,
         parts: usize,

@@ -8,7 +8,7 @@ use crate::identity::IdentityError;
 
 use super::{FieldError, HandleKind, LORA_DISK_LOAD, MAX_HANDLE_BYTES, MAX_JSON_BYTES, MAX_PARAMETERS};
 
-/// What can go wrong here.
+/// A fault in a request.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
     #[error(
@@ -56,7 +56,7 @@ pub enum RequestError {
          different processes"
     )]
     GpuUuid(String),
-    #[error("{at}: GPU {uuid} is there twice; give one handle per GPU")]
+    #[error("{at}: GPU {uuid} is listed twice; give one handle per GPU")]
     DuplicateGpu { at: String, uuid: String },
     #[error("{at}: no IPC handles; give one per GPU on which an engine will read the parameter")]
     NoHandles { at: String },

@@ -46,7 +46,7 @@ impl FieldError {
     }
 }
 
-/// What a JSON value is, in words.
+/// The kind of a JSON value, for messages.
 pub(crate) fn type_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

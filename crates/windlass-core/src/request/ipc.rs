@@ -1,7 +1,7 @@
 //! CUDA IPC in requests: which GPU, which handle, and where tensors lie in a packed buffer.
 //!
-//! A handle is plain data. It names memory that another process on the same host exported; whoever holds it
-//! can map that memory, and nothing about it is executable. Opening it is not this crate's business.
+//! A handle is plain data. It names memory that another process on the same host exported. Its holder
+//! can map that memory, and nothing in it is executable. This crate does not open handles.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,7 +16,7 @@ use super::{Fields, MAX_HANDLE_BYTES, Parameters, RequestError};
 use crate::dtype::Dtype;
 use crate::error::excerpt;
 
-/// The UUID of a physical GPU: the same in every process, whatever `CUDA_VISIBLE_DEVICES` says.
+/// The UUID of a physical GPU: the same in every process, regardless of `CUDA_VISIBLE_DEVICES`.
 ///
 /// Written `GPU-` and the UUID in lower case; read with or without the prefix, in either case, so that what
 /// `nvidia-smi` prints and what torch's device properties hold are one key.
@@ -217,8 +217,7 @@ pub(super) fn check_cover(handles: &IpcHandles, what: &str, needed: u64) -> Resu
     }
 }
 
-/// Where one tensor lies in a packed buffer. Bytes and elements are both there, so that nobody has to guess
-/// which of the two a size is.
+/// Where one tensor lies in a packed buffer. It gives bytes and elements, so that a size is never ambiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedTensor {
     /// Where it begins, in bytes.
@@ -249,7 +248,7 @@ pub fn packed_layout(params: &Parameters) -> Result<Vec<PackedTensor>, RequestEr
     Ok(layout)
 }
 
-/// Checks a layout of as many records as there are parameters; answers how large the buffer must be.
+/// Checks a layout of as many records as there are parameters; returns the required size of the buffer.
 pub(super) fn check_layout(params: &Parameters, layout: &[PackedTensor]) -> Result<u64, RequestError> {
     let mut ranges = Vec::with_capacity(layout.len());
     for ((name, dtype, _, extent), tensor) in params.each().zip(layout) {

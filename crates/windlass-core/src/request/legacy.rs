@@ -84,7 +84,7 @@ fn lora(fields: &Fields<'_>) -> Result<WeightUpdateRequest, RequestError> {
     Ok(WeightUpdateRequest::LoraDisk(LoraDiskWeightUpdateRequest::new(path)?))
 }
 
-/// Legacy offsets are sums of element counts, which means nothing across dtypes.
+/// Legacy offsets are sums of element counts, which have no meaning across dtypes.
 fn check_one_dtype(params: &Parameters) -> Result<(), RequestError> {
     let Some(&expected) = params.dtypes().first() else { return Err(RequestError::NoParameters) };
     match params.each().find(|&(_, dtype, _, _)| dtype != expected) {

@@ -1,6 +1,6 @@
 //! Weight update requests and their legacy dictionaries.
 //!
-//! A request announces one transfer to an engine: which parameters come, and how to get at them. Senders
+//! A request announces one transfer to an engine: its parameters, and where to get them. Senders
 //! build one per chunk (or per version, where the engine side pulls), clients carry it as JSON, receivers
 //! parse it with [`parse_request`]. This module owns the types, the checks and both JSON forms; it opens no
 //! handle, connects to no endpoint and reads no file. Nothing here is pickled (C29).
@@ -46,7 +46,7 @@
 //! Case 1 is read with several parameters too, as some senders merge them; it is written one by one.
 //! `sizes` count elements, and the tensors, all of one dtype, lie one after the other without gaps; a buffer
 //! laid out in any other way has no legacy form. Handle maps are those of the plain form: the original pair
-//! of a function and its arguments is a pickle and is refused. A parameter cannot be called
+//! of a function and its arguments is a pickle and is refused. A parameter cannot be named
 //! `lora_disk_load` in either form.
 //!
 //! # Names of errors
@@ -87,7 +87,7 @@ pub const MAX_JSON_BYTES: usize = 64 << 20;
 /// The largest opaque handle.
 pub const MAX_HANDLE_BYTES: usize = 4096;
 
-/// The name that stands for loading an adapter from disk in legacy dictionaries.
+/// The name that means "load an adapter from disk" in legacy dictionaries.
 pub const LORA_DISK_LOAD: &str = "lora_disk_load";
 
 /// The parameters follow by broadcast on the update group, in this order.
@@ -116,7 +116,6 @@ impl CudaIpcWeightUpdateRequest {
         Ok(CudaIpcWeightUpdateRequest { params, ipc_handles })
     }
 
-    /// What comes.
     pub fn params(&self) -> &Parameters {
         &self.params
     }
@@ -148,7 +147,6 @@ impl PackedCudaIpcWeightUpdateRequest {
         Ok(PackedCudaIpcWeightUpdateRequest { params, layout, ipc_handles })
     }
 
-    /// What comes.
     pub fn params(&self) -> &Parameters {
         &self.params
     }
@@ -188,11 +186,11 @@ impl LoraDiskWeightUpdateRequest {
     }
 }
 
-/// How much a receiver asks for.
+/// The transfer mode that a receiver asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PullMode {
     Full,
-    /// What changed since the version that it has; falls back to full where that cannot be served.
+    /// The changes since its version; falls back to full where no delta can be served.
     Delta,
     Auto,
 }

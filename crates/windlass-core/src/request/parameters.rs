@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use serde_json::{Map, Value, json};
 
 use super::{Fields, LORA_DISK_LOAD, MAX_PARAMETERS, RequestError};
-use crate::chunk::{Extent, WeightChunk};
+use crate::chunk::Extent;
 use crate::dtype::Dtype;
 use crate::error::excerpt;
 
@@ -39,15 +39,6 @@ impl Parameters {
             })?);
         }
         Ok(Parameters { names, dtypes, shapes, extents })
-    }
-
-    /// The parameters of a chunk.
-    pub fn of_chunk<T>(chunk: &WeightChunk<T>) -> Result<Parameters, RequestError> {
-        Parameters::new(
-            chunk.names().map(str::to_owned).collect(),
-            chunk.dtypes().collect(),
-            chunk.shapes().map(<[u64]>::to_vec).collect(),
-        )
     }
 
     /// The number of parameters; never 0.

@@ -1,8 +1,8 @@
 //! Packed requests in their plain form, read without a tree of JSON values.
 //!
-//! A colocated engine stands still while it reads one, with hundreds of tensors in it. Whatever is not quite as this
-//! crate writes it goes the other way ([`parse_request_json`](super::parse_request_json)), which knows every form and names
-//! every fault; so the answer here is yes or nothing.
+//! A colocated engine is paused while it reads one, with hundreds of tensors in it. A text that differs from the form this
+//! crate writes takes the slow path ([`parse_request_json`](super::parse_request_json)), which reads every form and names
+//! every fault. So this module returns a request or nothing.
 
 use std::borrow::Cow;
 
@@ -22,20 +22,20 @@ struct Packed<'a> {
     #[serde(borrow)]
     dtypes: Vec<Cow<'a, str>>,
     shapes: Vec<Vec<u64>>,
-    layout: Vec<Place>,
+    layout: Vec<PackedEntry>,
     ipc_handles: Value,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Place {
+struct PackedEntry {
     offset: u64,
     bytes: u64,
     numel: u64,
 }
 
-/// Whether the text is a packed request that has passed every check and stands there in its canonical form, so that what
-/// [`to_value`](super::WeightUpdateRequest::to_value) would give is what is written.
+/// Whether the text is a packed request that passes every check and is in its canonical form, so that
+/// [`to_value`](super::WeightUpdateRequest::to_value) would give the same text.
 pub fn is_canonical_packed(text: &[u8]) -> bool {
     packed(text).is_some()
 }
@@ -51,7 +51,7 @@ fn packed(text: &[u8]) -> Option<PackedCudaIpcWeightUpdateRequest> {
     let dtype = |name: &Cow<'_, str>| name.parse::<Dtype>().ok().filter(|d| d.name() == name);
     let dtypes = given.dtypes.iter().map(dtype).collect::<Option<_>>()?;
     let params = Parameters::new(given.names, dtypes, given.shapes).ok()?;
-    let place = |p: Place| PackedTensor { offset: p.offset, bytes: p.bytes, numel: p.numel };
+    let place = |p: PackedEntry| PackedTensor { offset: p.offset, bytes: p.bytes, numel: p.numel };
     let layout = given.layout.into_iter().map(place).collect();
     let handles = read_handles(&given.ipc_handles, "request").ok()?;
     if write_handles(&handles) != given.ipc_handles {

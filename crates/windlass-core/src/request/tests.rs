@@ -2,7 +2,6 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::chunk::{Item, WeightChunk};
 use crate::dtype::Dtype;
 use crate::error::Kind;
 
@@ -42,15 +41,6 @@ fn with(request: &WeightUpdateRequest, pointer: &str, new: Value) -> &'static st
     let mut value = request.to_value();
     *value.pointer_mut(pointer).expect(pointer) = new;
     error(&value).name()
-}
-
-#[test]
-fn a_request_lists_the_parameters_of_its_chunk() {
-    let item = |name: &str, n| Item::new(name, Dtype::F32, vec![n], n * 4, ()).unwrap();
-    let chunk = WeightChunk::from_items(vec![item("a", 3), item("b", 5)]).unwrap();
-    let of_chunk = Parameters::of_chunk(&chunk).unwrap();
-    assert_eq!(of_chunk, params(&[("a", Dtype::F32, &[3]), ("b", Dtype::F32, &[5])]));
-    assert_eq!((of_chunk.len(), of_chunk.extents()[1].bytes), (2, 20));
 }
 
 #[test]

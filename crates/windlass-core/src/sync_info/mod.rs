@@ -1,8 +1,8 @@
-//! What the trainer side hands to the engine side before the first sync.
+//! The connection data that trainers send to engines before the first sync.
 //!
-//! A strategy on training rank 0 creates one [`WeightSyncInfo`]; whoever orchestrates (a controller, a Ray
+//! A strategy on training rank 0 creates one [`WeightSyncInfo`]; the orchestrator (a controller, a Ray
 //! driver, a script) carries it to every engine as plain JSON; both sides then join concurrently. The
-//! variant says what there is to join: a process group, nothing (CUDA IPC travels in the requests), an agent
+//! variant names the thing to join: a process group, nothing (CUDA IPC travels in the requests), an agent
 //! to pull from, or a store. This module owns those records, their JSON, and the arithmetic of ranks. It
 //! binds no port and resolves no name.
 //!
@@ -45,14 +45,7 @@ pub const MAX_JSON_BYTES: usize = 1 << 20;
 /// The most endpoints an agent info may list: one per trainer node.
 pub const MAX_ENDPOINTS: usize = 4096;
 
-/// The name by which some callers know [`WeightSyncInfo`].
-pub type WeightSyncInitInfo = WeightSyncInfo;
-/// The name by which some callers know [`TorchDistributedWeightSyncInfo`].
-pub type TorchDistributedWeightSyncInitInfo = TorchDistributedWeightSyncInfo;
-/// The name by which some callers know [`EmptyWeightSyncInfo`].
-pub type EmptyWeightSyncInitInfo = EmptyWeightSyncInfo;
-
-/// What can go wrong here.
+/// A fault in a sync info.
 #[derive(Debug, thiserror::Error)]
 pub enum SyncInfoError {
     #[error("sync info of {bytes} bytes is too large: the limit is {MAX_JSON_BYTES}")]
@@ -126,7 +119,7 @@ impl SyncInfoError {
     }
 }
 
-/// What carries the collectives of an update group.
+/// The library that carries the collectives of an update group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Backend {
@@ -208,7 +201,6 @@ impl TorchDistributedWeightSyncInfo {
         &self.group_name
     }
 
-    /// What carries its collectives.
     pub fn backend(&self) -> Backend {
         self.backend
     }
@@ -222,11 +214,11 @@ pub struct EmptyWeightSyncInfo;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentWeightSyncInfo {
     endpoints: Vec<Endpoint>,
-    /// What the agents ask for.
+    /// The secret that the agents require.
     pub token: Token,
     /// Which policy they serve.
     pub model_id: ModelId,
-    /// The publisher's life at the time of writing, if it has begun. A newer one may follow.
+    /// The publisher's incarnation at the time of writing, if it has started. A newer one may follow.
     pub incarnation: Option<Incarnation>,
 }
 
@@ -261,7 +253,7 @@ pub struct StoreWeightSyncInfo {
     pub url: StoreUrl,
 }
 
-/// What one side of a strategy tells the other before the first sync.
+/// The connection data of a strategy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WeightSyncInfo {
     /// Join a process group.
@@ -444,10 +436,10 @@ mod tests {
     #[test]
     fn sync_infos_round_trip_through_json() {
         let store = StoreWeightSyncInfo { url: "s3://bucket/run".parse().unwrap() };
-        let infos: [WeightSyncInitInfo; 5] = [
+        let infos: [WeightSyncInfo; 5] = [
             torch(Backend::Nccl),
             torch(Backend::Gloo),
-            WeightSyncInfo::Empty(EmptyWeightSyncInitInfo {}),
+            WeightSyncInfo::Empty(EmptyWeightSyncInfo {}),
             agent(),
             WeightSyncInfo::Store(store),
         ];
@@ -455,26 +447,6 @@ mod tests {
             assert_eq!(WeightSyncInfo::from_value(&info.to_value()).unwrap(), info);
             assert_eq!(WeightSyncInfo::from_json(info.to_json().as_bytes()).unwrap(), info);
         }
-    }
-
-    #[test]
-    fn older_names_of_sync_infos_are_the_same_types() {
-        let older: [WeightSyncInitInfo; 2] = [
-            WeightSyncInitInfo::TorchDistributed(
-                TorchDistributedWeightSyncInitInfo::new(
-                    "10.0.0.7",
-                    29500,
-                    9,
-                    "weight_update_group",
-                    Backend::Nccl,
-                )
-                .unwrap(),
-            ),
-            WeightSyncInitInfo::Empty(EmptyWeightSyncInitInfo {}),
-        ];
-        let newer: [WeightSyncInfo; 2] =
-            [torch(Backend::Nccl), WeightSyncInfo::Empty(EmptyWeightSyncInfo {})];
-        assert_eq!(older, newer);
     }
 
     #[test]

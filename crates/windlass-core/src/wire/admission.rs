@@ -7,8 +7,8 @@ use super::frame::StreamId;
 use super::handshake::{Proved, Sender};
 use super::ticket::{SourceId, Ticket};
 
-/// The sender's book of the connections of one ticket. Ask it after the proof and before `Accept` is sent:
-/// a connection that has proved nothing must not be able to push another one out.
+/// The sender's record of the connections of one ticket. Ask it after the proof and before `Accept` is sent:
+/// a connection without proof must not replace another one.
 #[derive(Clone, Debug)]
 pub struct Admission {
     source: SourceId,
@@ -16,12 +16,11 @@ pub struct Admission {
 }
 
 impl Admission {
-    /// Opens the book of the sender that is `source` in the ticket.
     pub fn new(source: SourceId) -> Admission {
         Admission { source, epochs: BTreeMap::new() }
     }
 
-    /// Whether a proved connection may go on. Names the connection that it replaces, if any: reset that one
+    /// Whether a proved connection may continue. Names the connection that it replaces, if any: the caller resets that one
     /// first.
     pub fn admit(
         &mut self,

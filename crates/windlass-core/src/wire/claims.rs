@@ -1,8 +1,8 @@
-//! Who fetches which stripe.
+//! Assigns stripes to streams.
 //!
-//! [`Claims`] is the receiver's book for one ticket. Streams take stripes from it as they become free, so
-//! that a slow stream holds up nothing but what it has claimed. It does no I/O: the receiver's threads call it
-//! under a lock and do what it says. Time is an argument, counted from any origin that the caller likes.
+//! [`Claims`] is the receiver's record for one ticket. Streams take stripes from it as they become free, so
+//! a slow stream delays only the stripes it has claimed. It does no I/O: the receiver's threads call it
+//! under a lock and follow its answers. Time is an argument, counted from any origin.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub struct ClaimPolicy {
     pub deadline: Duration,
     /// How long a stream may take for a stripe before it is called overdue.
     pub stripe_timeout: Duration,
-    /// How often the sums of one stripe may be wrong before the transfer fails.
+    /// How many bad attempts a stripe may have before the transfer fails.
     pub max_bad: u16,
 }
 
@@ -34,20 +34,20 @@ pub enum Failure {
     )]
     Deadline { left: u32, total: u32 },
     #[error(
-        "stripe {stripe} ({extent:?}) came with wrong sums {times} times, the last one {verdict:?}: check the memory of both hosts and the path between them"
+        "stripe {stripe} ({extent:?}) arrived with wrong hashes {times} times, the last time {verdict:?}: check the memory of both hosts and the path between them"
     )]
     Bad {
         stripe: u32,
         extent: Extent,
         times: u16,
-        /// What was wrong in the end.
+        /// The last mismatch.
         verdict: Verdict,
     },
     #[error(
         "every source that holds stripe {stripe} ({extent:?}) is gone: restart the agent, then ask for a new ticket"
     )]
     NoSource { stripe: u32, extent: Extent },
-    /// A peer said that the ticket is of no more use, or the caller called it off.
+    /// A peer reported that the ticket is void, or the caller cancelled the transfer.
     #[error("the transfer ended at stage {} ({}): {}", .0.stage, .0.kind, .0.message)]
     Ended(Fault),
 }
@@ -78,7 +78,7 @@ pub enum Grant {
     Finished,
 }
 
-/// Where a transfer stands.
+/// The state of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Running,
@@ -88,7 +88,7 @@ pub enum Outcome {
     Failed(Failure),
 }
 
-/// How far a transfer is.
+/// The progress of a transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     pub stripes: u32,
@@ -97,7 +97,7 @@ pub struct Progress {
     pub stripes_open: u32,
     pub bytes: u64,
     pub bytes_done: u64,
-    /// Stripes whose sums were wrong.
+    /// Stripes that arrived with wrong hashes.
     pub bad: u32,
     pub lost: u32,
     pub live: u32,
@@ -119,24 +119,24 @@ struct Lane {
     since: Duration,
 }
 
-/// The receiver's book for one ticket. A stripe is in the pool, held by one stream, or acknowledged and in
+/// The receiver's record for one ticket. A stripe is in the pool, held by one stream, or acknowledged and in
 /// neither.
 ///
 /// Rules:
 ///
-/// - S-1 A stripe is claimed by at most one live stream at a time, and acknowledged exactly once.
-/// - S-2 A stream that is lost gives back what it has not acknowledged. Call [`Claims::lost`] only when the
+/// - CLAIMS-1 A stripe is claimed by at most one live stream at a time, and acknowledged exactly once.
+/// - CLAIMS-2 A lost stream returns its unacknowledged stripes. Call [`Claims::lost`] only when the
 ///   connection is reset and the thread has left the destination memory: from then on another stream may
 ///   write there.
-/// - S-3 A stripe whose sums are wrong is fetched again, a bounded number of times.
-/// - S-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
-/// - S-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
+/// - CLAIMS-3 A stripe with wrong hashes is fetched again, a bounded number of times.
+/// - CLAIMS-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
+/// - CLAIMS-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
 #[derive(Clone, Debug)]
 pub struct Claims {
     plan: StripePlan,
     policy: ClaimPolicy,
     work: Vec<Work>,
-    /// (number of holders, group) → stripes of that group that nobody has.
+    /// (number of holders, group) → unclaimed stripes of that group.
     pending: BTreeMap<(u32, u32), BTreeSet<u32>>,
     lanes: BTreeMap<u16, Lane>,
     gone: SourceSet,
@@ -145,7 +145,6 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// Opens the book.
     pub fn new(plan: StripePlan, policy: ClaimPolicy) -> Claims {
         let progress =
             Progress { stripes: plan.stripes().len() as u32, bytes: plan.bytes(), ..Progress::default() };
@@ -158,17 +157,15 @@ impl Claims {
         Claims { plan, policy, work, pending, lanes, gone, progress, failure: None }
     }
 
-    /// The plan it follows.
     pub fn plan(&self) -> &StripePlan {
         &self.plan
     }
 
-    /// How far it is.
     pub fn progress(&self) -> Progress {
         self.progress
     }
 
-    /// Where the transfer stands at `now`.
+    /// The state of the transfer at `now`.
     pub fn outcome(&mut self, now: Duration) -> Outcome {
         match self.running(now) {
             Err(failure) => Outcome::Failed(failure),
@@ -200,7 +197,7 @@ impl Claims {
         Ok(())
     }
 
-    /// A stream is free: what should it fetch?
+    /// Assigns the next stripe to a free stream.
     pub fn claim(&mut self, stream: StreamId, now: Duration) -> Result<Grant, WireError> {
         self.running(now)?;
         if self.finished() {
@@ -222,7 +219,7 @@ impl Claims {
         Ok(Grant::Stripe { stripe, attempt })
     }
 
-    /// The stripe's sums are right and its bytes in place. After this the acknowledgement may be sent.
+    /// The stripe's hashes are right and its bytes in place. After this the acknowledgement may be sent.
     pub fn complete(&mut self, stream: StreamId, stripe: u32, now: Duration) -> Result<(), WireError> {
         self.running(now)?;
         self.release(stream, stripe, now)?;
@@ -231,7 +228,7 @@ impl Claims {
         Ok(())
     }
 
-    /// The stripe's sums are wrong. It goes back to the pool, or fails the transfer.
+    /// The stripe's hashes are wrong. It goes back to the pool, or fails the transfer.
     pub fn bad(
         &mut self,
         stream: StreamId,
@@ -254,8 +251,8 @@ impl Claims {
         Ok(())
     }
 
-    /// A stream is gone; what it has not acknowledged goes back to the pool. Says how many stripes that are.
-    /// Saying so twice, or of a stream that was replaced, changes nothing.
+    /// A stream is lost; its unacknowledged stripes go back to the pool. Returns how many there were.
+    /// A second report, or one about a replaced stream, changes nothing.
     pub fn lost(&mut self, stream: StreamId) -> usize {
         let Ok(lane) = self.live(stream) else { return 0 };
         lane.live = false;
@@ -298,7 +295,7 @@ impl Claims {
         }
     }
 
-    /// Ends the transfer: a peer's fault that [ends the ticket](Fault::ends_ticket), or the caller's wish.
+    /// Ends the transfer: a peer's fault that [ends the ticket](Fault::ends_ticket), or the caller's request.
     /// The first failure stays; a finished transfer cannot fail any more.
     pub fn end(&mut self, fault: Fault) {
         if !self.finished() && self.failure.is_none() {
@@ -308,25 +305,12 @@ impl Claims {
 
     /// Streams that take too long for a stripe. Reset their connections, then report them lost.
     pub fn overdue(&self, now: Duration) -> Vec<StreamId> {
-        self.waiting()
-            .filter(|(_, since)| now.saturating_sub(*since) > self.policy.stripe_timeout)
-            .map(|(stream, _)| stream)
-            .collect()
-    }
-
-    /// When to look again, if nothing else happens before: the next time a stream becomes overdue, or the
-    /// deadline.
-    pub fn wake_at(&self) -> Duration {
-        self.waiting()
-            .map(|(_, since)| since.saturating_add(self.policy.stripe_timeout))
-            .fold(self.policy.deadline, Duration::min)
-    }
-
-    fn waiting(&self) -> impl Iterator<Item = (StreamId, Duration)> + '_ {
+        let late = |since: Duration| now.saturating_sub(since) > self.policy.stripe_timeout;
         self.lanes
             .iter()
-            .filter(|(_, lane)| lane.live && !lane.held.is_empty())
-            .map(|(index, lane)| (StreamId { index: *index, epoch: lane.epoch }, lane.since))
+            .filter(|(_, lane)| lane.live && !lane.held.is_empty() && late(lane.since))
+            .map(|(index, lane)| StreamId { index: *index, epoch: lane.epoch })
+            .collect()
     }
 
     fn finished(&self) -> bool {
@@ -368,7 +352,7 @@ impl Claims {
     }
 }
 
-/// Where a stripe waits: scarce ones first.
+/// The queue of a stripe: scarce ones first.
 fn pool_key(plan: &StripePlan, stripe: &Stripe) -> (u32, u32) {
     (plan.holders(stripe).len(), StripePlan::group(stripe))
 }

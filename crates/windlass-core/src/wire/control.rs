@@ -1,7 +1,7 @@
-//! What travels on the control connection: the JSON bodies of the agent's endpoints.
+//! The messages of the control connection: the JSON bodies of the agent's endpoints.
 //!
-//! Agents answer with these, receivers read them; who carries them (HTTP, a unix socket, a call within one
-//! process) is not decided here. Field names are those of the documented endpoints, with ours added. Answers
+//! Agents answer with these and receivers read them. The carrier (HTTP, a unix socket, a call within one
+//! process) is chosen elsewhere. Field names are those of the documented endpoints, with ours added. Answers
 //! may gain fields in later minor versions, so unknown ones are ignored when an answer is read; in a request an
 //! unknown field is an error, except where a foreign client registers itself.
 //!
@@ -31,13 +31,12 @@ use crate::identity::{
 use crate::manifest::Manifest;
 use crate::ranges::BlockRanges;
 
-/// What a publisher serves now.
+/// The version that a publisher serves now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VersionInfo {
     /// The newest sealed version; none before the first.
     pub version: Option<Version>,
     pub model_id: ModelId,
-    /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// The state digest of that version.
     pub digest: Option<StateDigest>,
@@ -56,8 +55,8 @@ impl VersionInfo {
         })
     }
 
-    /// Whether there is something that a holder of `seen` does not have: any version of a newer incarnation, or
-    /// a newer version of the same.
+    /// Whether this is newer than `seen`: any version of a newer incarnation, or a newer version of the same
+    /// incarnation.
     pub fn is_newer_than(&self, seen: Option<(Incarnation, Version)>) -> bool {
         match (self.version, seen) {
             (None, _) => false,
@@ -95,7 +94,7 @@ impl BufferInfo {
     }
 }
 
-/// What an agent can do now, and what its newest delta is.
+/// An agent's abilities, and its newest delta.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Capabilities {
     /// The modes of `/request_transfer`.
@@ -104,9 +103,9 @@ pub struct Capabilities {
     pub version: Option<Version>,
     /// Whether there is a delta to that version.
     pub delta_ready: bool,
-    /// What the newest delta starts from.
+    /// The base of the newest delta.
     pub delta_base_version: Option<Version>,
-    /// What it leads to.
+    /// Its target.
     pub delta_version: Option<Version>,
     /// The share of elements that it does not change.
     pub delta_sparsity: Option<f64>,
@@ -120,22 +119,22 @@ pub struct Capabilities {
     pub versions: Vec<Version>,
     /// The release that answers.
     pub release: String,
-    /// How long ago the life of the publisher began. Not given by an earlier release, or where that cannot be told.
+    /// Age of the publisher's incarnation. Not given by an earlier release, or where it is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub age: Option<Age>,
 }
 
-/// How long ago a life began.
+/// The age of an incarnation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Age {
     pub incarnation: Incarnation,
     pub ms: u64,
 }
 
-/// A receiver that makes itself known. Fields of other clients are ignored.
+/// A receiver that registers. Fields of other clients are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registration {
-    /// What people call it.
+    /// Its display name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Where the engine behind it listens.
@@ -149,10 +148,9 @@ pub struct Registration {
 /// The answer to a registration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
-    /// What to call itself in later requests.
+    /// The id to use in later requests.
     pub instance_id: String,
     pub model_id: ModelId,
-    /// Which life of its publisher.
     pub incarnation: Incarnation,
     /// The rank that supervises the agent.
     pub trainer_global_rank: u32,
@@ -167,40 +165,39 @@ pub struct Registered {
     pub data_port: u16,
 }
 
-/// How a receiver wants to be served.
+/// The mode a receiver asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RequestMode {
     Full,
-    /// A delta from what it has, or a refusal with the reason.
+    /// A delta from its version, or a refusal with the reason.
     Delta,
     /// A delta where one serves, image bytes otherwise.
     Auto,
 }
 
-/// What a receiver has.
+/// The version that a receiver has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Have {
-    /// Which life of the publisher.
     pub incarnation: Incarnation,
     pub version: Version,
     /// The state digest of that version.
     pub digest: StateDigest,
 }
 
-/// A wish for one transfer.
+/// A request for one transfer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TransferRequest {
-    /// Who asks, from [`Registered`].
+    /// The receiver's id, from [`Registered`].
     pub instance_id: String,
     pub mode: RequestMode,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub have: Option<Have>,
     /// The version that a delta should lead to; the newest if not given. Image bytes are always the newest. A delta
-    /// to a named version is served whatever its size. It may be older than what the receiver has: whoever needs an older
-    /// version fetches the newest image and then the delta that leads back.
+    /// to a named version is served regardless of its size. The version may be older than the receiver's: a receiver that needs an
+    /// older version fetches the newest image and then the delta that leads back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<Version>,
     /// The layout that its block numbers are of; checked if given.
@@ -225,7 +222,7 @@ pub enum TransferAnswer {
     Refused(Refused),
 }
 
-/// Permission, with what existing clients look at beside the ticket.
+/// A ticket, with the fields that existing clients read next to it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Granted {
     pub ok: bool,
@@ -243,7 +240,7 @@ pub struct Granted {
     /// How many elements it changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub num_nonzero: Option<u64>,
-    /// Seconds that making it took.
+    /// Seconds that encoding it took.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_time: Option<f64>,
     /// The permission itself. Carries a key.
@@ -257,7 +254,7 @@ impl Granted {
     }
 }
 
-/// No ticket, and why.
+/// A refusal, and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
     pub ok: bool,
@@ -276,7 +273,7 @@ hex_bytes!(
     "A [`StateSum`](crate::digest::StateSum) as text."
 );
 
-/// What the holder of a part says to the agent that leads: its share of a sealed version.
+/// An agent's report to the leading agent: its part of a sealed version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartInfo {
     pub identity: Identity,
@@ -286,19 +283,19 @@ pub struct PartInfo {
     pub cuts_hash: CutsHash,
     /// The blocks it holds.
     pub blocks: BlockRanges,
-    /// The state sum of those blocks; parts add up. Zero where a delta leads to a version that is in no slot any more.
+    /// The state sum of those blocks; parts add up. Zero where a delta leads to a version that no slot holds any more.
     pub sum: PartSum,
     /// Where its data connections go.
     pub data: Endpoint,
     /// Whether they are inside TLS.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tls: bool,
-    /// The size of its delta from the base that was asked about, if there is one.
+    /// The size of its delta from the requested base, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_bytes: Option<u64>,
 }
 
-/// A ticket that another agent issued and this one should serve its part of.
+/// A ticket of another agent, of which this agent should serve its part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SharedTicket {

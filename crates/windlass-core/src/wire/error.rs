@@ -1,4 +1,4 @@
-//! What can go wrong on the wire.
+//! Errors of the wire protocol.
 
 use super::bytes::TicketId;
 use super::claims::Failure;
@@ -9,8 +9,8 @@ use super::ticket::TicketError;
 use crate::error::Kind;
 use crate::identity::IdentityError;
 
-/// What can go wrong in the protocol. A stream that meets one of these is closed; whether the transfer goes
-/// on is up to [`super::Claims`].
+/// A violation of the protocol. The stream that meets one is closed; [`super::Claims`] decides whether the transfer
+/// continues.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum WireError {
     #[error(
@@ -34,7 +34,6 @@ pub enum WireError {
     StreamIndex { index: u16, max: u16 },
     #[error("{frame} frame: a body of {len} bytes is outside the allowed {min} to {max}")]
     BodyLength { frame: FrameKind, len: u32, min: u32, max: u32 },
-    /// The caller gave a slice that is not the body.
     #[error("{frame} frame: the header says {len} body bytes, but {given} were given to the decoder")]
     BodySlice { frame: FrameKind, len: u32, given: usize },
     #[error("{frame} frame: the body ends before its last field")]
@@ -58,7 +57,7 @@ pub enum WireError {
     #[error("a frame of stream {theirs} arrived on stream {ours}: reconnect the stream")]
     WrongStream { ours: StreamId, theirs: StreamId },
     #[error(
-        "refused by the peer (it speaks {}, was spoken to in {}): {}", .0.ours, .0.theirs, .0.message
+        "refused by the peer (it speaks protocol {}, this side sent {}): {}", .0.ours, .0.theirs, .0.message
     )]
     Refused(Refusal),
     #[error("the peer failed at stage {} ({}): {}", .0.stage, .0.kind, .0.message)]
@@ -68,7 +67,7 @@ pub enum WireError {
          check that both sides use the same token and that no proxy answers for the peer"
     )]
     Proof { role: &'static str, ticket: TicketId, stream: StreamId },
-    /// No such ticket here: never issued, over, or issued before a restart.
+    /// This side has no such ticket: never issued, over, or issued before a restart.
     #[error("ticket {ticket} is unknown here: ask for a new one")]
     UnknownTicket { ticket: TicketId },
     #[error("ticket {ticket} expired: ask for a new one; if it repeats, raise the deadline of transfers")]
@@ -94,13 +93,13 @@ pub enum WireError {
     /// A claim for a stripe that this source does not hold.
     #[error("stream {stream}: stripe {stripe} is not held by this source: claim it from one that holds it")]
     NotHeld { stream: StreamId, stripe: u32 },
-    /// A frame about another stripe than the one whose turn it is.
+    /// A frame about a stripe that is not next.
     #[error("stream {stream}: {frame} frame for stripe {stripe}, but stripe {expected:?} is next")]
     WrongStripe {
         stream: StreamId,
         frame: FrameKind,
         stripe: u32,
-        /// The stripe whose turn it is, if any.
+        /// The stripe that is next, if any.
         expected: Option<u32>,
     },
     /// Data that leaves a gap, repeats bytes or goes beyond the stripe.
@@ -110,7 +109,7 @@ pub enum WireError {
     DataRange {
         stream: StreamId,
         stripe: u32,
-        /// Where the bytes want to go.
+        /// The offset in the frame.
         offset: u64,
         len: u32,
         at: u32,
@@ -118,7 +117,7 @@ pub enum WireError {
     },
     #[error("stream {stream}: stripe {stripe} ended after {at} of {bytes} bytes")]
     StripeShort { stream: StreamId, stripe: u32, at: u32, bytes: u32 },
-    #[error("stream {stream}: the sums of stripe {stripe} are {theirs}, the ticket asks for {ours}")]
+    #[error("stream {stream}: stripe {stripe} is checked by {theirs}, the ticket asks for {ours}")]
     CheckDiffers { stream: StreamId, stripe: u32, ours: String, theirs: String },
     #[error(
         "completion of ticket {} ({}, digest {}) on a stream of ticket {} ({}, digest {})",
@@ -126,11 +125,11 @@ pub enum WireError {
     )]
     Completion {
         ours: Box<Completion>,
-        /// What was said to be complete.
+        /// The completion that the peer stated.
         theirs: Box<Completion>,
     },
-    /// The caller went on before it had taken all bytes that belong to the last header.
-    #[error("stream {stream}: {left} bytes of the last frame are not taken yet: read all of them first")]
+    /// The caller continued before it had taken all bytes of the last frame.
+    #[error("stream {stream}: {left} bytes of the last frame have not been taken: read all of them first")]
     BytesLeft { stream: StreamId, left: u32 },
     /// The caller took or gave bytes that belong to no frame.
     #[error("stream {stream}: {given} bytes given where the frame has {left} left")]
@@ -138,9 +137,9 @@ pub enum WireError {
 
     #[error("stream {stream} is not live in this transfer: reconnect it under a higher epoch")]
     NotLive { stream: StreamId },
-    #[error("stream {stream} joins under an old epoch, it is at {current} already: raise the epoch")]
+    #[error("stream {stream} joins under an old epoch, its current one is {current}: raise the epoch")]
     OldEpoch { stream: StreamId, current: u16 },
-    /// A stream of a source that the plan does not know or that was given up.
+    /// A stream of a source that is not in the plan or was given up.
     #[error("source {source_id} is not, or no longer, part of this transfer")]
     UnknownSource { source_id: u32 },
     /// A report about a stripe that this stream does not hold.

@@ -21,7 +21,7 @@ const CHECKED: usize = 28;
 pub struct ProtocolVersion {
     /// Changes when old peers would misread.
     pub major: u8,
-    /// Changes when something is added that old peers are then not sent.
+    /// Changes when frames are added that older peers do not get.
     pub minor: u8,
 }
 
@@ -37,7 +37,7 @@ impl fmt::Display for ProtocolVersion {
 }
 
 /// One connection of one transfer. A stream that reconnects keeps its index and raises its epoch, so that
-/// nothing from a connection given up for lost is taken for something from its successor.
+/// a frame of a lost connection is never mistaken for one of its successor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct StreamId {
     /// Which of the ticket's parallel streams, from 0.
@@ -52,7 +52,7 @@ impl fmt::Display for StreamId {
     }
 }
 
-/// What a frame is.
+/// Frame kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
@@ -65,23 +65,23 @@ pub enum FrameKind {
     Proof = 3,
     /// Sender: its own proof; claims may begin.
     Accept = 4,
-    /// Either: no, and why. The only frame that peers of other majors understand.
+    /// Either: refusal with the reason. The only frame that peers of other majors understand.
     Refuse = 5,
-    /// Receiver: send me this stripe.
+    /// Receiver: request for a stripe.
     Claim = 16,
     /// Sender: bytes of a stripe follow.
     Data = 17,
-    /// Sender: that was all of it, and these are its sums.
+    /// Sender: end of a stripe, with its hashes.
     StripeEnd = 18,
     /// Receiver: the stripe is checked, or bad.
     Ack = 19,
     /// Receiver, then sender: the transfer is complete.
     Done = 20,
-    /// Either: the stream cannot go on, and why.
+    /// Either: end of the stream, with the reason.
     Error = 21,
-    /// Either: are you there?
+    /// Either: request for a sign of life.
     Ping = 32,
-    /// Either: yes.
+    /// Either: the answer to `Ping`.
     Pong = 33,
 }
 
@@ -169,9 +169,8 @@ impl fmt::Display for FrameKind {
 /// A checked header: its kind is known and its length is within the limits of that kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Header {
-    /// What its writer speaks.
+    /// The protocol version of its writer.
     pub version: ProtocolVersion,
-    /// What the frame is.
     pub kind: FrameKind,
     /// The connection it belongs to.
     pub stream: StreamId,
@@ -204,7 +203,7 @@ impl Header {
 }
 
 /// Reads the header at the front of `bytes`. `None` means that more bytes are needed; bytes that can never
-/// become a frame are an error at once. What follows the header is not looked at.
+/// become a frame are an error at once. The bytes after the header are not read.
 pub fn decode_header(bytes: &[u8]) -> Result<Option<Header>, WireError> {
     if !bytes.iter().zip(MAGIC).all(|(b, m)| *b == m) {
         let mut found = [0; 4];

@@ -11,8 +11,8 @@
 //! Proved<Receiver>                           Proved<Sender>
 //! ```
 //!
-//! A [`Proved`] cannot be made in any other way, and streams are made from it only. What the proof covers is
-//! laid out in [the specification](super). The nonces must come from a secure source of random bytes, fresh
+//! A [`Proved`] cannot be made in any other way, and streams are made from it only. [The specification](super) lays out
+//! the bytes that the proof covers. The nonces must come from a secure source of random bytes, fresh
 //! for every connection.
 
 use std::marker::PhantomData;
@@ -146,7 +146,7 @@ impl Transcript {
     }
 }
 
-/// Decodes a frame of a handshake. A refusal or a fault of the peer is an error, whatever was expected.
+/// Decodes a frame of a handshake. A refusal or a fault of the peer is always an error.
 fn answer(
     stream: Option<StreamId>,
     header: &Header,
@@ -260,7 +260,7 @@ impl Greeted {
         Ok(Greeted { hello, stream: header.stream, receiver_minor: header.version.minor })
     }
 
-    /// The ticket that the peer says it has. If it is unknown, refuse with [`WireError::UnknownTicket`].
+    /// The ticket that the peer names. If it is unknown, refuse with [`WireError::UnknownTicket`].
     pub fn ticket(&self) -> TicketId {
         self.hello.ticket
     }
@@ -270,7 +270,7 @@ impl Greeted {
         self.hello.source
     }
 
-    /// The stream that the peer says it is.
+    /// The stream that the peer names.
     pub fn stream(&self) -> StreamId {
         self.stream
     }
@@ -326,7 +326,7 @@ fn check_window(window: u16) -> Result<(), WireError> {
 }
 
 /// The `Refuse` frame for a handshake that failed with `error`. Names both versions if they are the reason.
-/// A wrong proof and an unknown ticket get the same words, so that neither can be told from the other.
+/// A wrong proof and an unknown ticket get the same message, so that a peer cannot tell them apart.
 pub fn refuse(error: &WireError, stream: StreamId) -> Result<Vec<u8>, WireError> {
     let ours = ProtocolVersion::CURRENT;
     let theirs = if let WireError::Version { theirs, .. } = error { *theirs } else { ours };

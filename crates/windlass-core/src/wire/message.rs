@@ -24,20 +24,19 @@ pub enum Message {
     },
     Refuse(Refusal),
     Claim(Claim),
-    /// What the bytes of a stripe must sum to.
+    /// The hashes that the bytes of a stripe must have.
     StripeEnd {
         stripe: u32,
         check: Check,
     },
-    /// What came of a stripe.
+    /// The receiver's verdict on a stripe.
     Ack {
         stripe: u32,
-        /// What came of it.
         verdict: Verdict,
     },
     Done(Completion),
     Error(Fault),
-    /// Are you there? The answer repeats the number.
+    /// Asks for a sign of life. The answer repeats the number.
     Ping(u64),
     /// The answer to a ping.
     Pong(u64),
@@ -52,31 +51,30 @@ pub struct Hello {
     pub nonce: Nonce,
 }
 
-/// Why a connection is turned away.
+/// A refused connection, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Refusal {
-    /// What sort of failure.
     pub kind: Kind,
-    /// What the refusing side speaks.
+    /// The protocol version of the refusing side.
     pub ours: ProtocolVersion,
-    /// What it was spoken to in.
+    /// The version of the frame it refuses.
     pub theirs: ProtocolVersion,
-    /// For people. At most [`MAX_MESSAGE`] bytes; longer ones are cut when encoded.
+    /// Text for people. At most [`MAX_MESSAGE`] bytes; a longer text is cut when encoded.
     pub message: String,
 }
 
-/// A wish for one stripe.
+/// A request for one stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Claim {
     /// Which stripe of the plan.
     pub stripe: u32,
     /// How often it was claimed before.
     pub attempt: u16,
-    /// What the receiver's plan says it is; the sender compares with its own.
+    /// Its extent in the receiver's plan; the sender compares it with its own.
     pub extent: Extent,
 }
 
-/// What the bytes of a stripe must sum to.
+/// The hashes that the bytes of a stripe must have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Check {
@@ -86,11 +84,11 @@ pub enum Check {
     BlockSums(Vec<BlockSum>),
 }
 
-/// What came of a stripe at the receiver.
+/// The receiver's verdict on a stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Every sum is right and the bytes are in place.
+    /// Every hash is right and the bytes are in place.
     Good,
     /// The sum of this block is wrong.
     BadBlock(u32),
@@ -98,18 +96,18 @@ pub enum Verdict {
     BadStripe,
 }
 
-/// What was transferred: says so on the streams and, as JSON, on the control connection.
+/// A completed transfer, as both sides state it on the streams and, as JSON, on the control connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Completion {
     pub ticket: TicketId,
-    /// Which version was received.
+    /// The received version.
     pub identity: Identity,
     /// The state digest of that version.
     pub digest: StateDigest,
 }
 
-/// Where in a transfer something failed.
+/// The stage of a transfer at which it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
@@ -120,7 +118,7 @@ pub enum Stage {
     Claim = 2,
     /// While bytes flow.
     Data = 3,
-    /// While sums are compared.
+    /// While hashes are compared.
     Verify = 4,
     /// While the end is agreed.
     Complete = 5,
@@ -146,17 +144,16 @@ impl std::fmt::Display for Stage {
 /// Why a stream ends early.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Fault {
-    /// What sort of failure.
     pub kind: Kind,
     pub stage: Stage,
     /// The stripe it is about, if it is about one.
     pub stripe: Option<u32>,
-    /// For people. At most [`MAX_MESSAGE`] bytes; longer ones are cut when encoded.
+    /// Text for people. At most [`MAX_MESSAGE`] bytes; a longer text is cut when encoded.
     pub message: String,
 }
 
 impl Fault {
-    /// Whether the ticket is of no more use. Otherwise the stream may reconnect.
+    /// Whether the ticket is void. Otherwise the stream may reconnect.
     pub const fn ends_ticket(&self) -> bool {
         match self.kind {
             Kind::Corrupt | Kind::Timeout | Kind::PeerLost | Kind::Exhausted => false,
@@ -180,7 +177,7 @@ pub enum Frame<'a> {
     Data(Header, &'a [u8]),
 }
 
-/// Reads the frame at the front of `bytes`, and says how many bytes it took. `None` means that more are
+/// Reads the frame at the front of `bytes`, and returns how many bytes it took. `None` means that more are
 /// needed. Links read the header alone and take payload straight into place; this is for tools and tests.
 pub fn decode_frame(bytes: &[u8]) -> Result<Option<(Frame<'_>, usize)>, WireError> {
     let Some(header) = decode_header(bytes)? else { return Ok(None) };
@@ -485,7 +482,7 @@ impl<'a> Body<'a> {
     }
 }
 
-/// The longest prefix of `message` that the wire takes, cut between characters.
+/// The longest prefix of `message` that fits the limit, cut between characters.
 fn capped(message: &str) -> impl Iterator<Item = u8> + '_ {
     message[..message.floor_char_boundary(MAX_MESSAGE)].bytes()
 }

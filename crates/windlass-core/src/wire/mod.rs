@@ -1,8 +1,8 @@
 //! The transfer protocol, without sockets.
 //!
 //! This page is the protocol's specification. The module owns the ticket, the frames, the handshake, the
-//! cutting of a transfer into stripes and the book of who fetches what. The links of the data crate call it
-//! with bytes they have read and send the bytes it returns; agents make tickets, receivers check them. It must
+//! cutting of a transfer into stripes, and the record of which stream fetches which stripe. The links of the data crate
+//! call it with bytes they have read and send the bytes it returns; agents make tickets, receivers check them. It must
 //! not read a clock, draw a random number, open anything or keep payload bytes.
 //!
 //! # Participants
@@ -14,38 +14,38 @@
 //!
 //! # Goals
 //!
-//! - Many streams at once, none of which holds up another.
+//! - Many streams at once, none of which delays another.
 //! - Payload leaves by `sendfile` and arrives in its final place: its header is apart from it, and nothing in
 //!   it is escaped, padded or framed further.
-//! - Every byte is checked against sums that were fixed before it was sent.
+//! - Every byte is checked against hashes that were fixed before it was sent.
 //! - A lost connection costs the stripes that were under way on it and nothing else.
 //! - Completion is a statement about one ticket, one version and one digest.
-//! - Nobody sends or gets a payload byte without proof of the ticket's key.
+//! - Without proof of the ticket's key, a peer neither sends nor gets a payload byte.
 //!
 //! # Non-goals
 //!
-//! - Secrecy, and integrity against somebody who can rewrite TCP segments: frames after the handshake carry
-//!   no MAC. Where the network is not trusted, streams are put inside TLS, which the ticket says of each source
+//! - Secrecy, and integrity against an attacker who can rewrite TCP segments: frames after the handshake carry
+//!   no MAC. If the network is not trusted, streams run inside TLS, as the ticket says for each source
 //!   ([`Source::tls`]): the first byte of a frame then follows the last one of the TLS handshake.
-//! - Choosing between full and delta, making deltas, applying them: the ticket only says what was chosen.
+//! - Choosing between full and delta, making deltas, applying them: the ticket only carries the choice.
 //! - Discovery. Receivers contact the endpoints in their configuration and those in a ticket, no others.
 //! - Multiplexing: one connection serves one stream of one ticket and is then closed.
 //!
-//! # The life of a transfer
+//! # The stages of a transfer
 //!
-//! 1. The receiver asks over the authenticated control connection (`POST /request_transfer`) with what it has
-//!    and wants, and gets a [`Ticket`].
-//! 2. Both sides compute the [`StripePlan`] of the ticket. A stripe is what one claim asks for.
+//! 1. The receiver asks over the authenticated control connection (`POST /request_transfer`), naming the blocks it has
+//!    and those it wants, and gets a [`Ticket`].
+//! 2. Both sides compute the [`StripePlan`] of the ticket. A stripe is the unit of one claim.
 //! 3. The receiver opens the streams of [`Ticket::lanes`]: as many as the ticket says, at least one per
 //!    source. Stream `i` leads to source `i mod n`.
 //! 4. Each connection does the handshake below within [`HANDSHAKE_TIMEOUT_MS`].
-//! 5. Each stream takes stripes that its source holds from the receiver's book ([`Claims`]) and sends `Claim`
+//! 5. Each stream takes stripes that its source holds from the receiver's [`Claims`] and sends `Claim`
 //!    for each, keeping up to `window` of them open. The sender serves claims in order of arrival: one or more
 //!    `Data` frames, in order and without gaps, that together are the stripe, then `StripeEnd` with the sums.
 //!    Bytes of a stripe of blocks are the blocks' bytes in ascending order of id, each block's elements in
 //!    their order in the tensor.
 //! 6. The receiver compares and sends `Ack`, in the order of the stripes. *Good* means that the bytes are
-//!    right and in place. A *bad* stripe goes back to the book and is claimed again, by any stream, a bounded
+//!    right and in place. A *bad* stripe goes back to the pool and is claimed again, by any stream, a bounded
 //!    number of times. Until `Ack`, or until the connection is reset, the sender must not reuse the memory of
 //!    the stripe: that the kernel took the bytes proves nothing.
 //! 7. When every stripe is acknowledged and the receiver has found the digest right, it sends `Done` on every
@@ -53,12 +53,13 @@
 //!    the control connection as JSON. A `Done` about another ticket, identity or digest is an error. The
 //!    version to record is the one in `Completion`, never one that was announced elsewhere.
 //!
-//! **Loss.** A stream that breaks gives its unacknowledged stripes back to the book. It may dial again under
-//! the same index and a higher *epoch*. Once it is proved, the sender ([`Admission`]) closes the connection of the
-//! lower epoch before it accepts, and refuses an epoch that is not higher. Every frame carries index and epoch, so nothing late is taken for new.
-//! Streams with nothing to claim stay open until `Done`: they take over what others lose.
+//! **Loss.** A stream that breaks returns its unacknowledged stripes to the pool. It may dial again under
+//! the same index and a higher *epoch*. After the proof the sender ([`Admission`]) closes the connection of the
+//! lower epoch before it accepts, and refuses an epoch that is not higher. Every frame carries index and epoch, so a late
+//! frame is never mistaken for a new one. Streams with nothing to claim stay open until `Done`: they take over the stripes
+//! of lost streams.
 //!
-//! **Silence.** Any byte is a sign of life. Whoever has heard nothing for [`PING_AFTER_MS`] sends `Ping`, one
+//! **Silence.** Any byte is a sign of life. A side that has received nothing for [`PING_AFTER_MS`] sends `Ping`, one
 //! at a time; after [`LOST_AFTER_MS`] of silence the stream is lost. `Pong` repeats the number and may come
 //! between any two frames, but not inside one.
 //!
@@ -68,18 +69,18 @@
 //! connection is reset and counts as lost.
 //!
 //! **Lapping.** A sender that has to reuse memory under an open ticket resets its connections or sends
-//! `Error` of kind *stale*; the receiver keeps what was acknowledged and asks for a new ticket. Block versions
-//! in a ticket tell which version each block will have, so an image may be gathered from several versions and
-//! lifted by deltas afterwards.
+//! `Error` of kind *stale*; the receiver keeps the acknowledged stripes and asks for a new ticket. Block versions
+//! in a ticket give the version that each block will have, so an image may be gathered from several versions and
+//! brought to one version by deltas afterwards.
 //!
 //! # Stripes
 //!
-//! A stripe is consecutive wanted blocks, whole, or a byte range of one delta payload. Both sides cut alike,
+//! A stripe is consecutive wanted blocks, whole, or a byte range of one delta payload. Both sides cut it the same way,
 //! by this rule: walk the wanted blocks in ascending order; start a new stripe where the set of sources that
 //! hold the block changes, where the stripe would exceed `stripe_bytes` (a stripe has at least one block), or
 //! where it has [`MAX_BLOCKS_PER_STRIPE`] blocks. A stripe may step over blocks that are not wanted. Delta
 //! payloads are cut in the order of the ticket, every `stripe_bytes`. Stripes are numbered from 0 in this
-//! order. A claim repeats what the stripe consists of, so that a disagreement is an error and not wrong bytes.
+//! order. A claim repeats the stripe's extent, so that a disagreement is an error and not wrong bytes.
 //!
 //! # Handshake
 //!
@@ -90,7 +91,7 @@
 //! | 3 | receiver | `Proof` | HMAC with the receiver's label |
 //! | 4 | sender | `Accept` | HMAC with the sender's label, window |
 //!
-//! Either side may send `Refuse` or `Error` and close instead of going on. The proofs are HMAC-SHA256 under the
+//! Either side may send `Refuse` or `Error` and close instead. The proofs are HMAC-SHA256 under the
 //! ticket's 32-byte key over these 116 bytes; neither the key nor the token of the control connection is sent:
 //!
 //! | offset | size | field |
@@ -108,14 +109,14 @@
 //! | 84 | 32 | sender's nonce |
 //!
 //! Nonces are random and used once. Proofs are compared in constant time. An unknown ticket and a wrong proof
-//! are refused in the same words.
+//! are refused with the same message.
 //!
 //! # Versions
 //!
 //! The header's layout, `Refuse` and its code are the same in every version. A frame of another major gets a
-//! `Refuse` of kind *unsupported* that names both versions, whereupon both close. Within a major, both sides
-//! use the lower of their minors (in `Hello` and `Challenge`, and covered by the proofs) and send nothing that
-//! it does not have.
+//! `Refuse` of kind *unsupported* that names both versions, and both sides close. Within a major, both sides
+//! use the lower of their minors (in `Hello` and `Challenge`, and covered by the proofs) and send only frames that
+//! it has.
 //!
 //! # Frames
 //!
@@ -130,7 +131,7 @@
 //! | 7 | 1 | flags | none defined: zero |
 //! | 8 | 2 | stream index | below [`MAX_STREAMS`] |
 //! | 10 | 2 | stream epoch | |
-//! | 12 | 4 | stripe | zero for kinds that are about no stripe |
+//! | 12 | 4 | stripe | zero for kinds without a stripe |
 //! | 16 | 8 | offset | `Data`: where in the stripe; otherwise zero |
 //! | 24 | 4 | length | of the body that follows |
 //! | 28 | 4 | check | low half of XXH3-64 of bytes 0 to 27: a stream out of step is noticed |
@@ -155,8 +156,8 @@
 //! and the others the ticket. Stages: 1 handshake, 2 claim, 3 data, 4 verify, 5 complete. Text is UTF-8 of at
 //! most [`MAX_MESSAGE`] bytes.
 //!
-//! Block sums in `StripeEnd` are those of the sealed table, XXH3 (seed 0) of a delta stripe is computed from
-//! the payload before any of it is sent: sums made from what was just sent would agree with any mistake.
+//! Block sums in `StripeEnd` are those of the sealed table. XXH3 (seed 0) of a delta stripe is computed from
+//! the payload before any of it is sent: a hash of the bytes just sent would agree with any mistake.
 //!
 //! # Limits
 //!
@@ -185,14 +186,14 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | X-1 | decoding any bytes ends in a value or a named error; what is decoded encodes to the same bytes | `any_bytes_decode_to_a_frame_or_an_error`, `every_message_survives_the_wire` |
-//! | X-2 | no length is used before it is checked against the limits of its kind | `a_header_is_refused_before_its_body_if_the_length_is_out_of_bounds` |
-//! | X-3 | a proof is good for one ticket, source, stream, epoch, role and pair of nonces | `a_proof_replayed_in_another_handshake_fails` |
-//! | X-4 | each stripe is acknowledged exactly once, and never held by two live streams | `every_stripe_is_acknowledged_exactly_once_whatever_is_lost` |
-//! | X-5 | after the deadline nothing is handed out or acknowledged | `after_the_deadline_nothing_is_handed_out_or_acknowledged` |
-//! | X-6 | frames out of order are named errors, and no gap, overlap or short stripe passes | `a_pull_stream_refuses_every_frame_out_of_order`, `stripe_bytes_with_gaps_repeats_or_too_few_are_refused` |
-//! | X-7 | completion is accepted for this ticket, identity and digest only | `completion_is_tied_to_ticket_version_and_digest` |
-//! | X-8 | peers of another major learn both versions | `a_peer_of_another_major_is_refused_with_both_versions_named` |
+//! | WIRE-1 | decoding any bytes ends in a value or a named error; a decoded value encodes to the same bytes | `any_bytes_decode_to_a_frame_or_an_error`, `every_message_survives_the_wire` |
+//! | WIRE-2 | no length is used before it is checked against the limits of its kind | `a_header_is_refused_before_its_body_if_the_length_is_out_of_bounds` |
+//! | WIRE-3 | a proof is good for one ticket, source, stream, epoch, role and pair of nonces | `a_proof_replayed_in_another_handshake_fails` |
+//! | WIRE-4 | each stripe is acknowledged exactly once, and never held by two live streams | `every_stripe_is_acknowledged_exactly_once_whatever_is_lost` |
+//! | WIRE-5 | after the deadline nothing is handed out or acknowledged | `after_the_deadline_nothing_is_handed_out_or_acknowledged` |
+//! | WIRE-6 | frames out of order are named errors, and no gap, overlap or short stripe passes | `a_pull_stream_refuses_every_frame_out_of_order`, `stripe_bytes_with_gaps_repeats_or_too_few_are_refused` |
+//! | WIRE-7 | completion is accepted for this ticket, identity and digest only | `completion_is_tied_to_ticket_version_and_digest` |
+//! | WIRE-8 | peers of another major learn both versions | `a_peer_of_another_major_is_refused_with_both_versions_named` |
 
 mod admission;
 mod bytes;

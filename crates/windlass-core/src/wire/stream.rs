@@ -1,9 +1,9 @@
-//! What may follow what on a connection that has been proved.
+//! The order of frames on a proved connection.
 //!
-//! [`PullStream`] is the receiver's end, [`ServeStream`] the sender's. Both work alike: give every header that
-//! arrives to `header`, do what [`Next`] says (take the payload into place, or collect the body and give it to
-//! `body`), and send the frames that the other methods return. Anything out of order is a named error, after
-//! which the connection must be closed. They move no bytes and keep none.
+//! [`PullStream`] is the receiver's end, [`ServeStream`] the sender's. Both work alike: pass every header that
+//! arrives to `header`, follow the returned [`Next`] (take the payload into place, or collect the body and pass it to
+//! `body`), and send the frames that the other methods return. A frame out of order is a named error, after
+//! which the caller must close the connection. They move no bytes and keep none.
 //!
 //! Claims are served in the order in which they arrive and acknowledged in the same order. Up to `window` of
 //! them may be open, so that the next stripe is under way while the last one is being checked.
@@ -17,7 +17,7 @@ use super::stripe::{Extent, Stripe, StripePlan};
 use super::ticket::Checks;
 use super::{WireError, message};
 
-/// What to do after a header.
+/// The caller's next step after a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Take `len` raw bytes into place at `offset` of the stripe, and report them by [`PullStream::taken`].
@@ -27,17 +27,17 @@ pub enum Next {
         offset: u32,
         len: u32,
     },
-    /// Collect so many bytes and give them to `body`.
+    /// Collect this many bytes and pass them to `body`.
     Body(u32),
 }
 
-/// What the sender said.
+/// A message of the sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PullEvent {
     /// All bytes of a stripe are here; compare, then answer by [`PullStream::ack`].
     StripeEnd {
         stripe: Stripe,
-        /// What its bytes must sum to. Fits the stripe.
+        /// The hashes that its bytes must have. They fit the stripe.
         check: Check,
     },
     /// The sender agrees that the transfer is complete. Nothing follows.
@@ -50,7 +50,7 @@ pub enum PullEvent {
     Pong,
 }
 
-/// What the receiver said.
+/// A message of the receiver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ServeEvent {
     /// Send this stripe once those before it are sent. It is in the plan, and this source holds it.
@@ -59,12 +59,8 @@ pub enum ServeEvent {
         /// How often it was claimed before.
         attempt: u16,
     },
-    /// A stripe is done with: its lease may end.
-    Ack {
-        stripe: u32,
-        /// What came of it.
-        verdict: Verdict,
-    },
+    /// The receiver is done with a stripe: its lease may end.
+    Ack { stripe: u32, verdict: Verdict },
     /// The receiver has everything. Answer with [`ServeStream::done`].
     Done,
     /// The receiver gave up. Nothing follows.
@@ -79,7 +75,7 @@ fn unexpected(header: &Header, state: &'static str) -> WireError {
     WireError::Unexpected { frame: header.kind, state }
 }
 
-/// What both ends keep about the frame under way.
+/// State of the frame under way, at both ends.
 #[derive(Debug)]
 struct Inbox {
     stream: StreamId,
@@ -195,7 +191,7 @@ impl Moving {
     }
 }
 
-/// The sums of a stripe must be of the kind that the ticket says, one per block.
+/// The hashes of a stripe must be of the kind that the ticket names, one per block.
 fn check_fits(stream: StreamId, stripe: &Stripe, checks: Checks, check: &Check) -> Result<(), WireError> {
     let name = |sums: Option<usize>| sums.map_or("xxh3".to_owned(), |n| format!("{n} block sums"));
     let ours = match (stripe.extent, checks) {

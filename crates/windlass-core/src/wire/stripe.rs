@@ -1,7 +1,7 @@
 //! How a transfer is cut into stripes.
 //!
 //! [`StripePlan`] is a pure function of the ticket and the block sizes, so both sides cut alike without
-//! talking about it. The rule is part of [the specification](super).
+//! negotiation. The rule is part of [the specification](super).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use super::ticket::{Checks, MAX_SOURCES, Mode, Payload, SourceId, Ticket, Ticket
 use super::{MAX_BLOCKS_PER_STRIPE, MAX_STRIPE_BYTES, MAX_STRIPES};
 use crate::ranges::BlockRanges;
 
-/// What a stripe consists of.
+/// The extent of a stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Extent {
@@ -37,7 +37,6 @@ pub enum Extent {
 pub struct Stripe {
     /// Its index in the plan.
     pub id: u32,
-    /// What it consists of.
     pub extent: Extent,
     /// Its bytes on the wire.
     pub bytes: u32,
@@ -162,7 +161,7 @@ impl StripePlan {
         self.checks
     }
 
-    /// Where a source stands in the ticket.
+    /// The position of a source in the ticket.
     pub fn source_position(&self, id: SourceId) -> Option<usize> {
         self.sources.iter().position(|s| *s == id)
     }

@@ -1,8 +1,8 @@
 //! Permission for one transfer.
 //!
 //! The sender makes a [`Ticket`] when a receiver asks for a transfer and sends it as JSON over the
-//! authenticated control connection. Both sides then plan from it. A `Ticket` in hand has been checked as a
-//! whole: [`TicketFields`] is what anybody may fill in, [`Ticket::new`] the only way from one to the other.
+//! authenticated control connection. Both sides then plan from it. A `Ticket` has been checked as a
+//! whole: [`TicketFields`] are unchecked, and [`Ticket::new`] is the only way from one to the other.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -37,7 +37,6 @@ pub enum TicketError {
     /// The JSON is malformed. The cause names the field where it can; it never quotes the key.
     #[error("the ticket is not valid JSON of a ticket: {0}")]
     Json(String),
-    /// Something that is not hexadecimal digits of the right number.
     #[error("a {what} is {digits} hexadecimal digits")]
     Hex { what: &'static str, digits: usize },
     #[error(
@@ -72,7 +71,7 @@ pub enum TicketError {
         target: Version,
         mode: &'static str,
     },
-    /// A delta base that the target cannot be reached from.
+    /// A delta base that does not lead to the target.
     #[error(
         "{base} cannot be the base of a delta to {target}: expected another version of the same incarnation"
     )]
@@ -149,7 +148,7 @@ impl fmt::Display for SourceId {
     }
 }
 
-/// Who holds which blocks.
+/// A sender, and the blocks it holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
     /// Its name within the ticket.
@@ -166,11 +165,11 @@ pub struct Source {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payload {
     pub bytes: u64,
-    /// Who can serve it.
+    /// The sources that can serve it.
     pub sources: Vec<SourceId>,
 }
 
-/// What a delta starts from.
+/// The base of a delta.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
     pub identity: Identity,
@@ -183,7 +182,7 @@ pub struct Base {
 pub enum Mode {
     /// The wanted blocks themselves.
     Full,
-    /// What changed since a base.
+    /// The changes since a base.
     Delta {
         base: Base,
         /// The parts of the delta; their union is the whole.
@@ -229,7 +228,7 @@ impl Deadline {
     }
 }
 
-/// What a ticket says, not yet checked as a whole. Unknown JSON fields are ignored, so that a later minor
+/// The fields of a ticket, not yet checked as a whole. Unknown JSON fields are ignored, so that a later minor
 /// version may add some.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TicketFields {
@@ -241,12 +240,12 @@ pub struct TicketFields {
     pub layout_hash: LayoutHash,
     /// Its cut table: gives the block ids their meaning.
     pub cuts_hash: CutsHash,
-    /// Its state digest: what the receiver must have in the end.
+    /// Its state digest, which the receiver must reach.
     pub digest: StateDigest,
     /// Image bytes or a delta.
     #[serde(flatten)]
     pub mode: Mode,
-    /// Why this mode was chosen, for people.
+    /// Why this mode was chosen, as text.
     pub why: String,
     /// The blocks that the receiver asked for.
     pub wanted: BlockRanges,
@@ -290,7 +289,7 @@ impl Ticket {
         }
     }
 
-    /// A ticket of another protocol may lack any other field: say that, not which field is missing.
+    /// A ticket of another protocol may lack any other field: the error names the protocol, not a missing field.
     fn other_protocol(json: &[u8]) -> Option<TicketError> {
         #[derive(Deserialize)]
         struct Probe {
@@ -306,7 +305,7 @@ impl Ticket {
         serde_json::to_string(&self.0).map_err(|e| TicketError::Json(e.to_string()))
     }
 
-    /// What both sides say when it is done.
+    /// The completion that both sides send.
     pub fn completion(&self) -> Completion {
         Completion { ticket: self.id, identity: self.identity.clone(), digest: self.digest }
     }
@@ -317,7 +316,7 @@ impl Ticket {
         (0..lanes).map(|i| (i, &self.sources[usize::from(i) % self.sources.len()]))
     }
 
-    /// Where `id` stands among the sources.
+    /// The position of `id` among the sources.
     pub fn source_position(&self, id: SourceId) -> Option<usize> {
         self.sources.iter().position(|s| s.id == id)
     }
@@ -381,7 +380,7 @@ impl TicketFields {
             return Err(TicketError::Unversioned { block });
         }
         let target = self.identity.version;
-        // A delta lifts every block to its target; only image bytes may be of older versions.
+        // A delta brings every block to its target; only image bytes may be of older versions.
         let wrong = self.block_versions.runs().find(|(.., version)| match self.mode {
             Mode::Full => *version > target,
             Mode::Delta { .. } => *version != target,

@@ -9,7 +9,7 @@ use crate::ranges::BlockRanges;
 /// The version of each block, as runs of blocks that share one. JSON: `[[first, count, version], …]`.
 ///
 /// In a full pull of a quiet image this is one run. In a fuzzy pull the sources hold blocks of several
-/// versions, and the receiver lifts those that lag with deltas afterwards. Runs may cover blocks that are not
+/// versions, and the receiver brings older ones up to date with deltas afterwards. Runs may cover blocks that are not
 /// wanted, so that a whole image at one version is always one run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockVersions {
@@ -62,7 +62,7 @@ impl BlockVersions {
         self.runs.iter().map(|(first, count, _)| *first..first + count).collect()
     }
 
-    /// The blocks below `version`: those a fuzzy pull still has to lift.
+    /// The blocks below `version`, which a fuzzy pull still has to update.
     pub fn lagging(&self, version: Version) -> BlockRanges {
         self.runs
             .iter()

@@ -16,8 +16,7 @@ use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUresult};
 use libloading::Library;
 
 use super::error::{CudaError, CudaVersion};
-use super::kernels::{Kernel, Kernels, Unit};
-use super::memory::{DeviceBuffer, Plain, bytes_of};
+use super::kernels::Kernels;
 use crate::stop::Stop;
 
 /// The oldest CUDA that a driver must support: that of the PTX in this crate.
@@ -111,7 +110,7 @@ pub struct Facts {
     pub registers_read_only: bool,
 }
 
-/// A stream of somebody else, as the driver knows it. Zero is the default stream.
+/// A caller's stream, as the driver knows it. Zero is the default stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamHandle(pub u64);
 
@@ -328,13 +327,6 @@ impl Gpu {
         Ok((free as u64, total as u64))
     }
 
-    /// Has the driver load the kernels that an engine's loads need, so that none of them waits for its compiler. What was
-    /// compiled once is in the driver's cache.
-    pub fn warm(&self) -> Result<(), CudaError> {
-        let apply = [Unit::One, Unit::Two, Unit::Four, Unit::Eight].map(Kernel::Apply);
-        self.kernels().prepare(self, &[&[Kernel::Copy, Kernel::Sum], &apply[..]].concat())
-    }
-
     /// Whether kernels of this device can reach memory of the other.
     pub fn can_reach(&self, other: &Gpu) -> Result<bool, CudaError> {
         if self.0.device == other.0.device {
@@ -458,7 +450,7 @@ impl Event {
         Ok(Event { gpu: gpu.clone(), raw })
     }
 
-    /// One that somebody else made, destroyed with this object.
+    /// One made elsewhere, destroyed with this object.
     pub(super) fn from_raw(gpu: &Gpu, raw: sys::CUevent) -> Event {
         Event { gpu: gpu.clone(), raw }
     }
@@ -473,7 +465,7 @@ impl Event {
 
     pub(super) fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let _current = self.gpu.current()?;
-        // SAFETY: an event of this context. A stream of somebody else is checked by the driver.
+        // SAFETY: an event of this context. The driver checks a caller's stream.
         check(unsafe { sys::cuEventRecord(self.raw, stream) }, "cuEventRecord", "marking a stream")
     }
 
@@ -582,19 +574,10 @@ impl Stream {
         waited
     }
 
-    /// Sets memory of the device to zero.
-    pub(super) fn zero(&self, buffer: &DeviceBuffer, bytes: u64) -> Result<(), CudaError> {
-        assert!(bytes <= buffer.bytes(), "{bytes} of {} bytes", buffer.bytes());
-        let _current = self.gpu.current()?;
-        // SAFETY: within a buffer of our own.
-        let code = unsafe { sys::cuMemsetD8Async(buffer.address(), 0, bytes as usize, self.raw) };
-        check(code, "cuMemsetD8Async", "clearing memory")
-    }
-
     /// Copies `bytes` to an address of the device.
     ///
     /// # Safety
-    /// The device memory must be there and nobody else's meanwhile; `from` must stay until the stream is finished if it
+    /// The device memory must be there and not used otherwise meanwhile; `from` must stay until the stream is finished if it
     /// is pinned (the driver copies other memory before it returns).
     pub(super) unsafe fn upload(&self, from: &[u8], to: u64) -> Result<(), CudaError> {
         if from.is_empty() {
@@ -606,19 +589,10 @@ impl Stream {
         check(code, "cuMemcpyHtoDAsync_v2", "copying to the device")
     }
 
-    /// Copies a table into a buffer and waits for it.
-    pub(super) fn upload_table<T: Plain>(&self, table: &[T], to: &DeviceBuffer) -> Result<(), CudaError> {
-        let bytes = bytes_of(table);
-        assert!(bytes.len() as u64 <= to.bytes(), "{} of {} bytes", bytes.len(), to.bytes());
-        // SAFETY: the buffer is long enough, and the stream is finished before `table` can go.
-        unsafe { self.upload(bytes, to.address()) }?;
-        self.finish("copying a table to the device")
-    }
-
     /// Copies memory of the device to the host.
     ///
     /// # Safety
-    /// `bytes` must be readable at `from`, and writable at `to` and nobody else's until the stream is finished.
+    /// `bytes` must be readable at `from`, and writable at `to` and not used otherwise until the stream is finished.
     pub(super) unsafe fn download(&self, from: u64, to: *mut u8, bytes: u64) -> Result<(), CudaError> {
         if bytes == 0 {
             return Ok(());
@@ -685,30 +659,12 @@ impl Stream {
             "copying to the host",
         )
     }
-
-    /// Reads a table out of a buffer, and waits for it.
-    pub(super) fn download_table<T: Plain>(
-        &self,
-        from: &DeviceBuffer,
-        count: usize,
-    ) -> Result<Vec<T>, CudaError> {
-        let bytes = count * size_of::<T>();
-        assert!(bytes as u64 <= from.bytes(), "{bytes} of {} bytes", from.bytes());
-        let mut table = Vec::<T>::with_capacity(count);
-        // SAFETY: room for so many; nobody else has it until the stream is finished.
-        let begun = unsafe { self.download(from.address(), table.as_mut_ptr().cast(), bytes as u64) };
-        self.finish("copying a table to the host")?;
-        begun?;
-        // SAFETY: all of it was written, and any bytes are a value of a plain type.
-        unsafe { table.set_len(count) };
-        Ok(table)
-    }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(_current) = self.gpu.current() {
-            // SAFETY: a stream of our own, which nobody uses any more; what was started ends first.
+            // SAFETY: a stream of our own, which is no longer used; what was started ends first.
             unsafe {
                 let _ = sys::cuStreamSynchronize(self.raw);
                 let _ = sys::cuStreamDestroy_v2(self.raw);

@@ -26,8 +26,8 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | E-1 | Records are those of the CPU encoder, byte by byte. | `tests/gpu/device.py` |
-//! | E-2 | Every block of the rank is found, at the right place and pitch, or refused. | `blocks_are_found_where_copies_say_they_are` |
+//! | GPU-ENCODE-1 | Records are those of the CPU encoder, byte by byte. | `tests/gpu/device.py` |
+//! | GPU-ENCODE-2 | Every block of the rank is found, at the right place and pitch, or refused. | `blocks_are_found_where_copies_say_they_are` |
 
 #![allow(unsafe_code)]
 
@@ -51,7 +51,8 @@ use self::records::{Pool, entries_of, mode_of};
 pub use self::records::{Records, Spent, Uncollected};
 use super::driver::{Gpu, Stream, StreamHandle};
 use super::error::CudaError;
-use super::kernels::{self, Block, Elements, EncodeArgs, Kernel, LOST, Span, SumArgs, Tally, Unit, tally};
+use super::kernels::{self, Block, Elements, EncodeArgs, Kernel, LOST, Span, SumArgs, Tally, Unit};
+use super::launch::tally;
 use super::memory::{DeviceBuffer, HostBuffer, SMALL};
 use crate::copies::{Copy, CopyPlan};
 use crate::stop::Stop;
@@ -329,7 +330,7 @@ impl Baseline {
         self.blocks.iter().zip(&self.sums).map(|(o, sum)| (o.tile.number, *sum))
     }
 
-    /// The sums of a state as a rank takes them over with a copy ([`crate::early::Rank::commit`]): those of other ranks'
+    /// The sums of a state as a rank takes them over with a copy ([`crate::publish::Publisher::commit`]): those of other ranks'
     /// blocks are zero.
     pub fn table(&self) -> SumTable {
         let mut all = vec![BlockSum::default(); self.places.len()];

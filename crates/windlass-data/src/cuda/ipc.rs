@@ -30,8 +30,8 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | I-1 | A table copies within the memory that it is started on, or is refused. | `a_table_that_reaches_too_far_is_refused` |
-//! | I-2 | A peer that is gone ends a wait, before its deadline. | `a_peer_that_hung_up_is_noticed_and_one_that_writes_is_not` |
+//! | GPU-IPC-1 | A table copies within the memory that it is started on, or is refused. | `a_table_that_reaches_too_far_is_refused` |
+//! | GPU-IPC-2 | A peer that is gone ends a wait, before its deadline. | `a_peer_that_hung_up_is_noticed_and_one_that_writes_is_not` |
 
 #![allow(unsafe_code)]
 
@@ -47,7 +47,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::boxes::{Box2, Limits, boxes, cut};
 use super::driver::{Event, Gpu, Stream, StreamHandle, check, text_of};
 use super::error::CudaError;
-use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::kernels::{CopyArgs, CopyBox, Kernel};
+use super::launch::tally;
 use super::memory::DeviceBuffer;
 use super::nvtx::Named;
 use crate::copies::{Copy, CopyError, MAX_DIMS};

@@ -3,23 +3,39 @@
 //! Owns: the PTX of the `.cu` files beside this one (`scripts/ptx.py` makes it), its loading, and the host's form of
 //! every table and argument; their documentation is in the sources. The driver translates PTX for the device at hand,
 //! and keeps the result in its cache of compiled code, so that the first use on a machine takes a second or two
-//! and later ones a few milliseconds. Called by the modules beside it. Must not: be trusted with tables that nobody checked.
+//! and later ones a few milliseconds. Called by the modules beside it. Must not: be given unchecked tables.
 
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_uint, c_void};
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys;
-use cudarc::driver::sys::{CUfunction_attribute, CUresult};
+use cudarc::driver::sys::CUresult;
 
-use super::driver::{Gpu, Stream, check_kernel};
-use super::error::CudaError;
-use super::memory::{DeviceBuffer, Plain};
+/// Types that are nothing but their bytes, without padding, on the host as on the device.
+///
+/// # Safety
+/// `repr(C)` or an integer, no padding, valid for any bits.
+pub(super) unsafe trait Plain: Copy {}
+
+// SAFETY: integers.
+unsafe impl Plain for u8 {}
+// SAFETY: integers.
+unsafe impl Plain for u32 {}
+// SAFETY: integers.
+unsafe impl Plain for u64 {}
+// SAFETY: integers.
+unsafe impl Plain for [u64; 2] {}
+
+/// A table as bytes.
+pub(super) fn bytes_of<T: Plain>(table: &[T]) -> &[u8] {
+    // SAFETY: plain types have no padding.
+    unsafe { std::slice::from_raw_parts(table.as_ptr().cast(), size_of_val(table)) }
+}
 
 /// Threads of a CTA, in every kernel.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 /// Where a payload is that found no room.
 pub(super) const LOST: u64 = u64::MAX;
 
@@ -123,7 +139,7 @@ pub(super) enum Elements {
 
 /// A file of PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Program {
+pub(super) enum Program {
     Sum,
     Copy,
     Encode(Elements),
@@ -131,7 +147,7 @@ enum Program {
 }
 
 impl Program {
-    fn text(self) -> &'static str {
+    pub(super) fn text(self) -> &'static str {
         match self {
             Program::Sum => include_str!("sum.ptx"),
             Program::Copy => include_str!("copy.ptx"),
@@ -165,7 +181,7 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    fn program(self) -> Program {
+    pub(super) fn program(self) -> Program {
         match self {
             Kernel::Sum => Program::Sum,
             Kernel::Copy | Kernel::Cast => Program::Copy,
@@ -175,7 +191,7 @@ impl Kernel {
     }
 
     /// The name in its program.
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Kernel::Sum => "windlass_sum",
             Kernel::Copy => "windlass_copy",
@@ -196,18 +212,18 @@ impl Arguments for ApplyArgs {}
 
 /// A kernel that is ready.
 #[derive(Clone, Copy)]
-struct Ready {
-    function: sys::CUfunction,
-    shared: u32,
+pub(super) struct Ready {
+    pub(super) function: sys::CUfunction,
+    pub(super) shared: u32,
     /// CTAs that fill the device.
-    fill: u32,
+    pub(super) fill: u32,
 }
 
 /// The loaded programs of a context.
 #[derive(Default)]
 pub(super) struct Kernels {
-    modules: Mutex<HashMap<Program, sys::CUmodule>>,
-    ready: Mutex<HashMap<Kernel, Ready>>,
+    pub(super) modules: Mutex<HashMap<Program, sys::CUmodule>>,
+    pub(super) ready: Mutex<HashMap<Kernel, Ready>>,
 }
 
 // SAFETY: handles of the driver may be used from any thread.
@@ -216,105 +232,10 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    /// Loads these kernels, so that their first launch does not wait for the driver's compiler.
-    pub(super) fn prepare(&self, gpu: &Gpu, kernels: &[Kernel]) -> Result<(), CudaError> {
-        kernels.iter().try_for_each(|k| self.ready(gpu, *k).map(drop))
-    }
-
-    /// Starts a kernel for `work` pieces of work.
-    ///
-    /// # Safety
-    /// The tables that `args` names must be there until the stream is finished, be as the kernel's source says, and
-    /// name only memory that it may read and write.
-    pub(super) unsafe fn launch<A: Arguments>(
-        &self,
-        stream: &Stream,
-        kernel: Kernel,
-        args: &A,
-        work: u64,
-    ) -> Result<(), CudaError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_on(stream.gpu(), stream.raw(), kernel, args, work) }
-    }
-
-    /// As [`Kernels::launch`], on a stream of somebody else.
-    ///
-    /// # Safety
-    /// As there.
-    pub(super) unsafe fn launch_on<A: Arguments>(
-        &self,
-        gpu: &Gpu,
-        stream: sys::CUstream,
-        kernel: Kernel,
-        args: &A,
-        work: u64,
-    ) -> Result<(), CudaError> {
-        if work == 0 {
-            return Ok(());
-        }
-        let ready = self.ready(gpu, kernel)?;
-        let _current = gpu.current()?;
-        let grid = u64::from(ready.fill).min(work) as c_uint;
-        let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: one parameter of the type that the kernel takes, which the driver copies; the rest is the caller's
-        // promise.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                ready.function,
-                grid,
-                1,
-                1,
-                THREADS,
-                1,
-                1,
-                ready.shared,
-                stream,
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check_kernel(code, kernel.name(), "starting it")
-    }
-
-    fn ready(&self, gpu: &Gpu, kernel: Kernel) -> Result<Ready, CudaError> {
-        let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = ready.get(&kernel) {
-            return Ok(*found);
-        }
-        let _current = gpu.current()?;
-        let module = self.module(kernel)?;
-        let made = Ready::new(gpu, kernel, module)?;
-        ready.insert(kernel, made);
-        Ok(made)
-    }
-
-    fn module(&self, kernel: Kernel) -> Result<sys::CUmodule, CudaError> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let program = kernel.program();
-        if let Some(module) = modules.get(&program) {
-            return Ok(*module);
-        }
-        let text = CString::new(program.text()).unwrap_or_default();
-        let mut module = std::ptr::null_mut();
-        // SAFETY: a text that ends; writes one handle, unloaded with the context.
-        let code = unsafe {
-            sys::cuModuleLoadDataEx(
-                &raw mut module,
-                text.as_ptr().cast(),
-                0,
-                std::ptr::null_mut(),
-                std::ptr::null_mut(),
-            )
-        };
-        check_kernel(code, kernel.name(), "translating its PTX for this device")?;
-        modules.insert(program, module);
-        Ok(module)
-    }
-
     /// Gives the programs back, before their context goes.
     pub(super) fn unload(&mut self, context: sys::CUcontext) {
         let modules = self.modules.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: a context that is still retained; modules of it, which nobody can launch any more.
+        // SAFETY: a context that is still retained; modules of it, which no caller can launch any more.
         unsafe {
             if modules.is_empty() || sys::cuCtxPushCurrent_v2(context) != CUresult::CUDA_SUCCESS {
                 return;
@@ -325,51 +246,6 @@ impl Kernels {
             let _ = sys::cuCtxPopCurrent_v2(&mut std::ptr::null_mut());
         }
     }
-}
-
-impl Ready {
-    fn new(gpu: &Gpu, kernel: Kernel, module: sys::CUmodule) -> Result<Ready, CudaError> {
-        let name = kernel.name();
-        let text = CString::new(name).unwrap_or_default();
-        let mut function = std::ptr::null_mut();
-        // SAFETY: a module of the current context and a string that ends.
-        let code = unsafe { sys::cuModuleGetFunction(&raw mut function, module, text.as_ptr()) };
-        check_kernel(code, name, "finding it")?;
-        let (mut at, mut bytes, mut shared) = (0, 0, 0u32);
-        // SAFETY: as above; then four bytes of that global are copied to four bytes.
-        unsafe {
-            let code = sys::cuModuleGetGlobal_v2(
-                &raw mut at,
-                &raw mut bytes,
-                module,
-                c"windlass_shared_bytes".as_ptr(),
-            );
-            check_kernel(code, name, "finding out its shared memory")?;
-            let code = sys::cuMemcpyDtoH_v2((&raw mut shared).cast(), at, size_of::<u32>());
-            check_kernel(code, name, "finding out its shared memory")?;
-        }
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: a function of the current context.
-        let code = unsafe { sys::cuFuncSetAttribute(function, attribute, shared as i32) };
-        check_kernel(code, name, "asking for shared memory")?;
-        let mut fit = 0;
-        // SAFETY: writes one integer.
-        let code = unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &raw mut fit,
-                function,
-                THREADS as i32,
-                shared as usize,
-            )
-        };
-        check_kernel(code, name, "counting its CTAs")?;
-        Ok(Ready { function, shared, fill: fit.max(1) as u32 * gpu.facts().processors })
-    }
-}
-
-/// A tally on the device.
-pub(super) fn tally(gpu: &Gpu) -> Result<DeviceBuffer, CudaError> {
-    DeviceBuffer::new(gpu, size_of::<Tally>() as u64, "a tally", super::memory::SMALL)
 }
 
 #[cfg(test)]

@@ -21,11 +21,11 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | D-1 | The boxes of a dense load write what the plan writes, once each. | `boxes_of_a_plan_write_what_the_plan_does` |
-//! | D-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
-//! | D-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
-//! | D-4 | The sums of blocks that parameters hold whole are those of the image. | `spans_of_blocks_give_the_sums_of_the_image` |
-//! | D-5 | Records go to the kernel of their unit, with sums where all of their block is held; context records are refused. | `records_go_to_the_kernel_of_their_unit`, `context_records_are_refused` |
+//! | GPU-LOAD-1 | The boxes of a dense load write what the plan writes, once each. | `boxes_of_a_plan_write_what_the_plan_does` |
+//! | GPU-LOAD-2 | Every unit of a tensor is found in all its places, and no other. | `pieces_of_a_block_are_where_the_plan_puts_them` |
+//! | GPU-LOAD-3 | The spans of a digest are the parameters at their places in the tensors. | `spans_of_a_digest_are_the_boxes_that_a_worker_holds` |
+//! | GPU-LOAD-4 | The sums of blocks that parameters hold whole are those of the image. | `spans_of_blocks_give_the_sums_of_the_image` |
+//! | GPU-LOAD-5 | Records go to the kernel of their unit, with sums where all of their block is held; context records are refused. | `records_go_to_the_kernel_of_their_unit`, `context_records_are_refused` |
 
 #![allow(unsafe_code)]
 
@@ -42,7 +42,8 @@ use windlass_core::digest::BlockSum;
 use self::tables::{Group, Places, Replay, Sorted, block_spans, chunks, replays, spans, table};
 use super::driver::{Event, Gpu, Stream, StreamHandle};
 use super::error::CudaError;
-use super::kernels::{ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, SumArgs, Tally, tally};
+use super::kernels::{ApplyArgs, CopyArgs, CopyBox, Kernel, Patch, SumArgs, Tally};
+use super::launch::tally;
 use super::memory::{DeviceBuffer, HostBuffer, Registration, SMALL};
 use super::nvtx::Named;
 use crate::load::{HeldBox, LoadPlan, Loaded, Proof};

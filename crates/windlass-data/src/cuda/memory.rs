@@ -14,29 +14,9 @@ use cudarc::driver::sys::CUresult;
 
 use super::driver::{Gpu, Stream, check, text_of};
 use super::error::CudaError;
+use super::kernels::{Plain, bytes_of};
 
-/// Types that are nothing but their bytes, without padding, on the host as on the device.
-///
-/// # Safety
-/// `repr(C)` or an integer, no padding, valid for any bits.
-pub(super) unsafe trait Plain: Copy {}
-
-// SAFETY: integers.
-unsafe impl Plain for u8 {}
-// SAFETY: integers.
-unsafe impl Plain for u32 {}
-// SAFETY: integers.
-unsafe impl Plain for u64 {}
-// SAFETY: integers.
-unsafe impl Plain for [u64; 2] {}
-
-/// A table as bytes.
-pub(super) fn bytes_of<T: Plain>(table: &[T]) -> &[u8] {
-    // SAFETY: plain types have no padding.
-    unsafe { std::slice::from_raw_parts(table.as_ptr().cast(), size_of_val(table)) }
-}
-
-/// Memory of the device. Given back when dropped, after whoever works on it has finished.
+/// Memory of the device. Given back when dropped, after the work on it has finished.
 pub struct DeviceBuffer {
     gpu: Gpu,
     at: sys::CUdeviceptr,
@@ -104,6 +84,45 @@ impl Drop for DeviceBuffer {
             // SAFETY: allocated by `new`; freeing waits for what the device still does with it.
             let _ = unsafe { sys::cuMemFree_v2(self.at) };
         }
+    }
+}
+
+/// Tables between the host and buffers of the device.
+impl Stream {
+    /// Sets memory of the device to zero.
+    pub(super) fn zero(&self, buffer: &DeviceBuffer, bytes: u64) -> Result<(), CudaError> {
+        assert!(bytes <= buffer.bytes(), "{bytes} of {} bytes", buffer.bytes());
+        let _current = self.gpu().current()?;
+        // SAFETY: within a buffer of our own.
+        let code = unsafe { sys::cuMemsetD8Async(buffer.address(), 0, bytes as usize, self.raw()) };
+        check(code, "cuMemsetD8Async", "clearing memory")
+    }
+
+    /// Copies a table into a buffer and waits for it.
+    pub(super) fn upload_table<T: Plain>(&self, table: &[T], to: &DeviceBuffer) -> Result<(), CudaError> {
+        let bytes = bytes_of(table);
+        assert!(bytes.len() as u64 <= to.bytes(), "{} of {} bytes", bytes.len(), to.bytes());
+        // SAFETY: the buffer is long enough, and the stream is finished before `table` can go.
+        unsafe { self.upload(bytes, to.address()) }?;
+        self.finish("copying a table to the device")
+    }
+
+    /// Reads a table out of a buffer, and waits for it.
+    pub(super) fn download_table<T: Plain>(
+        &self,
+        from: &DeviceBuffer,
+        count: usize,
+    ) -> Result<Vec<T>, CudaError> {
+        let bytes = count * size_of::<T>();
+        assert!(bytes as u64 <= from.bytes(), "{bytes} of {} bytes", from.bytes());
+        let mut table = Vec::<T>::with_capacity(count);
+        // SAFETY: room for so many; no other code has it until the stream is finished.
+        let begun = unsafe { self.download(from.address(), table.as_mut_ptr().cast(), bytes as u64) };
+        self.finish("copying a table to the host")?;
+        begun?;
+        // SAFETY: all of it was written, and any bytes are a value of a plain type.
+        unsafe { table.set_len(count) };
+        Ok(table)
     }
 }
 
@@ -185,7 +204,7 @@ impl HostBuffer {
 
     /// Its bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: so many bytes, which were set when they were allocated. Nobody writes them meanwhile: DMA into it is
+        // SAFETY: so many bytes, which were set when they were allocated. They are not written meanwhile: DMA into it is
         // started through `&mut` and finished before that ends.
         unsafe { std::slice::from_raw_parts(self.0.at, self.0.bytes) }
     }

@@ -41,11 +41,13 @@ pub mod encode;
 pub mod error;
 pub mod ipc;
 mod kernels;
+mod launch;
 pub mod load;
 pub mod memory;
 pub mod nvtx;
 pub mod offload;
 pub mod probe;
+pub mod survey;
 
 use std::convert::Infallible;
 

@@ -29,7 +29,8 @@ use std::sync::Arc;
 use super::boxes::{Box2, Limits, boxes, cut};
 use super::driver::{Event, Gpu, Stream, StreamHandle};
 use super::error::CudaError;
-use super::kernels::{CopyArgs, CopyBox, Kernel, tally};
+use super::kernels::{CopyArgs, CopyBox, Kernel};
+use super::launch::tally;
 use super::memory::{DeviceBuffer, HostBuffer, Registration};
 use super::nvtx::Named;
 use crate::copies::CopyPlan;
@@ -501,21 +502,17 @@ mod tests {
 
     use super::*;
     use crate::copies::{Copy, Dim};
-    use crate::region::{Memfd, RegionSpec, Slots};
+    use crate::region::{Memfd, RegionSpec};
 
     fn region(dir: &std::path::Path, bytes: u64) -> Arc<Region> {
         let specs = [TensorSpec::new("t", Dtype::U8, [bytes])];
         Region::create(&RegionSpec {
-            dir: dir.join("r"),
-            model_id: ModelId::new("m").unwrap(),
-            manifest: Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap()),
-            slots: Slots::Two,
-            ranks: 1,
-            part: None,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
-            incarnation: None,
+            ..RegionSpec::new(
+                dir.join("r"),
+                ModelId::new("m").unwrap(),
+                Arc::new(Manifest::new(specs, BTreeMap::new()).unwrap()),
+            )
         })
         .unwrap()
     }

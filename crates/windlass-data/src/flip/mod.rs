@@ -73,32 +73,32 @@
 //! Models are in `flip/models.rs` and run by `make loom`; the other names are those of tests with real processes, in
 //! `region/tests`.
 //!
-//! - **F-1 No live lease is on a slot that is being written** (W-1, W-4). The reader stores its lease, then looks at
+//! - **FLIP-1 No live lease is on a slot that is being written** (W-1, W-4). The reader stores its lease, then looks at
 //!   `control`; the lead stores *guard*, then looks at the leases. In the one order, either the reader's look comes
 //!   after *guard*, and it gives the lease back, or its store comes before the lead's look, and the lead waits.
 //!   `loom_lease_against_guard`, `loom_lease_on_the_only_slot`, `loom_reader_dies_anywhere`,
 //!   `loom_expired_lease_is_broken_or_kept`.
-//! - **F-2 Exactly one of commit and abort happens.** Both swap the same value of `control`, which never comes
+//! - **FLIP-2 Exactly one of commit and abort happens.** Both swap the same value of `control`, which never comes
 //!   back. `loom_commit_against_abort`.
-//! - **F-3 A rank of attempt n never writes while another writes attempt m > n** (W-9). To write in m, a rank must
+//! - **FLIP-3 A rank of attempt n never writes while another writes attempt m > n** (W-9). To write in m, a rank must
 //!   see every rank word at m, and a rank sets its word to m only after its writes of n have ended. A dead rank writes
 //!   nothing, so its successor may join in its place. `loom_join_barrier_against_a_late_writer`,
 //!   `a_stopped_writer_is_named_and_its_late_bytes_are_never_committed`.
-//! - **F-4 What is whole is whole.** `whole(s)` is cleared before the first byte changes (a rank writes after *open*) and
+//! - **FLIP-4 What is whole is whole.** `whole(s)` is cleared before the first byte changes (a rank writes after *open*) and
 //!   set when all ranks have drained. Late bytes of an aborted attempt go to its target, which stays the target and
 //!   not whole until an attempt commits that the late rank has joined, so it has drained. Each rank writes all of its
 //!   part in each attempt, so late bytes are overwritten. Nothing else is true of a slot that is not whole: its words
 //!   are not read. `loom_lead_dies_anywhere`, `a_killed_writer_leaves_the_old_version_whole_at_every_step`.
-//! - **F-5 A slot's words belong to the `control` they are read under.** `id` and `version` change only while their
+//! - **FLIP-5 A slot's words belong to the `control` they are read under.** `id` and `version` change only while their
 //!   slot is not whole, and readers look at `control` before and after. The digest counts when `sealed` equals `id`; it
 //!   is stored first, by a sealer whose lease keeps the slot. If that lease was broken, the slot's id is another one
 //!   or about to be, so that `sealed` equals nothing; and the stores of the next seal come after, because one process
 //!   makes them both. `loom_snapshot_is_of_one_moment`, `loom_seal_against_guard`, `loom_agent_dies_anywhere`,
 //!   `loom_silent_agent_is_not_waited_for`.
-//! - **F-6 A rank learns the true fate of its attempt.** While `control` speaks of n, its phase says it. To move on from
+//! - **FLIP-6 A rank learns the true fate of its attempt.** While `control` speaks of n, its phase says it. To move on from
 //!   *Quiet (n)*, the lead first stores `committed = n`; and no later attempt commits without this rank. So later,
 //!   `committed ≥ n` says it. `loom_outcome_is_the_same_for_all`.
-//! - **F-7 Death anywhere leaves nothing that cannot be taken up.** A dead rank's word is overtaken by its successor,
+//! - **FLIP-7 Death anywhere leaves nothing that cannot be taken up.** A dead rank's word is overtaken by its successor,
 //!   which aborts the attempt that its predecessor left unfinished; a dead lead's attempt is aborted by its successor or
 //!   by the patience of another rank; between the stores of a commit the slot is not whole; a dead owner's lease or
 //!   seat is taken by a swap of its owner word, which cannot come back (process id and start time).
@@ -449,7 +449,7 @@ impl<'a, W: Word> Flip<'a, W> {
                     self.abort(control.attempt());
                     continue;
                 }
-                // Before the control word forgets that this attempt was committed (F-6).
+                // Before the control word forgets that this attempt was committed (FLIP-6).
                 Phase::Quiet => self.words[COMMITTED].store(control.attempt()),
                 Phase::Aborted => {}
             }
@@ -638,7 +638,7 @@ impl<'a, W: Word> Flip<'a, W> {
         let state = Leased { id, serial, slot, kind }.pack();
         deadline_word.store(deadline);
         state_word.store(state);
-        // The other half of F-1: only a look that comes after the store counts.
+        // The other half of FLIP-1: only a look that comes after the store counts.
         match self.slot_of(id) {
             Ok(now) if now == slot => Ok(Held { entry, state, slot }),
             other => {

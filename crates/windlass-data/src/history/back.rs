@@ -22,7 +22,7 @@ use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::identity::Version;
 use windlass_core::manifest::Manifest;
 
-use super::chain::{Key, open_file, open_segment, remove};
+use super::chain::{Key, back_path, open_file, open_segment, remove};
 use super::reader::{Fault, Records};
 use super::{History, HistoryError, Segment, broken, io_error};
 use crate::seal::DeltaFile;
@@ -49,11 +49,6 @@ impl std::fmt::Debug for Whole<'_> {
     }
 }
 
-/// Where the old units of a link's dense blocks are.
-pub(super) fn back_path(link: &Path) -> PathBuf {
-    link.with_extension("wback")
-}
-
 /// A link, and the old units of its dense blocks.
 struct Turn {
     link: Arc<Segment>,
@@ -62,7 +57,7 @@ struct Turn {
 
 impl History {
     /// The delta that leads from `base` back to `target`, both of the chain, as one file. `whole` is a version of the chain
-    /// that is not older than `base`. Composes it if it is not there, and waits, with `stop`, for whoever composes it
+    /// that is not older than `base`. Composes it if it is not there, and waits, with `stop`, for the thread that composes it
     /// already.
     pub fn back(
         &self,

@@ -6,18 +6,22 @@ use std::collections::{HashMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use windlass_core::delta::{DeltaError, DeltaHeader};
 use windlass_core::identity::Version;
 
-use super::back::back_path;
 use super::{HistoryError, Job, Limits, Segment};
 use crate::seal::DeltaFile;
 use crate::seal::draft;
 
 pub(super) type Key = (Version, Version);
+
+/// Where the old units of a link's dense blocks are.
+pub(super) fn back_path(link: &Path) -> PathBuf {
+    link.with_extension("wback")
+}
 
 #[derive(Debug, Default)]
 pub(super) struct State {
@@ -128,7 +132,7 @@ impl State {
         spans
     }
 
-    /// An existing file, opened. Composed ones that are in somebody's hands count though they were thrown away.
+    /// An existing file, opened. Composed ones that are still open count though they were thrown away.
     pub(super) fn get(&mut self, key: Key) -> Result<Option<Arc<Segment>>, HistoryError> {
         if let Some(segment) = self.gone.get(&key).and_then(Weak::upgrade) {
             return Ok(Some(segment));
@@ -323,7 +327,7 @@ pub(super) fn runs((mut from, to): Span) -> Vec<Span> {
 }
 
 pub(super) fn open_file(path: &Path) -> io::Result<File> {
-    // A link that somebody else put here, or a pipe that would never end, is not followed or waited for.
+    // A symbolic link that another user put here, or a pipe that would never end, is not followed or waited for.
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }

@@ -47,11 +47,11 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | H-1 | A segment applied to its base gives its target. | `any_segment_of_a_history_leads_to_its_target` |
-//! | H-2 | The newest link is never thrown away for want of room. | `composed_deltas_go_before_links_and_the_oldest_link_first` |
-//! | H-3 | A segment is composed once for all who ask for it at a time. | `callers_of_one_segment_share_one_composition` |
-//! | H-5 | A delta back, applied to its base, gives its target bit for bit. | `any_version_of_a_history_can_be_gone_back_to` |
-//! | H-4 | A killed agent leaves nothing that the next one takes for a delta and is not. | `a_sealer_that_is_killed_leaves_nothing_that_counts`, `opening_a_history_removes_what_is_broken_foreign_or_unfinished` |
+//! | HISTORY-1 | A segment applied to its base gives its target. | `any_segment_of_a_history_leads_to_its_target` |
+//! | HISTORY-2 | The newest link is never thrown away for want of room. | `composed_deltas_go_before_links_and_the_oldest_link_first` |
+//! | HISTORY-3 | A segment is composed once for all who ask for it at a time. | `callers_of_one_segment_share_one_composition` |
+//! | HISTORY-5 | A delta back, applied to its base, gives its target bit for bit. | `any_version_of_a_history_can_be_gone_back_to` |
+//! | HISTORY-4 | A killed agent leaves nothing that the next one takes for a delta and is not. | `a_sealer_that_is_killed_leaves_nothing_that_counts`, `opening_a_history_removes_what_is_broken_foreign_or_unfinished` |
 
 mod back;
 mod chain;
@@ -201,7 +201,7 @@ impl History {
     }
 
     /// The delta that leads from `base` to `target`, as one file. Composes it if it is not there, and waits, with
-    /// `stop`, for whoever composes it already.
+    /// `stop`, for the thread that composes it already.
     pub fn segment(&self, base: Version, target: Version, stop: &Stop) -> Result<Arc<Segment>, HistoryError> {
         let key = (base, target);
         let pieces = |state: &State| Ok(state.pieces(state.span(base, target)?));
@@ -234,7 +234,7 @@ impl History {
                 return made;
             };
             drop(state);
-            // Whoever composes it may fail or give up; that is not the end of it for this caller.
+            // The thread that composes it may fail or give up; this caller then tries itself.
             if let Some(made) = job.wait(stop).map_err(stopped)? {
                 return Ok(made);
             }

@@ -1,6 +1,6 @@
 //! The deltas that lead to an image, as a reader of the image finds them.
 //!
-//! Owns: [`Trail`], read only. A [`super::History`] belongs to whoever writes it and removes what it does not know; a
+//! Owns: [`Trail`], read only. A [`super::History`] belongs to its writer and removes what it does not know; a
 //! worker of an engine only looks. It opens every file of the way before it uses the first, so that one that is thrown
 //! away meanwhile is missed at once or not at all.
 //!
@@ -10,7 +10,7 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | T-1 | A trail leads from the base asked for to the image, by version and digest, or there is none. | `a_trail_leads_from_the_base_to_the_image_or_says_why_not` |
+//! | TRAIL-1 | A trail leads from the base asked for to the image, by version and digest, or there is none. | `a_trail_leads_from_the_base_to_the_image_or_says_why_not` |
 
 use std::fs;
 use std::io;

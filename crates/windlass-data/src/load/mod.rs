@@ -51,11 +51,11 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | L-1 | A dense load leaves what copying element by element would. | `a_dense_load_is_what_copying_by_elements_gives` |
-//! | L-2 | A sparse load over any number of deltas leaves what a dense one does, if the targets held the base. | `a_sparse_load_is_what_a_dense_one_gives` |
-//! | L-3 | No plan reads or writes beyond its tensors and targets, or an element twice; nothing is written by one that is refused. | `plans_that_do_not_fit_are_refused_by_name`, `an_element_that_is_written_twice_is_found`, `memory_that_does_not_fit_the_plan_is_refused_before_a_write` |
-//! | L-4 | The workers' sums give the image's digest, however it was cut, and one wrong bit anywhere does not. | `the_sums_of_all_workers_are_the_image_s_digest` |
-//! | L-5 | What is not named in `only` is not touched. | `only_the_named_tensors_are_replayed` |
+//! | LOAD-1 | A dense load leaves what copying element by element would. | `a_dense_load_is_what_copying_by_elements_gives` |
+//! | LOAD-2 | A sparse load over any number of deltas leaves what a dense one does, if the targets held the base. | `a_sparse_load_is_what_a_dense_one_gives` |
+//! | LOAD-3 | No plan reads or writes beyond its tensors and targets, or an element twice; nothing is written by one that is refused. | `plans_that_do_not_fit_are_refused_by_name`, `an_element_that_is_written_twice_is_found`, `memory_that_does_not_fit_the_plan_is_refused_before_a_write` |
+//! | LOAD-4 | The workers' sums give the image's digest, however it was cut, and one wrong bit anywhere does not. | `the_sums_of_all_workers_are_the_image_s_digest` |
+//! | LOAD-5 | What is not named in `only` is not touched. | `only_the_named_tensors_are_replayed` |
 
 mod check;
 mod dense;

@@ -19,7 +19,7 @@ pub enum ControlError {
         peer: String,
         what: &'static str,
         why: String,
-        /// Whether nobody answered in time, was there at all, and so on.
+        /// The kind of failure: a timeout, a lost peer and so on.
         kind: Kind,
     },
     #[error("{peer} refused to {what}: {message}")]

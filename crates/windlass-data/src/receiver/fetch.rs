@@ -1,7 +1,7 @@
 //! A delta on its way: fetched into memory of its own, and applied later.
 //!
 //! Owns: [`Puller`], what a transfer needs of a receiver, so that it can run while the receiver does something else, and
-//! [`Fetch`] and [`Fetched`], a delta before and after its transfer. Called by the receiver, and by whoever stages a
+//! [`Fetch`] and [`Fetched`], a delta before and after its transfer. Called by the receiver, and by callers that stage a
 //! version before it may be shown. Must not: touch an image.
 
 use std::fmt;
@@ -15,7 +15,7 @@ use windlass_core::identity::{Identity, Version};
 use windlass_core::wire::control::{TransferDone, VersionInfo};
 use windlass_core::wire::{Mode, Ticket};
 
-use super::shelf::{Buffer, Shelf};
+use super::shelf::{Buffer, Shelf, check_part};
 use super::status::{Event, Listener, Stage, StatusHandle};
 use super::{Control, ReceiverError, Synced, millis};
 use crate::image::Known;
@@ -113,7 +113,7 @@ impl Fetched {
         self.containers().map(|bytes| self.part(bytes, threads)).collect()
     }
 
-    /// The bytes of its parts, which nobody has checked.
+    /// The bytes of its parts, unchecked.
     pub fn containers(&self) -> impl Iterator<Item = &[u8]> {
         let payloads = match &self.ticket.mode {
             Mode::Delta { payloads, .. } => &payloads[..],
@@ -258,21 +258,4 @@ impl Puller {
             tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
         }
     }
-}
-
-/// A part of a delta, checked by so many threads, that leads from one version to another.
-pub(super) fn check_part<'a>(
-    bytes: &'a [u8],
-    threads: usize,
-    (base, target): (&Identity, &Identity),
-    peer: &str,
-) -> Result<Delta<'a>, ReceiverError> {
-    let part = crate::container::parse(bytes, threads)
-        .map_err(|source| ReceiverError::Delta { peer: peer.to_owned(), source })?;
-    let (from, to) = (part.header.base_identity(), part.header.target_identity());
-    if (&from, &to) != (base, target) {
-        let what = format!("a delta from {from} to {to}");
-        return Err(ReceiverError::OtherTicket { peer: peer.to_owned(), what });
-    }
-    Ok(part)
 }

@@ -8,7 +8,7 @@
 //! it is for, and the digest of the result was that of its target. Everything else that changes the image ends the
 //! chain: a full pull, a pull of some blocks, a block that had to be fetched again, another incarnation, and a delta
 //! with context records, whose positions need the old image. The file is put in its place before the version becomes
-//! visible, so that whoever sees the version finds it, and is taken away again if it does not.
+//! visible, so that a reader of the version finds it, and is removed again if it does not.
 
 use std::fs;
 use std::io::{self, Write};
@@ -179,7 +179,7 @@ fn write(
 fn clear_dir(dir: &PathBuf) {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(dir = %dir.display(), %error, "cannot remove deltas that nobody keeps any more");
+            tracing::warn!(dir = %dir.display(), %error, "cannot remove deltas that are no longer kept");
         }
         Ok(()) | Err(_) => {}
     }

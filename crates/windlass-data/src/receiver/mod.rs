@@ -26,7 +26,7 @@
 //!
 //! Lives are numbered by the clock of the publisher, and beyond the life before as long as its region is there. Where the region is
 //! gone and the clock has gone back, the new life has the lower number. It is followed all the same if it began after this
-//! receiver first followed the other one, which both sides measure as spans of time, by clocks that nobody sets. An old
+//! receiver first followed the other one, which both sides measure as spans of time, by monotonic clocks. An old
 //! publisher that lives on began earlier, so it is refused, and after such a change also if its number is the greater one.
 //!
 //! # To a named version
@@ -35,7 +35,7 @@
 //! history. Image bytes are always of the newest version: where that is newer than the named one, a delta leads back
 //! before anything is shown. Where none does, the image is brought to the newest, and the result says so.
 //!
-//! Whoever stages now and shows later does it in two steps: [`Receiver::fetch`] begins a delta that is fetched into
+//! A caller that stages now and shows later does it in two steps: [`Receiver::fetch`] begins a delta that is fetched into
 //! memory of its own ([`Fetch::run`], which does not need the receiver), also from one that was fetched and not yet
 //! shown; [`Receiver::show`] applies what was fetched. Until then the image is as it was. Where only image bytes serve,
 //! [`Receiver::stage_to`] brings them into the image and leaves it hidden, until [`Receiver::reveal`] or
@@ -45,7 +45,8 @@ mod control;
 mod error;
 mod fetch;
 mod kept;
-pub(crate) mod shelf;
+mod refresh;
+mod shelf;
 mod status;
 
 use std::collections::BTreeMap;
@@ -55,7 +56,6 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use windlass_core::address::Host;
-use windlass_core::delta::Delta;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
@@ -70,12 +70,13 @@ pub use self::error::ReceiverError;
 use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
 use self::kept::Kept;
+use self::refresh::Progress;
 use self::shelf::Shelf;
-pub use self::shelf::{Handed, HandedError, INCOMING, MappedFiles, Share};
+pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
-use crate::container;
 use crate::history::Limits;
-use crate::image::{Applied, Image, ImageError, ImageSpec, Known, Refresh};
+use crate::image::{Image, ImageError, ImageSpec, Known};
+pub use crate::region::INCOMING;
 use crate::region::RegionError;
 use crate::stop::{Stop, Stopped};
 use crate::tcp::PullConfig;
@@ -85,7 +86,7 @@ use crate::work;
 #[derive(Clone)]
 pub struct ReceiverConfig {
     pub image: ImageSpec,
-    /// What people call this receiver.
+    /// Name shown for this receiver.
     pub name: String,
     /// How it wants to be served.
     pub mode: RequestMode,
@@ -149,8 +150,6 @@ const LIVES: u32 = 3;
 /// How often a request is repeated whose version was replaced while it was answered, and how long is waited before.
 const STALE_TRIES: u32 = 20;
 const STALE_PAUSE: Duration = Duration::from_millis(50);
-/// How often a sync goes back to an older version.
-const TURNS: u32 = 3;
 
 /// One model's receiver on this host.
 pub struct Receiver {
@@ -427,40 +426,12 @@ impl Receiver {
             let known = self.since.elapsed();
             let age = self.control.age(stop)?.filter(|age| age.incarnation == life);
             let Some(age) = age.map(|age| Duration::from_millis(age.ms)) else { return Ok(false) };
-            // Clocks that nobody sets still differ in their rate, by less than this.
+            // Monotonic clocks still differ in their rate, by less than this.
             if age.saturating_add(age / 1000).saturating_add(CLOCK_STEP) >= known {
                 return Ok(false);
             }
         }
         Ok(true)
-    }
-
-    fn sync_once(
-        &mut self,
-        to: Option<(Incarnation, Version)>,
-        hide: bool,
-        stop: &Stop,
-    ) -> Result<Synced, ReceiverError> {
-        let mut synced = Synced { mode: "none", ..Synced::default() };
-        let asked = Instant::now();
-        let info = self.ask_version(to, stop)?;
-        self.prepare(&info, stop)?;
-        if let Some(image) = &self.image {
-            self.kept.follow(image, &self.config.image.model_id, info.incarnation);
-        }
-        synced.ask_ms += millis(asked);
-        let there = |k: &Known| match to {
-            Some((_, version)) => k.identity.version >= version,
-            None => Some(&k.identity) == info.identity().as_ref() && Some(k.digest) == info.digest,
-        };
-        let has = if hide { self.held() } else { self.current() };
-        if has.is_some_and(there) {
-            return Ok(synced);
-        }
-        let to = to.map(|(_, version)| version);
-        let mut run = Run { to, hide, ..Run::new(synced) };
-        let fetched = self.first_ticket(to, &info, &mut run, stop)?;
-        self.bring(fetched.into_iter().collect(), run, &info, stop)
     }
 
     /// Makes sure that there is an image of the publisher's layout and incarnation.
@@ -499,27 +470,6 @@ impl Receiver {
         Ok(())
     }
 
-    /// Asks for what a whole image needs, and fetches it if it is a delta. A full ticket is kept for later.
-    fn first_ticket(
-        &mut self,
-        to: Option<Version>,
-        info: &VersionInfo,
-        run: &mut Run,
-        stop: &Stop,
-    ) -> Result<Option<Fetched>, ReceiverError> {
-        let blocks = self.layout.as_ref().map_or(0, |m| m.cuts().blocks());
-        // There is nothing to ask for in an image without blocks.
-        let Some(known) = self.held().cloned().filter(|_| blocks > 0) else { return Ok(None) };
-        let ticket = self.ask(self.config.mode, Some(&known.identity), to, None, run, stop)?;
-        match &ticket.mode {
-            Mode::Full => {
-                run.first = Some(ticket);
-                Ok(None)
-            }
-            Mode::Delta { .. } => self.puller().stage(ticket, info.clone(), &mut run.synced, stop).map(Some),
-        }
-    }
-
     /// Begins to fetch the delta to `version` of `incarnation` from `after`, which was fetched before, or else from what
     /// the image has. Waits for the publisher to have that version. The image is not touched; where only image bytes serve, that
     /// is the answer, and [`Receiver::stage_to`] or [`Receiver::sync_to`] fetches them.
@@ -548,13 +498,14 @@ impl Receiver {
             return whole("the publisher has another layout");
         }
         self.digests.insert(base.identity.version, base.digest);
-        let mut run = Run::new(Synced::default());
-        let ticket = self.ask(RequestMode::Delta, Some(&base.identity), Some(version), None, &mut run, stop);
+        let mut synced = Synced::default();
+        let ticket =
+            self.ask(RequestMode::Delta, Some(&base.identity), Some(version), None, &mut synced, stop);
         self.status.set(|s| s.stage = Stage::Idle);
         match ticket {
             Ok(ticket) => {
-                run.synced.ask_ms = millis(asked);
-                Ok(Start::Delta(Box::new(Fetch::new(self.puller(), ticket, info, run.synced))))
+                synced.ask_ms = millis(asked);
+                Ok(Start::Delta(Box::new(Fetch::new(self.puller(), ticket, info, synced))))
             }
             Err(ReceiverError::Refused { reason, .. }) if self.config.mode == RequestMode::Auto => {
                 Ok(Start::Whole { why: reason, newest })
@@ -602,8 +553,7 @@ impl Receiver {
         if let Some(image) = &self.image {
             self.kept.follow(image, &self.config.image.model_id, info.incarnation);
         }
-        let run = Run::new(synced);
-        let result = self.bring(fetched, run, &info, stop);
+        let result = self.bring(fetched, Progress::new(synced), &info, stop);
         self.settle(result, start)
     }
 
@@ -627,7 +577,7 @@ impl Receiver {
         have: Option<&Identity>,
         to: Option<Version>,
         wanted: Option<BlockRanges>,
-        run: &mut Run,
+        synced: &mut Synced,
         stop: &Stop,
     ) -> Result<Ticket, ReceiverError> {
         let start = Instant::now();
@@ -683,7 +633,7 @@ impl Receiver {
         self.check_ticket(&ticket)?;
         self.check_answer(&ticket, mode, have.as_ref(), to, wanted.as_ref())?;
         self.digests.insert(ticket.identity.version, ticket.digest);
-        run.synced.ask_ms += millis(start);
+        synced.ask_ms += millis(start);
         Ok(ticket)
     }
 
@@ -754,260 +704,8 @@ impl Receiver {
         }
     }
 
-    /// Brings the image to one version: applies what was fetched, and fetches what is missing.
-    fn bring(
-        &mut self,
-        fetched: Vec<Fetched>,
-        mut run: Run,
-        info: &VersionInfo,
-        stop: &Stop,
-    ) -> Result<Synced, ReceiverError> {
-        // Taken out for the time of the refresh, which borrows it, and put back whatever happens.
-        let Some(mut image) = self.image.take() else {
-            return Err(ReceiverError::NothingYet { peer: self.control.peer() });
-        };
-        let deltas = fetched.len();
-        self.staged = None;
-        let result = self.refresh(&mut image, fetched, &mut run, info, stop);
-        if let Err(ReceiverError::Image(ImageError::Digest { .. })) = &result {
-            // Something is not what it was thought to be. The sums will tell what.
-            image.forget();
-        }
-        // Only these can be lifted by a delta any more.
-        let held = image.versions();
-        self.digests.retain(|version, _| held.contains(version));
-        self.image = Some(image);
-        run.synced.image = Some(result?);
-        run.synced.mode = match (run.synced.transfers, run.synced.mode) {
-            (0 | 1, mode) => mode,
-            (n, mode) if n as usize == deltas => mode,
-            (_, _) => "fuzzy",
-        };
-        Ok(run.synced)
-    }
-
-    /// Opens the image and repeats until every block is of one version.
-    fn refresh(
-        &mut self,
-        image: &mut Image,
-        fetched: Vec<Fetched>,
-        run: &mut Run,
-        info: &VersionInfo,
-        stop: &Stop,
-    ) -> Result<Known, ReceiverError> {
-        self.status.set(|s| s.stage = Stage::Opening);
-        let start = Instant::now();
-        let refresh = image.refresh(&stop.with_timeout(self.config.open_timeout))?;
-        run.synced.open_ms += millis(start);
-        let (mut placed, alone) = (None, fetched.len() == 1);
-        for fetched in fetched {
-            let parts = fetched.parts(self.config.image.threads)?;
-            // Kept before the version can be seen, so that whoever sees it finds this too; and written while the image
-            // is, of which it needs nothing. It is taken away again if it does not count.
-            let (kept, manifest, ticket) = (&self.kept, refresh.manifest(), fetched.ticket());
-            let written = std::thread::scope(|scope| {
-                let writing = alone.then(|| scope.spawn(|| kept.place(manifest, ticket, &parts)));
-                let applied = self.apply(&refresh, &fetched, &parts, run, stop);
-                applied.map(|()| writing.and_then(|w| w.join().ok().flatten()))
-            })?;
-            placed = written.filter(|_| run.synced.refetched == 0);
-        }
-        if run.first.is_some() {
-            // While the whole image comes, which takes far longer.
-            let (shelf, likely) =
-                (Arc::clone(&self.shelf), refresh.manifest().data_bytes() / container::LIKELY);
-            std::thread::scope(|scope| {
-                scope.spawn(move || shelf.reserve(likely));
-                self.fill(&refresh, BlockRanges::new(), run, info, stop)
-            })?;
-        }
-        loop {
-            stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;
-            let (versions, unknown) = (refresh.versions(), refresh.unknown());
-            let (oldest, newest) = (versions.first().copied(), versions.last().copied());
-            match (oldest, newest) {
-                (Some(old), Some(new)) if old < new => self.lift(&refresh, old, new, run, info, stop)?,
-                _ if !unknown.is_empty() => self.fill(&refresh, unknown, run, info, stop)?,
-                (_, Some(new)) if run.to.is_some_and(|to| to < new) => {
-                    self.go_back(&refresh, new, run, info, stop)?;
-                }
-                (_, newest) => {
-                    // An image without blocks is of any version.
-                    let version = newest.or(info.version).unwrap_or_default();
-                    let known = self.known(version, info)?;
-                    self.status.set(|s| s.stage = Stage::Finishing);
-                    // One delta, from one whole version to the next, and nothing else: only that was proved.
-                    let straight = run.synced.transfers == 1 && run.synced.laps == 0;
-                    let proved = placed.filter(|p| straight && !run.hide && p.target() == Some(version));
-                    if run.hide {
-                        refresh.check(&known)?;
-                        self.staged = Some(known.clone());
-                    } else {
-                        refresh.finish(&known, stop)?;
-                    }
-                    match proved {
-                        Some(placed) => self.kept.add(placed),
-                        None => self.kept.end("the version did not come as one plain delta"),
-                    }
-                    return Ok(known);
-                }
-            }
-        }
-    }
-
-    fn known(&self, version: Version, info: &VersionInfo) -> Result<Known, ReceiverError> {
-        let announced = info.digest.filter(|_| info.version == Some(version));
-        let digest = self.digests.get(&version).copied().or(announced);
-        let digest = digest.ok_or_else(|| ReceiverError::NothingYet { peer: self.control.peer() })?;
-        let identity = Identity { model_id: info.model_id.clone(), incarnation: info.incarnation, version };
-        Ok(Known { identity, digest })
-    }
-
     fn stopped(&self, stage: Stage, source: Stopped) -> ReceiverError {
         ReceiverError::Stopped { peer: self.control.peer(), stage, source }
-    }
-
-    /// Lifts blocks of `old` to `new` by a delta, or forgets them.
-    fn lift(
-        &mut self,
-        refresh: &Refresh<'_>,
-        old: Version,
-        new: Version,
-        run: &mut Run,
-        info: &VersionInfo,
-        stop: &Stop,
-    ) -> Result<(), ReceiverError> {
-        let have = self.incarnation.map(|incarnation| Identity {
-            model_id: self.config.image.model_id.clone(),
-            incarnation,
-            version: old,
-        });
-        match self.ask(RequestMode::Delta, have.as_ref(), Some(new), None, run, stop) {
-            Ok(ticket) => {
-                let fetched = self.puller().stage(ticket, info.clone(), &mut run.synced, stop)?;
-                let parts = fetched.parts(self.config.image.threads)?;
-                self.apply(refresh, &fetched, &parts, run, stop)
-            }
-            Err(ReceiverError::Refused { reason, .. }) => {
-                tracing::info!(old, new, reason, "no delta for the blocks behind; they are fetched again");
-                refresh.forget(old);
-                Ok(())
-            }
-            Err(e) => Err(e),
-        }
-    }
-
-    /// Brings the image from `new`, which all of it is, back to the version that was asked for, or makes do with `new`.
-    fn go_back(
-        &mut self,
-        refresh: &Refresh<'_>,
-        new: Version,
-        run: &mut Run,
-        info: &VersionInfo,
-        stop: &Stop,
-    ) -> Result<(), ReceiverError> {
-        // Blocks that were not what they were thought to be are fetched as they are now, and it is tried again.
-        let Some(to) = run.to.filter(|_| run.turns < TURNS) else {
-            run.to = None;
-            return Ok(());
-        };
-        run.turns += 1;
-        let model_id = self.config.image.model_id.clone();
-        let have = self.incarnation.map(|incarnation| Identity { model_id, incarnation, version: new });
-        match self.ask(RequestMode::Delta, have.as_ref(), Some(to), None, run, stop) {
-            Ok(ticket) => {
-                let fetched = self.puller().stage(ticket, info.clone(), &mut run.synced, stop)?;
-                let parts = fetched.parts(self.config.image.threads)?;
-                self.apply(refresh, &fetched, &parts, run, stop)
-            }
-            Err(ReceiverError::Refused { reason, .. }) => {
-                tracing::warn!(new, to, reason, "nothing leads back to the version; the newest is taken");
-                run.to = None;
-                Ok(())
-            }
-            Err(e) => Err(e),
-        }
-    }
-
-    fn apply(
-        &self,
-        refresh: &Refresh<'_>,
-        fetched: &Fetched,
-        parts: &[Delta<'_>],
-        run: &mut Run,
-        stop: &Stop,
-    ) -> Result<(), ReceiverError> {
-        self.status.set(|s| s.stage = Stage::Applying);
-        let start = Instant::now();
-        let (base, target) = (fetched.base(), fetched.ticket().identity.clone());
-        let Applied { refetch, .. } = refresh.apply((base.version, target.version), parts, stop)?;
-        run.synced.refetched += refetch.len();
-        run.synced.apply_ms += millis(start);
-        Ok(())
-    }
-
-    /// Fetches blocks of no version, or finds out that they need not be.
-    fn fill(
-        &mut self,
-        refresh: &Refresh<'_>,
-        unknown: BlockRanges,
-        run: &mut Run,
-        info: &VersionInfo,
-        stop: &Stop,
-    ) -> Result<(), ReceiverError> {
-        if !run.tried_sums && refresh.has_sums(&unknown) {
-            run.tried_sums = true;
-            if let (Some(identity), Some(digest)) = (info.identity(), info.digest)
-                && let Ok(sums) = self.control.sums(&identity, stop)
-            {
-                let adopted = refresh.adopt(identity.version, &sums);
-                self.digests.insert(identity.version, digest);
-                if adopted > 0 {
-                    return Ok(());
-                }
-            }
-        }
-        let ticket = match run.first.take() {
-            Some(ticket) => ticket,
-            None => self.ask(RequestMode::Full, None, None, Some(unknown), run, stop)?,
-        };
-        let bytes = refresh.manifest().bytes_of(&ticket.wanted);
-        let puller = self.puller();
-        let pulled =
-            refresh.land(&ticket, |landing| puller.pull(&ticket, landing, bytes, &mut run.synced, stop));
-        match pulled {
-            Ok(()) => {
-                puller.report_done(&ticket, stop);
-                Ok(())
-            }
-            Err(e) if e.kind() == Kind::Stale => {
-                run.synced.laps += 1;
-                let missing = refresh.unknown().len();
-                self.tell(&Event::Lapped { identity: ticket.identity.clone(), missing });
-                Ok(())
-            }
-            Err(e) => Err(e.into()),
-        }
-    }
-}
-
-/// What one sync keeps.
-struct Run {
-    synced: Synced,
-    /// A full ticket that was granted where a delta was hoped for.
-    first: Option<Ticket>,
-    tried_sums: bool,
-    /// The version that was asked for, unless the newest is.
-    to: Option<Version>,
-    /// How often it was tried to go back to it.
-    turns: u32,
-    /// What comes about is not shown.
-    hide: bool,
-}
-
-impl Run {
-    fn new(synced: Synced) -> Run {
-        Run { synced, first: None, tried_sums: false, to: None, turns: 0, hide: false }
     }
 }
 

@@ -97,7 +97,7 @@ impl Shelf {
         Ok(Buffer { memory: Arc::new(Mapping::anonymous(len)?), file: None })
     }
 
-    /// Gets ready for a delta of so many bytes, unless one came before or nobody else reads them.
+    /// Gets ready for a delta of so many bytes, unless one came before or no other process reads them.
     pub(super) fn reserve(&self, bytes: u64) {
         if self.share.is_none()
             || bytes > Shelf::LARGE
@@ -152,47 +152,21 @@ impl Drop for Shelf {
     }
 }
 
-/// What the directory of a shelf is called, in the directory of engines beside the image.
-pub const INCOMING: &str = "incoming";
-
-/// Whether a directory is where receivers put deltas for engines: `<model>.engines/incoming`.
-pub(crate) fn is_incoming(dir: &Path) -> bool {
-    let beside = dir.parent().and_then(Path::extension);
-    dir.file_name().is_some_and(|n| n == INCOMING) && beside.is_some_and(|e| e == "engines")
-}
-
-/// What is done with abandoned files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Discard {
-    Nothing,
-    Files,
-}
-
-/// The bytes of deltas that a receiver left when it was killed; `None` if there is nothing, or somebody has files of it. A
-/// living receiver has locked every file that it made.
-pub(crate) fn abandoned(dir: &Path, discard: Discard) -> io::Result<Option<u64>> {
-    let mut bytes = 0;
-    let mut locked = Vec::new();
-    for entry in fs::read_dir(dir)? {
-        let (path, about) = entry.and_then(|e| Ok((e.path(), e.metadata()?)))?;
-        if !about.is_file() || path.extension().is_none_or(|e| e != "delta") {
-            return Ok(None);
-        }
-        let file = File::open(&path)?;
-        if file.try_lock().is_err() {
-            return Ok(None);
-        }
-        bytes += about.blocks() * 512;
-        locked.push((path, file));
+/// A part of a delta, checked by so many threads, that leads from one version to another.
+pub(super) fn check_part<'a>(
+    bytes: &'a [u8],
+    threads: usize,
+    (base, target): (&Identity, &Identity),
+    peer: &str,
+) -> Result<Delta<'a>, ReceiverError> {
+    let part = crate::container::parse(bytes, threads)
+        .map_err(|source| ReceiverError::Delta { peer: peer.to_owned(), source })?;
+    let (from, to) = (part.header.base_identity(), part.header.target_identity());
+    if (&from, &to) != (base, target) {
+        let what = format!("a delta from {from} to {to}");
+        return Err(ReceiverError::OtherTicket { peer: peer.to_owned(), what });
     }
-    if discard == Discard::Files {
-        for (path, _) in &locked {
-            fs::remove_file(path)?;
-        }
-        // One that is not empty is in use again. The directory of engines may hold what they need.
-        let _ = fs::remove_dir(dir).and_then(|()| dir.parent().map_or(Ok(()), fs::remove_dir));
-    }
-    Ok((!locked.is_empty()).then_some(bytes))
+    Ok(part)
 }
 
 /// Whether a reader still holds a file; if not, it is locked for writing.
@@ -329,7 +303,7 @@ impl Handed {
 
     /// One of [`Handed::containers`], checked by so many threads.
     pub fn part<'a>(&self, bytes: &'a [u8], threads: usize) -> Result<Delta<'a>, ReceiverError> {
-        super::fetch::check_part(bytes, threads, (&self.base, &self.target), "the receiver of this host")
+        check_part(bytes, threads, (&self.base, &self.target), "the receiver of this host")
     }
 }
 
@@ -338,6 +312,7 @@ mod tests {
     use windlass_core::identity::Incarnation;
 
     use super::*;
+    use crate::region::incoming::{Discard, INCOMING, abandoned, is_incoming};
 
     fn shelf(dir: &Path) -> Shelf {
         Shelf::new(Some(Share { dir: dir.join("incoming") }))

@@ -8,7 +8,7 @@ use super::*;
 use crate::history::{Trail, TrailError};
 use crate::image::ImageView;
 use crate::load::{LoadPlan, PlanCopy, Target};
-use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use crate::region::{Memfd, Region, RegionSpec, Writer};
 use crate::serve::{Server, ServerConfig};
 
 const BYTES: u64 = 300_000;
@@ -43,16 +43,13 @@ impl Publisher {
     fn of(dir: &Path, incarnation: Option<Incarnation>, history: Limits, bytes: u64) -> Publisher {
         let tensor = TensorSpec::new("w", Dtype::U8, [bytes]);
         let region = Region::create(&RegionSpec {
-            dir: dir.to_owned(),
-            model_id: model(),
-            manifest: Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
-            slots: Slots::Two,
-            ranks: 1,
-            part: None,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
             incarnation,
+            ..RegionSpec::new(
+                dir.to_owned(),
+                model(),
+                Arc::new(Manifest::new([tensor], BTreeMap::new()).unwrap()),
+            )
         })
         .unwrap();
         let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };

@@ -66,6 +66,24 @@ pub struct RegionSpec {
     pub incarnation: Option<Incarnation>,
 }
 
+impl RegionSpec {
+    /// The defaults: two slots, one rank, the whole image, for the owner alone.
+    pub fn new(dir: impl Into<PathBuf>, model_id: ModelId, manifest: Arc<Manifest>) -> RegionSpec {
+        RegionSpec {
+            dir: dir.into(),
+            model_id,
+            manifest,
+            slots: Slots::Two,
+            ranks: 1,
+            part: None,
+            group: false,
+            memfd: Memfd::Auto,
+            extra_bytes: 0,
+            incarnation: None,
+        }
+    }
+}
+
 /// Figures that replace those of the machine in tests.
 #[derive(Debug, Default)]
 pub(super) struct Limits {
@@ -91,7 +109,7 @@ pub(super) fn create(spec: &RegionSpec, limits: &Limits) -> Result<Arc<Region>, 
     made
 }
 
-/// `Absent` if somebody removed the directory meanwhile.
+/// `Absent` if another process removed the directory meanwhile.
 fn try_create(spec: &RegionSpec, plan: &Plan, limits: &Limits) -> Result<Arc<Region>, RegionError> {
     let (lock, is_new) = lock_directory(spec)?;
     let old_bytes = if is_new { 0 } else { gc::allocated(&spec.dir) };
@@ -175,7 +193,7 @@ fn lock_directory(spec: &RegionSpec) -> Result<(File, bool), RegionError> {
     Ok((lock, is_new))
 }
 
-/// The token of a dead region, if it is a plain file that nobody else could have written or read.
+/// The token of a dead region, if it is a plain file that no other user could have written or read.
 fn kept_token(dir: &Path) -> Option<Vec<u8>> {
     let path = dir.join(super::TOKEN);
     let about = fs::symlink_metadata(&path).ok()?;

@@ -42,7 +42,7 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Somebody that an attempt waits for.
+/// A process that an attempt waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
     /// Which rank; `None` for readers and the agent.
@@ -186,7 +186,7 @@ pub enum RegionError {
     VersionOrder { version: Version, current: Version },
     #[error("rank {rank} writes version {version}, but rank 0 opened attempt {attempt} for version {opened}")]
     VersionMismatch { rank: u16, version: Version, attempt: u64, opened: Version },
-    /// An attempt was given up because a deadline passed or somebody called it off.
+    /// An attempt was given up because a deadline passed or the caller cancelled it.
     #[error(
         "attempt {attempt} to write version {version} was given up by rank {rank} while {stage}: {stopped}; waiting for: {}. The version before it is still served",
         list(missing)

@@ -11,9 +11,8 @@ use windlass_core::identity::ModelId;
 
 use super::header::{Facts, PROTOCOL};
 use super::owner::{Owner, alive};
-use super::{HEADER, HEADER_TMP, RegionError, flock, io_error};
+use super::{HEADER, HEADER_TMP, RegionError, flock, incoming, io_error};
 use crate::private;
-use crate::receiver::shelf::{self, Discard};
 use crate::shm::{Access, Mapping};
 
 /// What a dead process left.
@@ -38,7 +37,7 @@ impl Left {
     }
 }
 
-/// Something that nobody has open.
+/// A directory that no process has open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dead {
     pub dir: PathBuf,
@@ -126,8 +125,8 @@ fn look(dir: &Path) -> Result<Seen, RegionError> {
         return Ok(Seen::Other);
     }
     let dead = |what, model_id, bytes| Seen::Dead(Dead { dir: dir.to_owned(), model_id, bytes, what });
-    if shelf::is_incoming(dir) {
-        let bytes = shelf::abandoned(dir, Discard::Nothing).map_err(io_error("read", dir))?;
+    if incoming::is_incoming(dir) {
+        let bytes = incoming::abandoned(dir, incoming::Discard::Nothing).map_err(io_error("read", dir))?;
         return Ok(bytes.map_or(Seen::InUse, |bytes| dead(Left::Deltas, None, bytes)));
     }
     if !is_region(dir) {
@@ -139,7 +138,7 @@ fn look(dir: &Path) -> Result<Seen, RegionError> {
     Ok(dead(what, facts.map(|f| f.meta.model_id), allocated(dir)))
 }
 
-/// The exclusive lock of a region that nobody has open; `None` if somebody has, or it is gone.
+/// The exclusive lock of a region that no process has open; `None` if one has, or it is gone.
 fn lock_dead(dir: &Path) -> Result<Option<File>, RegionError> {
     let Ok(lock) = File::open(dir) else { return Ok(None) };
     // Asked again under the lock: another collector or a creator may have been here.
@@ -148,10 +147,10 @@ fn lock_dead(dir: &Path) -> Result<Option<File>, RegionError> {
 }
 
 impl Dead {
-    /// Removes it, unless somebody has opened it since; whether it is gone.
+    /// Removes it, unless a process has opened it since; returns whether it is gone.
     pub fn remove(&self) -> Result<bool, RegionError> {
         let removed = match self.what {
-            Left::Deltas => shelf::abandoned(&self.dir, Discard::Files)
+            Left::Deltas => incoming::abandoned(&self.dir, incoming::Discard::Files)
                 .map(|freed| freed.is_some())
                 .map_err(io_error("remove", &self.dir)),
             Left::Region | Left::Image => match lock_dead(&self.dir)? {

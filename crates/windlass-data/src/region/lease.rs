@@ -154,7 +154,7 @@ impl Drop for Lease {
 
 /// The one agent of a region. Dropping it frees the seat.
 ///
-/// While somebody sits here, the next attempt waits for what is committed to be sealed. An agent that cannot seal
+/// While an agent holds the seat, the next attempt waits for what is committed to be sealed. An agent that cannot seal
 /// leaves the seat, so that publishing goes on without deltas.
 #[derive(Debug)]
 pub struct AgentSeat {

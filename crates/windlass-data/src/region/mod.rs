@@ -1,7 +1,7 @@
 //! A directory of shared memory: images in one or two slots, and the header by which processes take turns.
 //!
 //! Owns: the files of a region, who may open them, the room they need, and [`Writer`], [`Lease`] and [`AgentSeat`],
-//! the three ways to use them. Called by whoever publishes (ranks and the agent) and by receivers, whose image is a
+//! the three ways to use them. Called by publishers (ranks and the agent) and by receivers, whose image is a
 //! region of one slot. Must not: know what moves the bytes, or decide when; the turns themselves are
 //! [`crate::flip`]'s.
 //!
@@ -15,11 +15,11 @@
 //! a.sums b.sums   block sums of what is sealed in the slot                            the agent's
 //! deltas/ token agent.sock digests.json                                               the agent's
 //! wanted          who waits to make the next region here                              see [`Region::is_wanted`]
-//! parts/          what ranks bring of a version before its slot is whole              ranks', see [`crate::early`]
+//! parts/          what ranks bring of a version before its slot is whole              ranks', see [`crate::publish`]
 //! ```
 //!
 //! The directory is 0700 and the files 0600, or 0750 and 0640 for a group; then `header` is 0660, because to read
-//! is to take a lease. `header` is renamed into place last: whoever opens finds a whole region or none. While it is
+//! is to take a lease. `header` is renamed into place last: a process that opens it finds a whole region or none. While it is
 //! being made or cleared it is `header.tmp`, by which [`sweep`] knows what is left of a creator that died.
 //!
 //! Every process that has a region open holds a shared `flock` on the directory; the kernel drops it when the
@@ -35,27 +35,28 @@
 //!
 //! # Invariants and their tests
 //!
-//! - R-1 An old version stays readable and whole while a new one is written, whoever dies or is stopped, and when:
+//! - REGION-1 An old version stays readable and whole while a new one is written, whichever process dies or stops, and when:
 //!   `a_killed_writer_leaves_the_old_version_whole_at_every_step`, `a_killed_reader_frees_its_slot_at_every_step`,
 //!   `a_killed_agent_gives_up_its_seat_and_leases_at_every_step`.
-//! - R-2 A rank that stalls is named, and cannot write into a later version:
+//! - REGION-2 A rank that stalls is named, and cannot write into a later version:
 //!   `a_stopped_writer_is_named_and_its_late_bytes_are_never_committed`.
-//! - R-3 Ranks commit exactly the bytes they wrote: `ranks_in_parallel_commit_exactly_their_bytes`.
-//! - R-4 A slot is a safetensors file at any time: `slots_open_with_the_safetensors_library_while_mapped`.
-//! - R-5 Too little room is an error before anything is written: `too_little_room_is_said_before_anything_is_written`,
+//! - REGION-3 Ranks commit exactly the bytes they wrote: `ranks_in_parallel_commit_exactly_their_bytes`.
+//! - REGION-4 A slot is a safetensors file at any time: `slots_open_with_the_safetensors_library_while_mapped`.
+//! - REGION-5 Too little room is an error before anything is written: `too_little_room_is_said_before_anything_is_written`,
 //!   `a_small_tmpfs_gets_memfd_slots`.
-//! - R-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
+//! - REGION-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
 //!   `a_live_region_is_not_replaced_and_a_dead_one_is`, `a_region_is_made_anew_once_its_last_user_is_gone`.
 //!   What a dead publisher left is let go of for the next one, by an agent that outlived it:
 //!   `an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one`,
 //!   `only_a_living_creator_wants_what_a_dead_one_left`.
-//! - R-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
+//! - REGION-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
 //!   `a_silent_agent_is_not_waited_for_and_finds_its_seal_broken`.
 
 mod create;
 mod error;
 mod gc;
 mod header;
+pub(crate) mod incoming;
 mod lease;
 pub(crate) mod owner;
 mod space;
@@ -82,6 +83,7 @@ use windlass_core::ranges::BlockRanges;
 pub use create::{Memfd, RegionSpec, Slots};
 pub use error::{Missing, RegionError, Stage};
 pub use gc::{Dead, Left, Sweep, is_region, sweep};
+pub use incoming::INCOMING;
 pub use lease::{AgentSeat, Lease, Seal};
 pub use space::{Room, Shortage, memory as memory_room};
 pub use writer::{Attempt, Committed, OwnedAttempt, Writer};
@@ -234,7 +236,7 @@ impl Region {
         }
     }
 
-    /// Whether `dir` holds a region whose creator is dead: nobody publishes there any more, and the next publisher will take
+    /// Whether `dir` holds a region whose creator is dead: no process publishes there any more, and the next publisher will take
     /// its place. False where that cannot be told, as from another PID namespace.
     pub fn is_left(dir: &Path) -> bool {
         let here = pid_namespace().ok();
@@ -252,7 +254,7 @@ impl Region {
         let name = self.dir.file_name().unwrap_or_default().to_string_lossy();
         let aside = self.dir.with_file_name(format!(".{name}.old-{}", self.me().0));
         std::fs::rename(&self.dir, &aside).map_err(io_error("rename", &self.dir))?;
-        // The place is free. What is left of the old one is in nobody's way, and a collector finds it.
+        // The place is free. What is left of the old one blocks no process, and a collector finds it.
         if let Err(error) = gc::remove(&aside) {
             tracing::warn!(dir = %aside.display(), %error, "what a new image replaced is not removed");
         }
@@ -455,7 +457,7 @@ impl Region {
         self.dir.join(PARTS)
     }
 
-    /// The data area of a slot, for a rank that took part in writing it: nobody writes it again before this rank has
+    /// The data area of a slot, for a rank that took part in writing it: no rank writes it again before this rank has
     /// joined another attempt.
     pub(crate) fn slot_data(&self, slot: usize) -> &[u8] {
         let mapping = self.slots[slot].view();
@@ -518,7 +520,7 @@ impl Region {
         report
     }
 
-    /// Removes the region if nobody else has it open, and answers whether it did. This process must not use it any
+    /// Removes the region if no other process has it open, and returns whether it did. This process must not use it any
     /// more.
     pub fn discard(&self) -> Result<bool, RegionError> {
         if !flock(&self.lock, FlockOperation::NonBlockingLockExclusive, &self.dir)? {

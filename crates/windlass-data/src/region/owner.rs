@@ -43,7 +43,7 @@ impl Owner {
     pub(crate) fn is_alive(self) -> bool {
         match fs::read_to_string(format!("/proc/{}/stat", self.pid())) {
             Ok(text) => Stat::parse(&text).is_none_or(|s| self.matches(&s)),
-            // Where /proc hides other people's processes, only a signal tells. A word that names nobody may hold a
+            // Where /proc hides other people's processes, only a signal tells. A word that names no process may hold a
             // number that is no process id.
             Err(_) => i32::try_from(self.pid())
                 .ok()
@@ -72,7 +72,7 @@ impl fmt::Display for Owner {
     }
 }
 
-/// Whether the owner in a word lives; nobody does not.
+/// Whether the owner in a word lives; false for an empty word.
 pub(crate) fn alive(owner: u64) -> bool {
     owner != 0 && Owner(owner).is_alive()
 }

@@ -1,6 +1,6 @@
 //! Who waits for the place of a dead region: a file in its directory that names the process.
 //!
-//! It counts as long as that process lives, so one that was killed while it waited stops nobody from serving what is left.
+//! It counts as long as that process lives, so a process that was killed while it waited does not stop others from serving the region.
 //! Making the next region clears it away with everything else.
 
 use std::fs;

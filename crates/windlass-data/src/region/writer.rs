@@ -76,9 +76,10 @@ impl Writer {
         self.start(version, Manner::Firm, stop)
     }
 
-    /// [`Writer::begin`], which lets readers in for as long as there are any. From the beginning of an attempt on nobody may
-    /// lease the slot; where it is the only one, and whoever holds a lease waits for somebody else to take one too, both
-    /// would wait for the writer, and it for them. So it only knocks, and goes away again if it is not alone.
+    /// [`Writer::begin`], which lets readers in for as long as there are any. Once an attempt has
+    /// begun, no reader may lease the slot. If it is the only slot, and the holder of a lease waits for another reader to take
+    /// one too, both would wait for the writer, and the writer for them. So it only knocks, and withdraws while readers hold
+    /// the slot.
     pub fn begin_gently(&mut self, version: Version, stop: &Stop) -> Result<Attempt<'_>, RegionError> {
         self.start(version, Manner::Gentle, stop)
     }
@@ -223,12 +224,12 @@ impl Drop for Writer {
     }
 }
 
-/// What a writer does while somebody reads the slot.
+/// What a writer does while the slot is being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Manner {
-    /// Nobody new is let in until it is free.
+    /// Admits no new reader until the slot is free.
     Firm,
-    /// Nobody new is let in for a moment at a time.
+    /// Admits no new reader for a moment at a time.
     Gentle,
 }
 
@@ -244,8 +245,8 @@ pub struct Committed {
 
 /// A version that is being written. Dropping it gives it up, for all ranks.
 ///
-/// All writes into the slot must have ended when it is dropped or done: threads that borrow it have by then; whoever
-/// writes by other means (DMA, a loan of [`Attempt::mapping`]) sees to that.
+/// All writes into the slot must have ended when it is dropped or done: threads that borrow it have by then; a caller
+/// that writes by other means (DMA, a loan of [`Attempt::mapping`]) sees to that.
 #[derive(Debug)]
 pub struct Attempt<'w> {
     region: Arc<Region>,
@@ -363,7 +364,7 @@ impl<'w> Attempt<'w> {
         }
     }
 
-    /// A rank that joined and died before it was done. Whoever has not joined may still be restarted. A lead that
+    /// A rank that joined and died before it was done. A rank that has not joined may still be restarted. A lead that
     /// died after it was done can no longer commit.
     fn lost(&self, stage: Stage) -> Option<RegionError> {
         let flip = self.region.flip();
@@ -392,7 +393,7 @@ impl<'w> Attempt<'w> {
         RegionError::Stopped { attempt, version, rank, stage, missing: missing.collect(), stopped }
     }
 
-    /// Why the attempt ended, as far as this rank can tell: whoever gave it up saw another one die, or not come.
+    /// Why the attempt ended, as far as this rank can tell: the rank that gave it up saw another one die, or not come.
     fn aborted(&self, stage: Stage) -> RegionError {
         if let Some(lost) = self.lost(stage) {
             return lost;

@@ -11,6 +11,7 @@ use windlass_core::sync_info::SyncInfoError;
 
 use crate::image::ImageError;
 use crate::local::LocalError;
+use crate::publish::PublishError;
 use crate::receiver::{ControlError, ReceiverError};
 use crate::region::RegionError;
 use crate::seal::SealError;
@@ -27,6 +28,8 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub enum RoleError {
     #[error(transparent)]
     Region(#[from] RegionError),
+    #[error(transparent)]
+    Publish(#[from] PublishError),
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
@@ -69,9 +72,6 @@ pub enum RoleError {
         still.as_ref().map_or_else(|| "no version is loaded".into(), |s| format!("{s} is still recorded as loaded"))
     )]
     Load { identity: Box<Identity>, still: Option<Box<Identity>>, source: BoxError },
-    /// A version that is not in the region any more.
-    #[error("version {version} was replaced before it was sealed, version {newest} is there: wait for that")]
-    Replaced { version: Version, newest: Version },
     #[error(
         "{} holds digest {found} where {identity} should be {expected}: something wrote into the slot; \
          publish a new version", place.display()
@@ -83,7 +83,7 @@ pub enum RoleError {
     /// The region on this host holds only a part of the image.
     #[error("the region at {} holds only a part of {model}: use the tcp link, which asks all holders", dir.display())]
     Partial { dir: PathBuf, model: String },
-    #[error("nobody serves the region at {}: start its publisher", dir.display())]
+    #[error("no process serves the region at {}: start its publisher", dir.display())]
     Away { dir: PathBuf, source: std::io::Error },
     #[error(
         "the {strategy} strategy needs sync info of type {expected}, this is {found}: build the strategy that the trainer has"
@@ -111,6 +111,7 @@ impl RoleError {
     pub fn kind(&self) -> Kind {
         match self {
             RoleError::Region(e) => e.kind(),
+            RoleError::Publish(e) => e.kind(),
             RoleError::Image(e) => e.kind(),
             RoleError::Receiver(e) => e.kind(),
             RoleError::Control(e) => e.kind(),
@@ -128,7 +129,6 @@ impl RoleError {
             | RoleError::Extract { .. }
             | RoleError::Load { .. }
             | RoleError::OtherSyncInfo { .. } => Kind::Invalid,
-            RoleError::Replaced { .. } => Kind::Stale,
             RoleError::Digest { .. } | RoleError::Truncated { .. } => Kind::Corrupt,
             RoleError::Partial { .. } | RoleError::Unsupported { .. } => Kind::Unsupported,
             RoleError::Away { .. } => Kind::PeerLost,

@@ -51,7 +51,7 @@ pub struct TensorView<'a> {
 #[derive(Debug)]
 pub struct Weights<'a> {
     arrived: &'a Arrived,
-    /// By tensor; `None` if nobody knows.
+    /// By tensor; `None` if unknown.
     changed: Option<Vec<bool>>,
 }
 
@@ -200,7 +200,7 @@ impl<L: WeightLoader> Feed<L> {
     pub fn step(&mut self, stop: &Stop) -> Result<Loaded, RoleError> {
         let arrived = self.receiver.next(self.engine.as_ref().map(|k| &k.identity), stop)?;
         let layout = arrived.manifest().layout_hash();
-        // Until the load is over nobody knows what the engine holds.
+        // Until the load is over it is unknown what the engine holds.
         let held = self.held.take().filter(|(l, _)| *l == layout);
         let changed = held
             .zip(arrived.sums.as_ref())

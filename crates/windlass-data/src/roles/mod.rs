@@ -17,7 +17,7 @@
 //! 1. The trainer builds a [`WeightTransferStrategy`] from its configuration and has it make a sender. The sender is
 //!    ready when it is there: the region exists and is served.
 //! 2. The sender's [`sync_info`](WeightTransferSender::sync_info) is plain data. It exists only now, because ports
-//!    are known when they are bound, and is carried to every engine by whoever orchestrates.
+//!    are known when they are bound, and the orchestrator carries it to every engine.
 //! 3. Each engine builds the same strategy and has it make a receiver from the sync info, at any time, before or
 //!    after the first version.
 //! 4. The trainer [publishes](WeightTransferSender::publish) once before training and once for each step. Engines
@@ -33,15 +33,15 @@
 //!   publisher began a new life), and each name of the manifest in them, aliases included.
 //! - What the *engine* holds is recorded apart from what the receiver's *image* holds. A loader that fails leaves the
 //!   engine's version as it was, and is given the newest version again; then nothing is said about which tensors
-//!   changed, because nobody knows what it wrote.
+//!   changed, because it is unknown what it wrote.
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | L-1 | a loader sees only whole versions | `a_loader_gets_whole_versions_only` |
-//! | L-2 | never two loads at once, never an older version | `versions_are_loaded_in_order_and_one_at_a_time` |
-//! | L-3 | every name is there, aliases included | `a_loader_sees_every_tensor_and_alias` |
-//! | L-4 | a failed load leaves the engine's version, and is tried again | `a_failed_load_leaves_the_old_version_and_is_tried_again` |
-//! | L-5 | a rank that leaves bytes unwritten cannot publish | `bytes_that_no_rank_extracts_are_an_error_before_anything_is_written` |
+//! | ROLE-1 | a loader sees only whole versions | `a_loader_gets_whole_versions_only` |
+//! | ROLE-2 | never two loads at once, never an older version | `versions_are_loaded_in_order_and_one_at_a_time` |
+//! | ROLE-3 | every name is there, aliases included | `a_loader_sees_every_tensor_and_alias` |
+//! | ROLE-4 | a failed load leaves the engine's version, and is tried again | `a_failed_load_leaves_the_old_version_and_is_tried_again` |
+//! | ROLE-5 | a rank that leaves bytes unwritten cannot publish | `bytes_that_no_rank_extracts_are_an_error_before_anything_is_written` |
 //!
 //! # Another transport
 //!
@@ -54,6 +54,7 @@ mod extract;
 mod image;
 mod load;
 mod patience;
+mod plane;
 mod publish;
 mod shared;
 mod strategy;
@@ -63,11 +64,10 @@ pub use extract::{Tensors, WeightExtractor};
 pub use image::ImageReceiver;
 pub use load::{Feed, Loaded, TensorView, WeightLoader, Weights};
 pub use patience::Patience;
+pub use plane::{ControlPlane, Reachable};
 pub use publish::{Published, PublisherConfig, RegionSender};
 pub use shared::SharedReceiver;
-pub use strategy::{
-    ControlPlane, Reachable, ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy,
-};
+pub use strategy::{ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy};
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -275,11 +275,6 @@ impl EngineConfig {
             allow: None,
         }
     }
-}
-
-/// The sealed state of `version` in a region.
-fn sealed_digest(state: &crate::region::State, version: Version) -> Option<StateDigest> {
-    [state.active, state.inactive].into_iter().flatten().find(|s| s.version == version)?.sealed
 }
 
 /// Whether a lease was refused because the slot moved on, which the next look shows.

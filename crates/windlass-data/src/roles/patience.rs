@@ -35,7 +35,7 @@ pub(super) struct Waiting {
     pause: Duration,
 }
 
-/// Whether it may be different next time although nobody does anything about it.
+/// Whether a retry may succeed without intervention.
 fn may_heal(kind: Kind) -> bool {
     match kind {
         Kind::NotFound | Kind::Stale | Kind::Corrupt | Kind::Timeout | Kind::PeerLost | Kind::Exhausted => {

@@ -12,13 +12,14 @@ use windlass_core::ranges::BlockRanges;
 use windlass_core::request::{PullMode, PullWeightUpdateRequest, WeightUpdateRequest};
 use windlass_core::sync_info::{EmptyWeightSyncInfo, WeightSyncInfo};
 
+use super::WeightTransferSender;
 use super::error::RoleError;
 use super::extract::{Piece, WeightExtractor, plan};
-use super::strategy::{ControlPlane, Reachable};
-use super::{WeightTransferSender, sealed_digest};
+use super::plane::{ControlPlane, Reachable};
 use crate::image::Known;
 use crate::local::LocalServer;
-use crate::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use crate::publish::{PublishError, Publisher, wait_sealed};
+use crate::region::{Attempt, Memfd, Region, RegionSpec};
 use crate::serve::{Server, ServerConfig};
 use crate::stop::Stop;
 use crate::work;
@@ -101,18 +102,17 @@ impl Published {
 /// One rank of a publisher. The first one also serves the region. Dropping that one ends all transfers and removes
 /// the region.
 pub struct RegionSender {
-    // Dropped in this order: first nobody can ask, then nothing is served, then nobody writes.
+    // Dropped in this order: first no engine can ask, then nothing is served, then this rank leaves.
     reachable: Option<Reachable>,
     local: Option<LocalServer>,
     server: Option<Arc<Server>>,
-    writer: Writer,
-    region: Arc<Region>,
+    publisher: Publisher,
     threads: usize,
 }
 
 impl std::fmt::Debug for RegionSender {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RegionSender").field("region", &self.region.dir()).finish_non_exhaustive()
+        f.debug_struct("RegionSender").field("region", &self.region().dir()).finish_non_exhaustive()
     }
 }
 
@@ -125,29 +125,23 @@ impl RegionSender {
     ) -> Result<RegionSender, RoleError> {
         let PublisherConfig { rank, threads, server, .. } = config;
         if rank > 0 {
-            let region = Region::open(&config.region_dir)?;
-            let writer = region.writer(rank)?;
-            return Ok(RegionSender { reachable: None, local: None, server: None, writer, region, threads });
+            let publisher = Publisher::new(Region::open(&config.region_dir)?, rank)?;
+            return Ok(RegionSender { reachable: None, local: None, server: None, publisher, threads });
         }
         let spec = RegionSpec {
-            dir: config.region_dir,
-            model_id: config.model_id,
-            manifest: config.manifest,
-            slots: Slots::Two,
             ranks: config.ranks,
             part: config.part,
             group: config.group,
             memfd: config.memfd,
             extra_bytes: server.history.bytes,
-            incarnation: None,
+            ..RegionSpec::new(config.region_dir, config.model_id, config.manifest)
         };
-        let region = Region::create_when_free(&spec, &Stop::after(LET_GO))?;
-        let writer = region.writer(0)?;
-        let server = Arc::new(Server::start(Arc::clone(&region), server)?);
+        let publisher = Publisher::create(&spec, &Stop::after(LET_GO))?;
+        let server = Arc::new(Server::start(Arc::clone(publisher.region()), server)?);
         // From here on, dropping it takes everything back.
         let server = Some(server);
-        let mut sender = RegionSender { reachable: None, local: None, server, writer, region, threads };
-        sender.local = match LocalServer::start(Arc::clone(&sender.region)) {
+        let mut sender = RegionSender { reachable: None, local: None, server, publisher, threads };
+        sender.local = match LocalServer::start(Arc::clone(sender.region())) {
             Ok(local) => Some(local),
             // Where a control plane was asked for, engines can still copy.
             Err(error) if plane.is_some() => {
@@ -162,9 +156,8 @@ impl RegionSender {
         Ok(sender)
     }
 
-    /// The region.
     pub fn region(&self) -> &Arc<Region> {
-        &self.region
+        self.publisher.region()
     }
 
     /// What serves it, if this is the rank that does.
@@ -175,12 +168,12 @@ impl RegionSender {
     /// Whether the server knows by now that the version is sealed, which it learns a moment later than the region.
     fn is_served(&self, version: Version, stop: &Stop) -> bool {
         let Some(server) = &self.server else { return true };
-        let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
+        let seen = version.checked_sub(1).map(|v| (self.region().incarnation(), v));
         server.wait_version(seen, &stop.with_timeout(Stop::GLANCE)).version >= Some(version)
     }
 
     fn identity(&self, version: Version) -> Identity {
-        let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
+        let (model_id, incarnation) = (self.region().model_id().clone(), self.region().incarnation());
         Identity { model_id, incarnation, version }
     }
 }
@@ -195,47 +188,48 @@ impl WeightTransferSender for RegionSender {
         version: Version,
         stop: &Stop,
     ) -> Result<Published, RoleError> {
-        let rank = self.writer.rank();
+        let rank = self.publisher.rank();
         // Everything that can be wrong with the extractor is said before the other ranks are kept waiting.
-        let pieces = plan(extractor, &self.region, rank)?;
+        let pieces = plan(extractor, self.region(), rank)?;
         let identity = self.identity(version);
-        let (manifest, start) = (Arc::clone(self.region.manifest()), self.region.data_start());
-        let begun = Instant::now();
-        let attempt = self.writer.begin(version, stop)?;
-        let extracting = Instant::now();
+        let (manifest, start) = (Arc::clone(self.region().manifest()), self.region().data_start());
         let count = pieces.len() as u64;
         let threads = self.threads.min(extractor.max_threads());
-        let copied = work::each(
-            threads,
-            count,
-            stop,
-            || 0u64,
-            |bytes, i| {
-                let Some(Piece { tensor, range }) = pieces.get(i as usize) else { return Ok(()) };
-                let Some(t) = manifest.tensors().get(*tensor) else { return Ok(()) };
-                attempt.check()?;
-                let at = start + t.offset;
-                let mut out = attempt.mapping().lend(at + range.start..at + range.end)?;
-                extractor.extract(*tensor, range.clone(), &mut out).map_err(|source| {
-                    let (tensor, range) = (t.name.clone(), range.clone());
-                    RoleError::Extract { rank, tensor, range, version, source }
-                })?;
-                *bytes += range.end - range.start;
-                Ok(())
-            },
-        );
-        let copied = copied.map_err(|e| match e {
-            RoleError::Stopped { source, .. } => {
-                RoleError::stopped(format!("writing {identity} as rank {rank}"))(source)
-            }
-            other => other,
-        })?;
-        let committing = Instant::now();
-        attempt.done(stop)?;
+        let begun = Instant::now();
+        let extract = |attempt: &Attempt<'_>| {
+            let extracting = Instant::now();
+            let copied = work::each(
+                threads,
+                count,
+                stop,
+                || 0u64,
+                |bytes, i| {
+                    let Some(Piece { tensor, range }) = pieces.get(i as usize) else { return Ok(()) };
+                    let Some(t) = manifest.tensors().get(*tensor) else { return Ok(()) };
+                    attempt.check()?;
+                    let at = start + t.offset;
+                    let mut out = attempt.mapping().lend(at + range.start..at + range.end)?;
+                    extractor.extract(*tensor, range.clone(), &mut out).map_err(|source| {
+                        let (tensor, range) = (t.name.clone(), range.clone());
+                        RoleError::Extract { rank, tensor, range, version, source }
+                    })?;
+                    *bytes += range.end - range.start;
+                    Ok(())
+                },
+            );
+            let copied = copied.map_err(|e| match e {
+                RoleError::Stopped { source, .. } => {
+                    RoleError::stopped(format!("writing {identity} as rank {rank}"))(source)
+                }
+                other => other,
+            })?;
+            Ok::<_, RoleError>((copied.into_iter().sum(), extracting, Instant::now()))
+        };
+        let (bytes, extracting, committing) = self.publisher.copy(version, stop, extract)?;
         let ms = |a: Instant, b: Instant| (b - a).as_secs_f64() * 1e3;
         Ok(Published {
             identity,
-            bytes: copied.into_iter().sum(),
+            bytes,
             wait_ms: ms(begun, extracting),
             extract_ms: ms(extracting, committing),
             commit_ms: ms(committing, Instant::now()),
@@ -243,26 +237,20 @@ impl WeightTransferSender for RegionSender {
     }
 
     fn wait_sealed(&self, version: Version, stop: &Stop) -> Result<Known, RoleError> {
-        loop {
-            let seen = self.region.bell();
-            let state = self.region.state();
-            if let Some(digest) = sealed_digest(&state, version)
-                && self.is_served(version, stop)
-            {
-                return Ok(Known { identity: self.identity(version), digest });
-            }
-            if let Some(newest) = state.active.map(|s| s.version).filter(|v| *v > version) {
-                return Err(RoleError::Replaced { version, newest });
-            }
-            stop.check().map_err(|source| {
-                let why = self.server.as_ref().and_then(|s| s.failure());
-                let why = why.map_or(String::new(), |w| format!(" (sealing failed: {w})"));
-                RoleError::stopped(format!("waiting for {} to be sealed{why}", self.identity(version)))(
-                    source,
-                )
-            })?;
-            self.region.wait(seen, stop.nap());
+        let identity = self.identity(version);
+        let unsealed = |source| {
+            let why = self.server.as_ref().and_then(|s| s.failure());
+            let why = why.map_or(String::new(), |w| format!(" (sealing failed: {w})"));
+            RoleError::stopped(format!("waiting for {identity} to be sealed{why}"))(source)
+        };
+        let digest = wait_sealed(self.region(), version, stop).map_err(|e| match e {
+            PublishError::Unsealed { source, .. } => unsealed(source),
+            other => other.into(),
+        })?;
+        while !self.is_served(version, stop) {
+            stop.check().map_err(unsealed)?;
         }
+        Ok(Known { identity, digest })
     }
 
     fn sync_info(&self) -> WeightSyncInfo {
@@ -280,10 +268,10 @@ impl Drop for RegionSender {
         // Others may have kept it; then they serve on, and the region stays.
         let Some(server) = Arc::into_inner(server) else { return };
         server.shutdown(Duration::from_millis(200));
-        match self.region.discard() {
+        match self.region().discard() {
             Ok(true) => {}
             Ok(false) => {
-                tracing::debug!(dir = %self.region.dir().display(), "the region is still open elsewhere");
+                tracing::debug!(dir = %self.region().dir().display(), "the region is still open elsewhere");
             }
             Err(error) => tracing::warn!(%error, "the region was not removed; `windlass gc` will"),
         }

@@ -16,6 +16,7 @@ use super::patience::Waiting;
 use super::{Arrived, EngineConfig, WeightTransferReceiver, moved_on};
 use crate::image::Known;
 use crate::local::{self, LocalError};
+use crate::publish::PublishError;
 use crate::receiver::{Stage, Synced, TransferStatus};
 use crate::region::{Lease, LeaseKind, Region, SlotState};
 use crate::seal::{self, table};
@@ -27,7 +28,7 @@ const PROBE: Duration = Duration::from_secs(1);
 /// Hands out the sealed slots of a region on this host, in place.
 ///
 /// While it waits it has the region open, and an open region is not replaced. So that a publisher which died can come
-/// back, the region is let go of as soon as nobody listens at its socket any more.
+/// back, this receiver releases the region as soon as no process listens at its socket.
 #[derive(Debug)]
 pub struct SharedReceiver {
     dir: PathBuf,
@@ -92,7 +93,7 @@ impl SharedReceiver {
         Some((about.dev(), about.ino()))
     }
 
-    /// Whether the region that is attached is still the one at the path, and somebody serves it.
+    /// Whether the region that is attached is still the one at the path, and is being served.
     fn alive(&self) -> bool {
         self.region.as_ref().is_some_and(|(_, header)| *header == self.header())
             && UnixStream::connect(self.dir.join(local::SOCKET)).is_ok()
@@ -166,7 +167,7 @@ impl SharedReceiver {
         let start = Instant::now();
         self.status.stage = Stage::Finishing;
         let Some(digest) = slot.sealed else {
-            return Err(RoleError::Replaced { version: slot.version, newest: slot.version });
+            return Err(PublishError::Replaced { version: slot.version, newest: slot.version }.into());
         };
         let known = Known { identity: identity(region, &slot), digest };
         self.status.target = Some(known.identity.clone());
@@ -184,7 +185,7 @@ impl SharedReceiver {
     }
 }
 
-/// Whether nobody listens there, or no longer.
+/// Whether no process listens there, or no longer.
 fn is_away(error: &io::Error) -> bool {
     use io::ErrorKind as K;
     matches!(

@@ -1,43 +1,19 @@
 //! Which sender goes with which receiver.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use windlass_core::choose::{Link, Strategy};
-use windlass_core::sync_info::{AgentWeightSyncInfo, WeightSyncInfo};
+use windlass_core::sync_info::WeightSyncInfo;
 
 use super::error::RoleError;
 use super::image::ImageReceiver;
+use super::plane::ControlPlane;
 use super::publish::{PublisherConfig, RegionSender};
 use super::shared::SharedReceiver;
 use super::{EngineConfig, WeightTransferReceiver, WeightTransferSender};
-use crate::receiver::{Control, ControlError};
-use crate::serve::Server;
 use crate::stop::Stop;
-
-/// A server that others can ask.
-pub struct Reachable {
-    /// How they find it.
-    pub info: AgentWeightSyncInfo,
-    /// Dropping this makes it unreachable.
-    pub hold: Box<dyn Any + Send>,
-}
-
-impl std::fmt::Debug for Reachable {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.info.fmt(f)
-    }
-}
-
-/// Both ends of the control connection. The `windlass` crate has one over HTTP.
-pub trait ControlPlane: Send + Sync {
-    /// Makes a server reachable.
-    fn serve(&self, server: &Arc<Server>) -> Result<Reachable, ControlError>;
-    /// Reaches a server. Need not find anybody yet.
-    fn connect(&self, info: &AgentWeightSyncInfo) -> Result<Arc<dyn Control>, ControlError>;
-}
 
 /// A light factory: it holds configuration and nothing else, and both sides build their own.
 pub trait WeightTransferStrategy: Send + Sync {

@@ -26,12 +26,12 @@
 //!
 //! | | must hold | test |
 //! |---|---|---|
-//! | S-1 | The bytes of a delta do not depend on the number of threads. | `a_sealed_delta_leads_to_the_new_image_whatever_the_number_of_threads` |
-//! | S-2 | A delta file is in its place only when it is whole. | `a_draft_is_in_its_place_when_it_is_whole_and_not_before`, `a_sealer_that_is_killed_leaves_nothing_that_counts` |
-//! | S-3 | Applying the delta to the base gives the new image, and the table is that of the new image. | as S-1 |
-//! | S-4 | State sums of disjoint parts add up to that of the whole. | `sealed_parts_add_up_to_the_whole` |
-//! | S-5 | A stop ends a pass with the blocks at hand and leaves no file. | `a_stopped_seal_ends_with_the_block_at_hand_and_leaves_no_file` |
-//! | S-6 | A base that is not what its table says is noticed, and no delta is made over it. | `a_base_that_changed_after_it_was_sealed_is_noticed` |
+//! | SEAL-1 | The bytes of a delta do not depend on the number of threads. | `a_sealed_delta_leads_to_the_new_image_whatever_the_number_of_threads` |
+//! | SEAL-2 | A delta file is in its place only when it is whole. | `a_draft_is_in_its_place_when_it_is_whole_and_not_before`, `a_sealer_that_is_killed_leaves_nothing_that_counts` |
+//! | SEAL-3 | Applying the delta to the base gives the new image, and the table is that of the new image. | as SEAL-1 |
+//! | SEAL-4 | State sums of disjoint parts add up to that of the whole. | `sealed_parts_add_up_to_the_whole` |
+//! | SEAL-5 | A stop ends a pass with the blocks at hand and leaves no file. | `a_stopped_seal_ends_with_the_block_at_hand_and_leaves_no_file` |
+//! | SEAL-6 | A base that is not what its table says is noticed, and no delta is made over it. | `a_base_that_changed_after_it_was_sealed_is_noticed` |
 
 pub mod draft;
 pub mod pass;

@@ -14,7 +14,7 @@
 //! - The **gatherer**, where there are other holders of parts, asks them for their share of what was sealed here, again
 //!   and again, so that a holder that was restarted is found. Neither sealing nor the writer waits for it.
 //! - The **joiner** serves a version by delta before its slot is whole, where the ranks brought what changed in it
-//!   ([`crate::early`]), and the **checker** sums the bytes of slots that were sealed without looking, now and then.
+//!   ([`crate::publish`]), and the **checker** sums the bytes of slots that were sealed without looking, now and then.
 //! - The [link](crate::tcp) has its own.
 //!
 //! All offers of a slot share one lease: a region has only so many entries for them.
@@ -31,7 +31,7 @@
 //! have sealed it; the state sums of the parts add up to its digest. A ticket lists every holder as a source, and
 //! each is told of it before the receiver is.
 
-mod early;
+mod delta_mode;
 mod error;
 mod sealing;
 mod tickets;
@@ -57,8 +57,8 @@ use windlass_core::wire::control::{
 use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
 
 pub use self::error::ServeError;
-use crate::early::Folder;
 use crate::history::{History, Limits};
+use crate::publish::Folder;
 use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
 use crate::stop::Stop;
@@ -180,9 +180,9 @@ struct State {
     /// since, or may not be whole yet.
     served: Option<SealedSlot>,
     /// The sums of versions that ranks brought by delta and whose slots are not sealed yet.
-    early: BTreeMap<Version, Arc<SumTable>>,
+    by_delta: BTreeMap<Version, Arc<SumTable>>,
     /// The slot to be summed next, and whether one could not be.
-    check: Option<early::Check>,
+    check: Option<delta_mode::Check>,
     check_missed: bool,
     contradiction: Option<String>,
     /// The lease that the offers of a slot share, and until when it was given.
@@ -209,7 +209,7 @@ pub struct Counters {
     /// Versions whose ranks brought deltas that were not used.
     pub parts_refused: AtomicU64,
     /// Versions sealed by the sums that ranks brought, without looking at the bytes.
-    pub sealed_early: AtomicU64,
+    pub sealed_by_delta: AtomicU64,
     /// Slots among those that were summed afterwards.
     pub checked: AtomicU64,
     /// Times that something handed out was not what it should be.
@@ -421,7 +421,7 @@ impl Server {
         let newest = self.inner.version_info(&state).version;
         let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
         let slot = state.slots.iter().flatten().find(|s| s.version == wanted).map(|s| &s.sums);
-        let sums = slot.or_else(|| state.early.get(&wanted)).map(Arc::clone);
+        let sums = slot.or_else(|| state.by_delta.get(&wanted)).map(Arc::clone);
         sums.ok_or(ServeError::NoVersion { version: wanted, newest })
     }
 
@@ -707,22 +707,14 @@ mod tests {
     use windlass_core::manifest::TensorSpec;
 
     use super::*;
-    use crate::region::{Memfd, RegionSpec, Slots};
+    use crate::region::{Memfd, RegionSpec};
 
     fn served(history: Limits) -> (tempfile::TempDir, Arc<Region>, Server) {
         let home = tempfile::tempdir_in("/dev/shm").unwrap();
         let manifest = Manifest::new([TensorSpec::new("w", Dtype::U8, [300_000])], BTreeMap::new()).unwrap();
         let region = Region::create(&RegionSpec {
-            dir: home.path().join("region"),
-            model_id: ModelId::new("actor").unwrap(),
-            manifest: Arc::new(manifest),
-            slots: Slots::Two,
-            ranks: 1,
-            part: None,
-            group: false,
             memfd: Memfd::Never,
-            extra_bytes: 0,
-            incarnation: None,
+            ..RegionSpec::new(home.path().join("region"), ModelId::new("actor").unwrap(), Arc::new(manifest))
         })
         .unwrap();
         let config = ServerConfig { history, ..ServerConfig::new(Host::new("127.0.0.1").unwrap()) };

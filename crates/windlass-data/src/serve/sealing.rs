@@ -238,7 +238,7 @@ impl Inner {
         let (slot, id, version) = (job.new.slot(), job.new.id(), job.new.version());
         if self.joins() {
             self.join_ready();
-            if let Some(sums) = self.early_sums(version) {
+            if let Some(sums) = self.delta_sums(version) {
                 return self.seal_unseen(job, sums, start);
             }
         }

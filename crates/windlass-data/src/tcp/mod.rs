@@ -45,16 +45,16 @@
 //!
 //! | | invariant | test |
 //! |---|---|---|
-//! | T-1 | an offer's hold is dropped when nothing is unacknowledged, or after the reset, and not before (W-4) | `the_hold_outlives_sendfile_and_ends_with_the_acknowledgement`, `a_revoked_offer_is_reset_after_its_grace_and_says_why_to_whoever_comes_back` |
-//! | T-2 | bytes that changed after they were sealed are never accepted | `bytes_rewritten_in_flight_fail_their_sums`, `a_slot_rewritten_behind_a_slow_reader_is_never_accepted_and_ends_as_stale` |
-//! | T-3 | a transfer ends with equal bytes or a named error before its deadline, whatever the network does | `every_transfer_through_a_harmful_network_ends_with_equal_bytes_or_a_named_error` |
-//! | T-4 | a lost stream costs what was under way on it | `a_lost_stream_reconnects_and_costs_only_what_was_under_way` |
-//! | T-5 | nobody gets a byte without proof of the ticket's key | `a_wrong_key_and_an_unknown_ticket_are_refused_in_the_same_words`, `a_replayed_hello_proves_nothing` |
-//! | T-6 | peers that are strange, slow, silent or too many delay nobody and end | `garbage_on_the_port_is_closed_and_harms_nobody`, `a_handshake_byte_by_byte_ends_at_its_deadline`, `half_open_peers_crowd_out_each_other_and_not_the_work`, `a_slow_receiver_delays_nobody` |
-//! | T-7 | a receiver that is gone gives the memory back | `a_dead_receiver_frees_its_offer`, `a_receiver_that_stops_reading_is_lost_and_frees_its_offer` |
-//! | T-8 | only allowed endpoints are contacted | `endpoints_outside_the_allow_list_are_not_contacted` |
-//! | T-9 | no thread and no descriptor is left behind | `nothing_is_left_after_many_pulls` |
-//! | T-10 | with a certificate nothing but TLS is spoken, and nobody is trusted who should not be | `nobody_on_the_wire_can_read_weights_or_tickets_inside_tls`, `certificates_that_are_not_right_end_the_transfer_at_once_and_say_why`, `tls_is_neither_given_up_nor_taken_up_by_what_a_ticket_says`, `strangers_at_the_tls_port_are_closed_in_time_and_harm_nobody` |
+//! | TCP-1 | an offer's hold is dropped when nothing is unacknowledged, or after the reset, and not before (W-4) | `the_hold_outlives_sendfile_and_ends_with_the_acknowledgement`, `a_revoked_offer_is_reset_after_its_grace_and_says_why_to_whoever_comes_back` |
+//! | TCP-2 | bytes that changed after they were sealed are never accepted | `bytes_rewritten_in_flight_fail_their_sums`, `a_slot_rewritten_behind_a_slow_reader_is_never_accepted_and_ends_as_stale` |
+//! | TCP-3 | a transfer ends with equal bytes or a named error before its deadline, whatever the network does | `every_transfer_through_a_harmful_network_ends_with_equal_bytes_or_a_named_error` |
+//! | TCP-4 | a lost stream costs what was under way on it | `a_lost_stream_reconnects_and_costs_only_what_was_under_way` |
+//! | TCP-5 | nobody gets a byte without proof of the ticket's key | `a_wrong_key_and_an_unknown_ticket_are_refused_in_the_same_words`, `a_replayed_hello_proves_nothing` |
+//! | TCP-6 | peers that are strange, slow, silent or too many delay nobody and end | `garbage_on_the_port_is_closed_and_harms_nobody`, `a_handshake_byte_by_byte_ends_at_its_deadline`, `half_open_peers_crowd_out_each_other_and_not_the_work`, `a_slow_receiver_delays_nobody` |
+//! | TCP-7 | a receiver that is gone gives the memory back | `a_dead_receiver_frees_its_offer`, `a_receiver_that_stops_reading_is_lost_and_frees_its_offer` |
+//! | TCP-8 | only allowed endpoints are contacted | `endpoints_outside_the_allow_list_are_not_contacted` |
+//! | TCP-9 | no thread and no descriptor is left behind | `nothing_is_left_after_many_pulls` |
+//! | TCP-10 | with a certificate nothing but TLS is spoken, and nobody is trusted who should not be | `nobody_on_the_wire_can_read_weights_or_tickets_inside_tls`, `certificates_that_are_not_right_end_the_transfer_at_once_and_say_why`, `tls_is_neither_given_up_nor_taken_up_by_what_a_ticket_says`, `strangers_at_the_tls_port_are_closed_in_time_and_harm_nobody` |
 
 mod conn;
 mod error;

@@ -11,76 +11,75 @@ use super::service::{ServerTls, TokenArgs, parse_ports, parse_seconds};
 use crate::error::Error;
 use crate::service::controller::{Controller, Settings};
 
-/// Where the token is made if no place is given.
+/// The token file if none is given.
 pub(super) const TOKEN_FILE: &str = "windlass-controller.token";
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedController {
-    /// The address to listen on
+    /// Address to listen on
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), value_name = "IP")]
     bind: IpAddr,
-    /// The port, or a range such as 7000-7099 whose first free one is taken; any if not given. One that is to be found
-    /// again after a restart needs a port
+    /// Port, or a range such as 7000-7099 of which the controller takes the first free port; 0 takes any. Give a fixed port if
+    /// clients must find the controller again after a restart
     #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
     ports: (u16, u16),
-    /// The host that others are told to connect to; the address of --bind if not given
+    /// Host name for clients to connect to [default: the address of --bind]
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
     tls: ServerTls,
-    /// Models that are served together, such as main=actor,verifier; may be given several times. Without it each model is
-    /// a set of its own as soon as it is heard of
+    /// Models served at the same version, such as main=actor,verifier; repeatable. Without --set, every model is its own set
     #[arg(long = "set", value_parser = parse_set, value_name = "NAME=MODEL[,MODEL]…")]
     sets: Vec<(SetName, Vec<ModelId>)>,
-    /// A set whose models are loaded as they come, not all at the same version; may be given several times
+    /// Name of a set whose models may be loaded at different versions; repeatable
     #[arg(long, value_parser = parse_name, value_name = "NAME")]
     relaxed: Vec<SetName>,
-    /// Who must have a version before it is loaded, and have loaded it before it is served: all, a number, or a
-    /// percentage of the receivers
+    /// Receivers that must have staged a version before it is loaded, and loaded it before it counts as served: all, a
+    /// number, or a percentage
     #[arg(long, value_parser = parse_required, default_value = "all", value_name = "all, N or P%")]
     required: Required,
-    /// The fewest receivers that must have a version, whatever --required says
+    /// Lower bound for --required, in receivers
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
     floor: u32,
-    /// A receiver that is silent for this long is out, in seconds
+    /// Heartbeat timeout of a receiver, in seconds
     #[arg(long, default_value_t = 15.0, value_parser = parse_seconds, value_name = "S")]
     heartbeat: f64,
-    /// How long a controller that has just started waits for receivers that outlived an earlier one, in seconds: until
-    /// then nothing is loaded or served. They try to join at least four times within it. A controller whose address moves
-    /// to another machine needs as long as --heartbeat
+    /// How long a new controller waits for receivers of its predecessor, in seconds. Until then it orders no loads. Receivers
+    /// try to join at least four times within this period. If the controller's address moves to another machine, use the
+    /// value of --heartbeat
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, value_name = "S")]
     settle: f64,
-    /// How long a receiver may take to bring a version here, in seconds
+    /// Timeout for a receiver to stage a version, in seconds
     #[arg(long, default_value_t = 300.0, value_parser = parse_seconds, value_name = "S")]
     stage_timeout: f64,
-    /// How long its engines may take to load it, in seconds
+    /// Timeout for a receiver's engines to load a version, in seconds
     #[arg(long, default_value_t = 120.0, value_parser = parse_seconds, value_name = "S")]
     load_timeout: f64,
-    /// How long a receiver that failed is left alone, in seconds; twice as long after every further failure. A success and
-    /// a newer version begin anew
+    /// Initial backoff after a receiver's failure, in seconds; doubles with every further failure. A success or a newer
+    /// version resets it
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, value_name = "S")]
     retry: f64,
-    /// The longest that a receiver that keeps failing is left alone, in seconds
+    /// Maximum backoff, in seconds
     #[arg(long, default_value_t = 60.0, value_parser = parse_seconds, value_name = "S")]
     retry_cap: f64,
-    /// How long a receiver that is out of the pool still holds back the release of deltas, in seconds
+    /// How long agents keep deltas for a receiver that has left the pool, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S")]
     history_timeout: f64,
-    /// The longest that a gate or a synchronous notify may wait, in seconds
+    /// Maximum wait of a gate or a synchronous notify, in seconds
     #[arg(long, default_value_t = 3600.0, value_parser = parse_seconds, value_name = "S")]
     max_wait: f64,
-    /// How long an eval may take, in seconds
+    /// Timeout of an eval, in seconds
     #[arg(long, default_value_t = 3600.0, value_parser = parse_seconds, value_name = "S")]
     eval_timeout: f64,
-    /// How many versions a trainer may be ahead of what is served before it is told to wait
+    /// How many versions a trainer may be ahead of the served version before it must wait
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024), value_name = "N")]
     max_ahead: u32,
-    /// The most receivers at once
+    /// Maximum number of receivers
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=65_536), value_name = "N")]
     max_receivers: u32,
-    /// End when standard input ends: whoever started this is gone
+    /// Exit when standard input closes, that is, when the parent process exits
     #[arg(long)]
     with_parent: bool,
 }
@@ -104,7 +103,7 @@ impl ParsedController {
             ..Limits::default()
         };
         if let Some(unknown) = self.relaxed.iter().find(|name| !self.sets.iter().any(|(n, _)| n == *name)) {
-            return Err(Error::Usage(format!("--relaxed {unknown}: no --set has this name")));
+            return Err(Error::Usage(format!("--relaxed {unknown}: no --set has that name")));
         }
         let (required, floor) = (self.required, self.floor as usize);
         let set = |(name, models): (SetName, Vec<ModelId>)| {

@@ -14,21 +14,21 @@ use crate::tools::gate::WaitAtGate;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGate {
-    /// The version, or a newer one
+    /// The version to wait for; a newer one also opens the gate
     version: Version,
-    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
+    /// The controller, such as http://10.0.0.1:7100 [default: WINDLASS_CONTROLLER]
     #[arg(long, value_name = "URL")]
     controller: String,
-    /// The set; may be left out where there is only one, or with --model
+    /// The set; optional with --model, or if the controller has only one set
     #[arg(long, value_parser = parse_set_name, value_name = "NAME")]
     set: Option<SetName>,
-    /// The set that this model belongs to
+    /// Wait for the set of this model
     #[arg(long, value_name = "ID")]
     model: Option<ModelId>,
-    /// The life of the model's trainer whose versions count, in hexadecimal: those of an earlier one never open the gate
+    /// Incarnation of the model's trainer, in hexadecimal; versions of earlier incarnations never open the gate
     #[arg(long, value_parser = parse_incarnation, requires = "model", value_name = "HEX")]
     incarnation: Option<Incarnation>,
-    /// How long to wait, in seconds
+    /// Timeout, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S")]
     timeout: f64,
     #[command(flatten)]

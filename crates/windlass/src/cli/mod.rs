@@ -1,12 +1,14 @@
-//! The command line: what can be asked for, and how a question becomes a checked one.
+//! The command line.
 //!
-//! Owns: arguments and exit codes. Parsed arguments (`Parsed`) become checked ones ([`Command`]) before
-//! anything is opened or written; commands take only the latter. Exit codes: 0 done, 1 the answer is no, and
-//! otherwise that of the error's kind ([`windlass_core::error::Kind::row`]).
+//! Owns: arguments and exit codes. Parsed arguments (`Parsed`) are checked before a command opens or writes anything; the
+//! result is the command's `Work`. Exit codes: 0 success, 1 a negative result, and otherwise that of the error's kind
+//! ([`windlass_core::error::Kind::row`]).
 
-pub mod config;
+mod config;
 mod controller;
 mod gate;
+#[cfg(feature = "lab")]
+mod lab;
 mod service;
 mod top;
 
@@ -14,45 +16,36 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand};
 
 use self::controller::ParsedController;
 use self::gate::ParsedGate;
+#[cfg(feature = "lab")]
+use self::lab::{ParsedBench, ParsedDemo, ParsedRank};
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use self::top::ParsedTop;
 use crate::console::{Session, report};
 use crate::error::Error;
-use crate::lab::bench::{self, BenchConfig, PlaneConfig};
-use crate::lab::demo;
-use crate::lab::synth::SynthConfig;
-use crate::service::agent;
 use crate::service::engines;
-use crate::service::receive;
 use crate::tools::delta::apply::Apply;
 use crate::tools::delta::make::{Make, Mode};
-use crate::tools::delta::show::show;
 use crate::tools::diff;
 use crate::tools::doctor;
-use crate::tools::gate::WaitAtGate;
-use crate::tools::gc;
 use crate::tools::inspect;
 use crate::tools::outfile::refuse_inputs;
-use crate::tools::verify;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId};
-use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
 use windlass_data::seal::Names;
 
 /// Weight sync for RL post-training: bit-exact, versioned, at hardware speed.
 #[derive(Debug, Parser)]
 #[command(name = "windlass", version, arg_required_else_help = true, after_help = exit_codes())]
 struct Parsed {
-    /// Print one JSON object as the last line of standard output, also on failure
+    /// Print one JSON object as the last line of standard output, even on failure
     #[arg(long, global = true)]
     json: bool,
-    /// The configuration to read; WINDLASS_CONFIG or ./windlass.toml if not given
+    /// Configuration file [default: WINDLASS_CONFIG, else ./windlass.toml]
     #[arg(long, global = true, value_name = "FILE")]
     config_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -61,12 +54,12 @@ struct Parsed {
 
 #[derive(Debug, Subcommand)]
 enum ParsedCommand {
-    /// Make, apply or show the difference between two versions of a model
+    /// Make or apply the difference between two versions of a model
     #[command(subcommand)]
     Delta(ParsedDelta),
-    /// Compare two versions: change rate by tensor, sizes of steps, size of the delta by mode
+    /// Compare two versions: change rate per tensor, step sizes, and delta size per mode
     ///
-    /// A and B are safetensors files or directories of shards with the same tensors.
+    /// A and B are safetensors files, or directories of shards, with the same tensors.
     Diff {
         /// The older version
         a: PathBuf,
@@ -74,82 +67,84 @@ enum ParsedCommand {
         b: PathBuf,
         #[command(flatten)]
         threads: Threads,
-        /// Rows of the table of tensors; 0 shows all
+        /// Rows in the tensor table; 0 shows all
         #[arg(long, default_value_t = 20, value_name = "N")]
         top: usize,
     },
-    /// Show what is in a safetensors file, a directory of shards, a manifest or a delta
+    /// Show the contents of a safetensors file, a directory of shards, a manifest or a delta
     Inspect {
         /// The file or directory
         path: PathBuf,
-        /// Rows of the table of tensors; 0 shows all
+        /// Rows in the tensor table; 0 shows all
         #[arg(long, default_value_t = 20, value_name = "N")]
         top: usize,
     },
-    /// Compute the state digest of a safetensors file or a directory of shards, or compare an engine's live weights
+    /// Compute a checkpoint's state digest, or compare an engine's live weights with an image
     ///
-    /// With --engine the live weights of a vLLM server with the plugin of Windlass are compared with an image, tensor by
-    /// tensor. The exit code is 0 only if every tensor was found whole and equal.
+    /// A checkpoint is a safetensors file or a directory of shards. With --engine, the command compares the live weights of a
+    /// vLLM server that has the Windlass plugin with an image, tensor by tensor. It exits with 0 only if every tensor is
+    /// complete and equal.
     Verify(ParsedVerify),
-    /// Measure a part of Windlass beside the machine's own limit
+    /// Measure a component of Windlass against the limits of this machine
+    #[cfg(feature = "lab")]
     #[command(subcommand)]
     Bench(ParsedBench),
-    /// Say what this machine can do, and give advice on what is not as it should be
+    /// Check this machine, recommend settings, and explain which transport would be chosen
     Doctor {
-        /// The directory that regions would be made in
-        #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
+        /// Directory in which trainers will create regions
+        #[arg(long, default_value = doctor::region_dir::DEFAULT, value_name = "DIR")]
         region_dir: PathBuf,
-        /// Bytes of the model that is trained, by which ways are chosen; k, M, G and Ki, Mi, Gi are understood
+        /// Size of the trained model in bytes, for the choice of transport; accepts the suffixes k, M, G, Ki, Mi and Gi
         #[arg(long, value_parser = parse_count, value_name = "BYTES")]
         model_bytes: Option<u64>,
     },
-    /// Serve the versions of a region to receivers
+    /// Serve a region's versions to receivers
     ///
-    /// Started by the trainer, which makes the region. Receivers need the token: it is made in the region's
-    /// directory unless one is given.
+    /// The trainer creates the region and starts the agent. Receivers need the agent's token. Unless a token is given, the
+    /// agent writes one to the region's directory.
     Agent(ParsedAgent),
-    /// Say who loads which version when, for several models and many receivers, and show it
+    /// Coordinate which receivers load which version, for several models, with a live page
     ///
-    /// Trainers tell it what they published, receivers ask it what to do, data loaders wait at its gate. There is a live page
-    /// at its address. It keeps nothing on disk: after a restart it learns everything from receivers and trainers.
+    /// Trainers notify the controller of new versions, receivers poll it for orders, and data loaders wait at its gate. It
+    /// serves a live page at its address. It stores nothing on disk: after a restart, receivers and trainers report their
+    /// state again.
     Controller(ParsedController),
-    /// Keep images of models on this host at the newest versions of their publishers
+    /// Keep local copies of models up to date with their trainers
     ///
-    /// An image is a safetensors file that engines read in place. Ends with Ctrl-C, or as --versions or --until say.
+    /// A local copy is an image: a safetensors file that engines read in place. Runs until Ctrl-C, --versions or --until.
     Receive(Box<ParsedReceive>),
     /// Wait until a set of models serves a version, as `windlass.gate` does
     ///
-    /// Returns with exit code 0 when every required receiver has loaded it. While the controller is away the wait goes on.
-    /// The error of a gate that does not open in time says what is missing.
+    /// Exits with 0 when every required receiver has loaded the version. If the controller is unreachable, the command keeps
+    /// waiting. On timeout, the error names what is missing.
     Gate(ParsedGate),
-    /// Show what a controller sees, as its live page does: models, receivers, what each is doing, errors
+    /// Show a controller's status: models, receivers, their activity and errors
     ///
-    /// On a terminal it is drawn in place until Ctrl-C; --once prints it once, --json as the document of GET /status.
+    /// On a terminal, the view is refreshed until Ctrl-C. --once prints it once; --json prints the document of GET /status.
     Top(ParsedTop),
-    /// Print what a command would work with: every value and where it stands
+    /// Print the effective configuration of a command, with the source of every value
     ///
-    /// Values come from the command line, from WINDLASS_<COMMAND>_<FLAG> in the environment, from windlass.toml, or are
-    /// built in, in this order. Without a command, what is set anywhere is printed.
+    /// The precedence is: command line, environment (WINDLASS_<COMMAND>_<FLAG>), windlass.toml, default. Without a command,
+    /// prints every value that is set.
     Config {
-        /// A command, such as receive or bench codec, and flags of it
+        /// A command, such as receive or bench codec, and its flags
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
         words: Vec<OsString>,
     },
-    /// Remove regions and images that dead processes left
+    /// Remove regions and images that dead processes left behind
     ///
-    /// They are found at any depth below DIR, but not through links or in other file systems. A directory of one goes with
-    /// all that is in it, unless a process of Windlass has it open; --dry-run only says so. Programs that merely mapped an
-    /// image keep what they have mapped, and no longer find it by its path.
+    /// Searches below DIR at any depth, but follows no links and enters no other file system. A directory is removed with all
+    /// its contents, unless a Windlass process has it open. --dry-run only lists it. Programs that have mapped an image keep
+    /// their mapping, but can no longer open its path.
     Gc(ParsedGc),
-    /// Train made-up models with several processes, and keep receivers in sync with them
+    /// Train synthetic models in several processes and keep receivers in sync with them
     ///
-    /// Starts real processes: two trainers whose ranks own and change the weights, an agent for each, a controller, whose
-    /// live page can be watched, and receivers that serve both models. One receiver joins late, one is killed. In the end
-    /// every image is compared with the ranks' own memory.
-    ///
-    /// With --no-controller there is one model, whose receivers follow its agent by themselves; one of them and the agent
-    /// are killed on the way and come back.
+    /// Starts two trainers with several ranks each, an agent per trainer, a controller with a live page, and receivers that
+    /// serve both models. One receiver joins late, and another is killed. At the end, the demo re-hashes every image and
+    /// compares it with the trainers' memory.
+    #[cfg(feature = "lab")]
     Demo(ParsedDemo),
+    #[cfg(feature = "lab")]
     #[command(hide = true)]
     DemoRank(ParsedRank),
     /// Loads one engine for a receiver
@@ -159,220 +154,60 @@ enum ParsedCommand {
 
 #[derive(Debug, Subcommand)]
 enum ParsedDelta {
-    /// Write what changed from BASE to NEW
+    /// Write the changes from BASE to NEW
     ///
-    /// Both are safetensors files or directories of shards with the same tensors.
-    Make {
-        /// The older version
-        base: PathBuf,
-        /// The newer version
-        new: PathBuf,
-        /// The delta to write
-        #[arg(short, long, value_name = "OUT")]
-        output: PathBuf,
-        /// How changes are coded
-        #[arg(long, value_enum, default_value_t = Mode::Auto)]
-        mode: Mode,
-        /// The name of the policy, noted in the delta
-        #[arg(long, default_value = "model", value_name = "ID")]
-        model_id: String,
-        /// The version number of BASE, noted in the delta
-        #[arg(long, default_value_t = 0, value_name = "N")]
-        base_version: u64,
-        /// The version number of NEW, noted in the delta; one more than BASE's if not given
-        #[arg(long, value_name = "N")]
-        version: Option<u64>,
-        #[command(flatten)]
-        threads: Threads,
-    },
-    /// Make the newer version from BASE and DELTA, checking every block
+    /// Both are safetensors files, or directories of shards, with the same tensors.
+    Make(ParsedMake),
+    /// Create the newer version from BASE and DELTA, verifying every block
     ///
-    /// The result has the form of BASE, a file or a directory of the same shards, and keeps BASE's headers with
-    /// their `__metadata__`. A directory gets the shards and their index only: copy the configuration and the
-    /// tokenizer yourself. Give either --output or --in-place.
+    /// The result is a file or a directory of shards, as BASE is, and keeps BASE's headers with their `__metadata__`. A
+    /// directory gets only the shards and their index: copy the configuration and the tokenizer yourself. Give either
+    /// --output or --in-place.
     #[command(group(ArgGroup::new("place").required(true).args(["output", "in_place"])))]
     Apply {
         /// The older version
         base: PathBuf,
         /// The delta
         delta: PathBuf,
-        /// The newer version to write
+        /// Where to write the newer version
         #[arg(short, long, value_name = "OUT")]
         output: Option<PathBuf>,
-        /// Change BASE itself, and with it all hard links to its files. An interrupted run is finished by running
-        /// it again
+        /// Modify BASE itself, and with it all hard links to its files; run the command again to finish an interrupted update
         #[arg(long)]
         in_place: bool,
         #[command(flatten)]
         threads: Threads,
     },
-    /// Show what is in a delta
-    Show {
-        /// The delta
-        delta: PathBuf,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-enum ParsedBench {
-    /// Encode and apply, beside reading two images, copying one, XOR + zstd and a list of positions
-    Codec(ParsedModel),
-    /// Block sums and state digest, beside reading the image once
-    Digest(ParsedModel),
-    /// A delta file and a table of sums from two images, beside reading both
-    Seal(ParsedPlane),
-    /// Tensors into a slot until it is committed, beside copying them
-    Offload(ParsedPlane),
-    /// An image into the parameters of an engine by a load plan, whole and what changed, beside copying it
-    Load(ParsedPlane),
-    /// A full image over loopback, with and without checks, beside bare sendfile and recv
-    Tcp(ParsedTcp),
-    /// A delta from commit to the receiver's image, beside encoding, sending and applying it alone
-    Sync(ParsedPlane),
-    /// The same version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry
-    Fanout(ParsedPlane),
-    /// Orders from the controller to 3, 30 and 300 receivers, beside as many requests that do nothing
-    Controller {
-        /// Numbers of receivers
-        #[arg(long, default_value = "3,30,300", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=4096), value_name = "N,N…")]
-        receivers: Vec<u16>,
-        /// Models of the set that every receiver serves
-        #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
-        models: u16,
-        /// Rounds of each measurement; the median counts
-        #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
-        repeats: u16,
-    },
 }
 
 #[derive(Debug, Args)]
-struct ParsedModel {
-    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood
-    #[arg(long, default_value = "256Mi", value_parser = parse_count, value_name = "N")]
-    elements: u64,
-    /// Share of elements that change, in percent
-    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
-    change: f64,
+struct ParsedMake {
+    /// The older version
+    base: PathBuf,
+    /// The newer version
+    new: PathBuf,
+    /// Where to write the delta
+    #[arg(short, long, value_name = "OUT")]
+    output: PathBuf,
+    /// How to encode changes
+    #[arg(long, value_enum, default_value_t = Mode::Auto)]
+    mode: Mode,
+    /// Model ID to record in the delta
+    #[arg(long, default_value = "model", value_name = "ID")]
+    model_id: ModelId,
+    /// Version number of BASE to record in the delta
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    base_version: u64,
+    /// Version number of NEW to record in the delta [default: BASE's plus one]
+    #[arg(long, value_name = "N")]
+    version: Option<u64>,
     #[command(flatten)]
     threads: Threads,
-    /// Rounds of each measurement; the median counts
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
-    repeats: u16,
-    /// Another seed makes another model
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-}
-
-#[derive(Debug, Args)]
-struct ParsedTcp {
-    #[command(flatten)]
-    plane: ParsedPlane,
-    /// Measure pulls inside TLS, too
-    #[arg(long)]
-    tls: bool,
-}
-
-#[derive(Debug, Args)]
-struct ParsedPlane {
-    /// Elements of the made-up bf16 model; k, M, G and Ki, Mi, Gi are understood [default: 128Mi, fanout 32Mi]
-    #[arg(long, value_parser = parse_count, value_name = "N", conflicts_with = "model_bytes")]
-    elements: Option<u64>,
-    /// The size of the model in bytes instead
-    #[arg(long, value_parser = parse_count, value_name = "N")]
-    model_bytes: Option<u64>,
-    /// Share of elements that change, in percent
-    #[arg(long, default_value = "1.5", value_parser = parse_percent, value_name = "P")]
-    change: f64,
-    /// Streams of a transfer
-    #[arg(long, default_value_t = DEFAULT_STREAMS, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
-    streams: u16,
-    #[command(flatten)]
-    threads: Threads,
-    /// Rounds of each measurement; the median counts
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
-    repeats: u16,
-    /// Another seed makes another model
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// The directory that regions are made in
-    #[arg(long, default_value = doctor::place::DEFAULT, value_name = "DIR")]
-    region_dir: PathBuf,
-}
-
-#[derive(Debug, Args)]
-struct ParsedDemo {
-    #[command(flatten)]
-    model: ParsedDemoModel,
-    /// Trainer ranks
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
-    ranks: u16,
-    /// Receivers kept in sync
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64), value_name = "N")]
-    receivers: u16,
-    /// Training steps [default: 12, without a controller 5]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(demo::MAX_STEPS)), value_name = "N")]
-    steps: Option<u32>,
-    /// TCP streams of a transfer
-    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256), value_name = "N")]
-    streams: u16,
-    /// Where region and images are kept while it runs
-    #[arg(long, default_value = "/dev/shm", value_name = "DIR")]
-    dir: PathBuf,
-    /// The least time of the actor's training step, in seconds; the verifier takes nearly twice as long
-    #[arg(long, default_value_t = 0.5, value_parser = service::parse_seconds, value_name = "S", conflicts_with = "no_controller")]
-    pace: f64,
-    /// One model, and no controller
-    #[arg(long)]
-    no_controller: bool,
-    /// Stay after the last step until Ctrl-C, so that the live page can be looked at
-    #[arg(long, conflicts_with = "no_controller")]
-    stay: bool,
-}
-
-#[derive(Debug, Args)]
-struct ParsedDemoModel {
-    /// Bytes of a made-up bf16 model; k, M, G and Ki, Mi, Gi are understood [default: 128Mi each, without a controller 1Gi]
-    #[arg(long, value_parser = parse_count, value_name = "BYTES")]
-    model_bytes: Option<u64>,
-    /// Take the shapes from the config.json of a Llama or Qwen style model instead
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Share of elements that change in a step, in percent
-    #[arg(long, default_value = "1.0", value_parser = parse_percent, value_name = "P")]
-    change: f64,
-    /// Another seed makes another model
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-}
-
-impl ParsedDemoModel {
-    fn check(self, bytes: u64) -> Result<demo::Model, Error> {
-        let ParsedDemoModel { model_bytes, config, change, seed } = self;
-        let bytes = model_bytes.unwrap_or(bytes);
-        if config.is_none() {
-            check_model(bytes / 2, change, seed)?;
-        }
-        Ok(demo::Model { bytes, config, change, seed })
-    }
-}
-
-#[derive(Debug, Args)]
-struct ParsedRank {
-    #[command(flatten)]
-    model: ParsedDemoModel,
-    #[arg(long)]
-    region: PathBuf,
-    #[arg(long, default_value = "demo")]
-    model_id: String,
-    #[arg(long)]
-    rank: u16,
-    #[arg(long)]
-    ranks: u16,
 }
 
 #[derive(Clone, Copy, Debug, Args)]
 struct Threads {
-    /// Threads to use; as many as there are cores if not given
+    /// Threads [default: one per core]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024), value_name = "T")]
     threads: Option<u16>,
 }
@@ -384,188 +219,116 @@ impl Threads {
     }
 }
 
-/// A command whose arguments have been checked.
-#[derive(Debug)]
-pub enum Command {
-    /// `delta make`.
-    DeltaMake(Make),
-    /// `delta apply`.
-    DeltaApply(Apply),
-    /// `delta show`.
-    DeltaShow(PathBuf),
-    /// `diff`.
-    Diff(diff::Diff),
-    /// `inspect`.
-    Inspect(inspect::Inspect),
-    /// `verify`.
-    Verify(verify::Verify),
-    /// `verify --engine`.
-    Prove(engines::prove::Prove),
-    /// `bench codec`.
-    BenchCodec(BenchConfig),
-    /// `bench seal`.
-    BenchSeal(PlaneConfig),
-    /// `bench offload`.
-    BenchOffload(PlaneConfig),
-    /// `bench load`.
-    BenchLoad(PlaneConfig),
-    /// `bench tcp`.
-    BenchTcp(PlaneConfig, bool),
-    /// `bench sync`.
-    BenchSync(PlaneConfig),
-    /// `bench fanout`.
-    BenchFanout(PlaneConfig),
-    /// `bench controller`.
-    BenchController(bench::controller::ControllerConfig),
-    /// `bench digest`.
-    BenchDigest(BenchConfig),
-    /// `doctor`.
-    Doctor(doctor::Doctor),
-    /// `agent`.
-    Agent(Box<agent::Agent>),
-    /// `controller`.
-    Controller(Box<crate::service::controller::Controller>),
-    /// `receive`.
-    Receive(Box<receive::Receive>),
-    /// `top`.
-    Top(crate::tools::top::Top),
-    /// `config`.
-    Config(config::Show),
-    /// `gate`.
-    Gate(WaitAtGate),
-    /// `gc`.
-    Gc(gc::Gc),
-    /// `demo`.
-    Demo(demo::Demo),
-    /// A rank of the demo.
-    DemoRank(demo::rank::Rank),
-    /// A receiver's guard of an engine.
-    Guard,
-}
+/// A command whose arguments have been checked: runs it and returns the exit code.
+type Work = Box<dyn FnOnce(&Session) -> Result<u8, Error>>;
 
-impl Command {
-    /// Whether it has anything to log. Others say what they have to say at their end.
-    fn runs_for_long(&self) -> bool {
-        matches!(
-            self,
-            Command::Agent(_)
-                | Command::Controller(_)
-                | Command::Receive(_)
-                | Command::DemoRank(_)
-                | Command::Guard
-        )
-    }
+/// Work whose exit code is 0 unless it fails.
+fn done(run: impl FnOnce(&Session) -> Result<(), Error> + 'static) -> Work {
+    Box::new(move |session| run(session).map(|()| 0))
 }
 
 impl ParsedCommand {
-    fn check(self, config_file: Option<PathBuf>) -> Result<Command, Error> {
+    /// Whether the command writes a log. The others report at their end.
+    fn logs(&self) -> bool {
+        match self {
+            ParsedCommand::Agent(_)
+            | ParsedCommand::Controller(_)
+            | ParsedCommand::Receive(_)
+            | ParsedCommand::Guard => true,
+            #[cfg(feature = "lab")]
+            ParsedCommand::DemoRank(_) => true,
+            #[cfg(feature = "lab")]
+            ParsedCommand::Bench(_) | ParsedCommand::Demo(_) => false,
+            ParsedCommand::Delta(_)
+            | ParsedCommand::Diff { .. }
+            | ParsedCommand::Inspect { .. }
+            | ParsedCommand::Verify(_)
+            | ParsedCommand::Doctor { .. }
+            | ParsedCommand::Gate(_)
+            | ParsedCommand::Top(_)
+            | ParsedCommand::Config { .. }
+            | ParsedCommand::Gc(_) => false,
+        }
+    }
+
+    fn check(self, config_file: Option<PathBuf>) -> Result<Work, Error> {
         Ok(match self {
-            ParsedCommand::Gate(gate) => Command::Gate(gate.check()?),
-            ParsedCommand::Top(top) => Command::Top(top.check()?),
-            ParsedCommand::Config { words } => Command::Config(config::Show { words, file: config_file }),
-            ParsedCommand::Delta(ParsedDelta::Make {
-                base,
-                new,
-                output,
-                mode,
-                model_id,
-                base_version,
-                version,
-                threads,
-            }) => {
-                refuse_inputs(&output, &[&base, &new])?;
-                let names = check_names(model_id, base_version, version)?;
-                Command::DeltaMake(Make { base, new, output, mode, names, threads: threads.count() })
+            ParsedCommand::Gate(gate) => {
+                let gate = gate.check()?;
+                done(move |s| gate.run(s))
+            }
+            ParsedCommand::Top(top) => {
+                let top = top.check()?;
+                done(move |s| top.run(s))
+            }
+            ParsedCommand::Config { words } => {
+                let show = config::Show { words, file: config_file };
+                done(move |s| show.run(&Parsed::command(), &config::Surroundings::here(), s))
+            }
+            ParsedCommand::Delta(ParsedDelta::Make(make)) => {
+                let make = make.check()?;
+                done(move |s| make.run(s))
             }
             ParsedCommand::Delta(ParsedDelta::Apply { base, delta, output, in_place: _, threads }) => {
                 if let Some(output) = &output {
                     refuse_inputs(output, &[&base, &delta])?;
                 }
-                Command::DeltaApply(Apply { base, delta, output, threads: threads.count() })
+                let apply = Apply { base, delta, output, threads: threads.count() };
+                done(move |s| apply.run(s))
             }
-            ParsedCommand::Delta(ParsedDelta::Show { delta }) => Command::DeltaShow(delta),
             ParsedCommand::Diff { a, b, threads, top } => {
-                Command::Diff(diff::Diff { a, b, threads: threads.count(), top })
+                let diff = diff::Diff { a, b, threads: threads.count(), top };
+                done(move |s| diff.run(s))
             }
-            ParsedCommand::Inspect { path, top } => Command::Inspect(inspect::Inspect { path, top }),
+            ParsedCommand::Inspect { path, top } => {
+                let inspect = inspect::Inspect { path, top };
+                done(move |s| inspect.run(s))
+            }
             ParsedCommand::Verify(verify) => verify.check()?,
-            ParsedCommand::Bench(ParsedBench::Codec(m)) => Command::BenchCodec(m.check()?),
-            ParsedCommand::Bench(ParsedBench::Digest(m)) => Command::BenchDigest(m.check()?),
-            ParsedCommand::Bench(ParsedBench::Seal(p)) => Command::BenchSeal(p.check(128 << 20)?),
-            ParsedCommand::Bench(ParsedBench::Offload(p)) => Command::BenchOffload(p.check(128 << 20)?),
-            ParsedCommand::Bench(ParsedBench::Load(p)) => Command::BenchLoad(p.check(128 << 20)?),
-            ParsedCommand::Bench(ParsedBench::Tcp(p)) => Command::BenchTcp(p.plane.check(128 << 20)?, p.tls),
-            ParsedCommand::Bench(ParsedBench::Sync(p)) => Command::BenchSync(p.check(128 << 20)?),
-            // Every receiver has an image of its own.
-            ParsedCommand::Bench(ParsedBench::Fanout(p)) => Command::BenchFanout(p.check(32 << 20)?),
-            ParsedCommand::Bench(ParsedBench::Controller { receivers, models, repeats }) => {
-                let receivers = receivers.into_iter().map(usize::from).collect();
-                let (models, repeats) = (models.into(), repeats.into());
-                Command::BenchController(bench::controller::ControllerConfig { receivers, models, repeats })
-            }
             ParsedCommand::Doctor { region_dir, model_bytes } => {
-                Command::Doctor(doctor::Doctor { region_dir, model_bytes })
+                let doctor = doctor::Doctor { region_dir, model_bytes };
+                Box::new(move |s| doctor.run(s))
             }
-            ParsedCommand::Agent(agent) => Command::Agent(Box::new(agent.check()?)),
-            ParsedCommand::Controller(controller) => Command::Controller(Box::new(controller.check()?)),
-            ParsedCommand::Receive(receive) => Command::Receive(Box::new(receive.check()?)),
-            ParsedCommand::Gc(gc) => Command::Gc(gc.check()),
-            ParsedCommand::Guard => Command::Guard,
-            ParsedCommand::Demo(d) => {
-                let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, no_controller, stay } =
-                    d;
-                let (controller, pace) = (!no_controller, Duration::from_secs_f64(pace));
-                let (bytes, default_steps) = if controller { (128 << 20, 12) } else { (1 << 30, 5) };
-                let (model, steps) = (model.check(bytes)?, steps.unwrap_or(default_steps));
-                let demo =
-                    demo::Demo { model, ranks, receivers, steps, streams, dir, controller, pace, stay };
-                Command::Demo(demo)
+            ParsedCommand::Agent(agent) => {
+                let agent = agent.check()?;
+                done(move |s| agent.run(s))
             }
-            ParsedCommand::DemoRank(ParsedRank { model, model_id, region, rank, ranks }) => {
-                let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
-                Command::DemoRank(demo::rank::Rank {
-                    region,
-                    model_id,
-                    rank,
-                    ranks,
-                    model: model.check(1 << 30)?,
-                })
+            ParsedCommand::Controller(controller) => {
+                let controller = controller.check()?;
+                done(move |s| controller.run(s))
             }
+            ParsedCommand::Receive(receive) => {
+                let receive = receive.check()?;
+                done(move |s| receive.run(s))
+            }
+            ParsedCommand::Gc(gc) => {
+                let gc = gc.check();
+                done(move |s| gc.run(s))
+            }
+            ParsedCommand::Guard => done(engines::guard::child),
+            #[cfg(feature = "lab")]
+            ParsedCommand::Bench(bench) => bench.check()?,
+            #[cfg(feature = "lab")]
+            ParsedCommand::Demo(demo) => demo.check()?,
+            #[cfg(feature = "lab")]
+            ParsedCommand::DemoRank(rank) => rank.check()?,
         })
     }
 }
 
-impl ParsedModel {
-    fn check(self) -> Result<BenchConfig, Error> {
-        let model = check_model(self.elements, self.change, self.seed)?;
-        Ok(BenchConfig { model, threads: self.threads.count(), repeats: self.repeats.into() })
+impl ParsedMake {
+    fn check(self) -> Result<Make, Error> {
+        let ParsedMake { base, new, output, mode, model_id, base_version, version, threads } = self;
+        refuse_inputs(&output, &[&base, &new])?;
+        let target = version.or(base_version.checked_add(1)).unwrap_or(u64::MAX);
+        if target <= base_version {
+            return Err(Error::Usage(format!(
+                "version {target} of NEW must be above version {base_version} of BASE"
+            )));
+        }
+        let names = Names { model_id, incarnation: Incarnation(0), base: base_version, target };
+        Ok(Make { base, new, output, mode, names, threads: threads.count() })
     }
-}
-
-impl ParsedPlane {
-    fn check(self, elements: u64) -> Result<PlaneConfig, Error> {
-        let elements = self.elements.or(self.model_bytes.map(|b| b / 2)).unwrap_or(elements);
-        let model = check_model(elements, self.change, self.seed)?;
-        let (threads, repeats) = (self.threads.count(), self.repeats.into());
-        let bench = BenchConfig { model, threads, repeats };
-        Ok(PlaneConfig { bench, streams: self.streams, region_dir: self.region_dir })
-    }
-}
-
-fn check_names(model_id: String, base: u64, target: Option<u64>) -> Result<Names, Error> {
-    let model_id = ModelId::new(model_id).map_err(|e| Error::Usage(e.to_string()))?;
-    let target = target.or(base.checked_add(1)).unwrap_or(u64::MAX);
-    if target <= base {
-        return Err(Error::Usage(format!("version {target} of NEW must be above version {base} of BASE")));
-    }
-    Ok(Names { model_id, incarnation: Incarnation(0), base, target })
-}
-
-/// Refuses sizes and rates that cannot be made before memory is asked for.
-fn check_model(elements: u64, change: f64, seed: u64) -> Result<SynthConfig, Error> {
-    let model = SynthConfig { elements, seed, change };
-    model.check()?;
-    Ok(model)
 }
 
 /// A count with an optional suffix: `k`, `M`, `G`, or `Ki`, `Mi`, `Gi`.
@@ -592,12 +355,12 @@ fn parse_percent(s: &str) -> Result<f64, String> {
     number.parse::<f64>().map(|p| p / 100.0).map_err(|_| "not a number of percent, such as 1.5".into())
 }
 
-/// Runs the command line and gives the exit code.
+/// Runs the command line and returns the exit code.
 pub fn main() -> u8 {
     main_from(std::env::args_os())
 }
 
-/// The same for other arguments than those of this process, of which the first is the name of the program.
+/// The same for the given arguments. The first is the name of the program.
 pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
     let json = wants_json(&arguments);
@@ -610,65 +373,30 @@ pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8
         Err(e) => return explain(&e, completed.note().as_deref(), json),
     };
     let run = || -> Result<u8, Error> {
-        let command = parsed.command.check(parsed.config_file)?;
-        if command.runs_for_long() {
+        if parsed.command.logs() {
             crate::log::start();
         }
-        let session = Session::start(json)?;
-        dispatch(command, &session)
+        let work = parsed.command.check(parsed.config_file)?;
+        work(&Session::start(json)?)
     };
     run().unwrap_or_else(|e| report(&e, json))
 }
 
-fn dispatch(command: Command, session: &Session) -> Result<u8, Error> {
-    let kernels = crate::kernels();
-    match command {
-        Command::DeltaMake(make) => make.run(session)?,
-        Command::DeltaApply(apply) => apply.run(session)?,
-        Command::DeltaShow(path) => show(&path, session)?,
-        Command::Diff(diff) => diff.run(session)?,
-        Command::Inspect(inspect) => inspect.run(session)?,
-        Command::Verify(verify) => verify.run(session)?,
-        Command::Prove(prove) => return prove.run(session),
-        Command::BenchSeal(config) => bench::seal::run(&config, session)?,
-        Command::BenchOffload(config) => bench::offload::run(&config, session)?,
-        Command::BenchLoad(config) => bench::load::run(&config, session)?,
-        Command::BenchTcp(config, tls) => bench::tcp::run(&config, tls, session)?,
-        Command::BenchSync(config) => bench::sync::run(&config, session)?,
-        Command::BenchFanout(config) => bench::fanout::run(&config, session)?,
-        Command::BenchController(config) => bench::controller::run(&config, session)?,
-        Command::BenchCodec(config) => bench::codec::run(&config, session)?,
-        Command::BenchDigest(config) => bench::digest::run(&config, kernels, session)?,
-        Command::Doctor(doctor) => return doctor.run(session),
-        Command::Agent(agent) => agent.run(session)?,
-        Command::Controller(controller) => controller.run(session)?,
-        Command::Receive(receive) => receive.run(session)?,
-        Command::Top(top) => top.run(session)?,
-        Command::Config(show) => show.run(&Parsed::command(), &config::Surroundings::here(), session)?,
-        Command::Gate(gate) => gate.run(session)?,
-        Command::Gc(gc) => gc.run(session)?,
-        Command::Demo(demo) => return demo.run(session),
-        Command::DemoRank(rank) => rank.run(session)?,
-        Command::Guard => engines::guard::child(session)?,
-    }
-    Ok(0)
-}
-
-/// The exit codes, for the end of the help.
+/// The exit codes, shown below the help.
 fn exit_codes() -> String {
-    let mut text = "Exit codes:\n    0  done\n    1  the answer is no".to_owned();
+    let mut text = "Exit codes:\n    0  success\n    1  negative result".to_owned();
     for kind in Kind::ALL {
         let _ = write!(text, "\n  {:>3}  {:<11}  {}", kind.row().exit, kind.as_str(), kind.row().meaning);
     }
     text
 }
 
-/// Whether to speak JSON, asked before arguments are parsed: failures to parse are told in it too.
+/// Whether output is JSON. Decided before arguments are parsed, so that parse errors are JSON too.
 fn wants_json(arguments: &[OsString]) -> bool {
     arguments.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json")
 }
 
-/// Arguments that do not parse. Help and version are not failures; in JSON mode a failure is JSON too.
+/// Reports arguments that do not parse. Help and version are not failures.
 fn explain(e: &clap::Error, note: Option<&str>, json: bool) -> u8 {
     if e.use_stderr() && json {
         let message = crate::console::one_line(&e.render().to_string());
@@ -676,7 +404,7 @@ fn explain(e: &clap::Error, note: Option<&str>, json: bool) -> u8 {
         return report(&Error::Usage(message), true);
     }
     if e.use_stderr() {
-        // Nobody to tell if even this cannot be printed.
+        // If standard error is closed, the exit code is all that is left.
         let _ = e.print();
         if let Some(note) = note {
             let _ = writeln!(std::io::stderr(), "\n{note}");

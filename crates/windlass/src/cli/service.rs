@@ -1,4 +1,4 @@
-//! Arguments of the commands that run for long: `agent`, `receive`, and of `gc`.
+//! Arguments of `agent`, `receive`, `verify` and `gc`.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use windlass_core::wire::control::RequestMode;
 use windlass_data::private::Readers;
 use windlass_data::tls::Trust;
 
-use super::{Command, Threads, parse_count};
+use super::{Threads, Work, done, parse_count};
 use crate::error::Error;
 use crate::service::agent::Agent;
 use crate::service::engines::prove::Prove;
@@ -24,57 +24,57 @@ use crate::service::token;
 use crate::tools::gc::Gc;
 use crate::tools::verify::Verify;
 
-/// Where regions and images are kept unless said otherwise.
+/// The default directory for regions and images.
 const SHM: &str = "/dev/shm";
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedAgent {
-    /// The region to serve: the directory that the trainer made
+    /// The region to serve: the directory that the trainer created
     #[arg(long, value_name = "DIR")]
     region: PathBuf,
     /// The address to listen on
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), value_name = "IP")]
     bind: IpAddr,
-    /// The port for requests, or a range such as 7000-7099 whose first free one is taken; any if not given
+    /// Port for requests, or a range such as 7000-7099 of which the agent takes the first free port; 0 takes any
     #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
     ports: (u16, u16),
-    /// The same for data; the range of --ports if that is one, else any
+    /// The same for data [default: the range of --ports, if it is a range; else any]
     #[arg(long, value_parser = parse_ports, value_name = "PORT or FIRST-LAST")]
     data_ports: Option<(u16, u16)>,
-    /// The host that receivers are told to connect to; the address of --bind if not given
+    /// Host name for receivers to connect to [default: the address of --bind]
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
-    /// Deltas to keep for receivers that are behind
+    /// How many deltas to keep for receivers that are behind
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
     history: u32,
-    /// Bytes of deltas to keep
+    /// How many bytes of deltas to keep
     #[arg(long, default_value = "4Gi", value_parser = parse_count, value_name = "BYTES")]
     history_bytes: u64,
-    /// Of the versions that trainers hand out by delta, sum the bytes of the first and of every Nth; 0 for none
+    /// Re-hash every Nth version published by delta (and the first); 0 disables
     #[arg(long, default_value_t = 16, value_name = "N")]
     check_every: u64,
-    /// TCP streams of a transfer
+    /// TCP streams per transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: u16,
-    /// How long a transfer may take, in seconds
+    /// Timeout of a transfer, in seconds
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
     timeout: u64,
-    /// An agent that holds another part of the model; may be given several times
+    /// URL of an agent that holds another part of the model; repeatable
     #[arg(long = "peer", value_name = "URL")]
     peers: Vec<String>,
     #[command(flatten)]
     server: ServerTls,
     #[command(flatten)]
     client: ClientTls,
-    /// How long to wait for the trainer to make the region, in seconds
+    /// How long to wait for the trainer to create the region, in seconds
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(0..=86_400), value_name = "S")]
     wait: u64,
-    /// End when standard input ends: whoever started this is gone
+    /// Exit when standard input closes, that is, when the parent process exits
     #[arg(long)]
     with_parent: bool,
-    /// The ports of an earlier agent, for requests and for data, which are tried first if they are in range
+    /// Ports of an earlier agent, for requests and data, to try first
     #[arg(long, value_parser = parse_again, hide = true, value_name = "PORT,PORT")]
     again: Option<(u16, u16)>,
     #[command(flatten)]
@@ -83,7 +83,7 @@ pub(super) struct ParsedAgent {
 
 #[derive(Debug, Args)]
 pub(super) struct TokenArgs {
-    /// The file with the token that both sides must know; WINDLASS_TOKEN holds the token itself
+    /// File with the token that both sides share [default: the token in WINDLASS_TOKEN]
     #[arg(long, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
 }
@@ -91,11 +91,11 @@ pub(super) struct TokenArgs {
 /// The certificate of a server.
 #[derive(Debug, Args)]
 pub(super) struct ServerTls {
-    /// The certificate of this server in PEM, followed by those that lead to its issuer: requests and data are then
-    /// inside TLS, and the address begins with https://
+    /// This server's certificate chain in PEM, leaf first. Requests and data then use TLS, and the address begins with
+    /// https://
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// The private key of --tls-cert in PEM, readable by its owner only
+    /// Private key of --tls-cert in PEM, readable only by its owner
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
 }
@@ -106,11 +106,11 @@ impl ServerTls {
     }
 }
 
-/// Whom a client trusts.
+/// The certificate authorities that a client trusts.
 #[derive(Debug, Args)]
 pub(super) struct ClientTls {
-    /// Whom to trust where the other side is at https://: a file with certificates in PEM. If not given, the one that
-    /// WINDLASS_TLS_CA names, or those of the system
+    /// Certificate authorities to trust for https:// addresses: a file in PEM [default: the file in WINDLASS_TLS_CA, else
+    /// those of the system]
     #[arg(long, value_name = "FILE")]
     tls_ca: Option<PathBuf>,
 }
@@ -122,7 +122,7 @@ impl ClientTls {
 }
 
 impl TokenArgs {
-    /// The token of the environment, if no file is named.
+    /// The token from the environment, unless a file is given.
     pub(super) fn in_environment(&self) -> Result<Option<Token>, Error> {
         if self.token_file.is_some() {
             return Ok(None);
@@ -164,65 +164,65 @@ impl ParsedAgent {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ParsedMode {
-    /// A delta where one serves, the full image otherwise
+    /// A delta if possible, otherwise the full image
     Auto,
     /// Always the full image
     Full,
-    /// Deltas only, once there is a version to start from; waits where none serves
+    /// Only deltas after the first version; waits if no delta is available
     Delta,
 }
 
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place", "controller"])))]
 pub(super) struct ParsedReceive {
-    /// The agent of a publisher, such as http://10.0.0.5:7000; may be given several times, one for each model
+    /// A publisher's agent, such as http://10.0.0.5:7000; repeatable, one per model
     #[arg(long, value_name = "URL")]
     from: Vec<String>,
-    /// The region of a publisher on this host: endpoint and token are found there
+    /// Region of a publisher on this host, which has the agent's address and token
     #[arg(long, value_name = "DIR")]
     region: Vec<PathBuf>,
-    /// The region of a publisher on this host, read where it is instead of copied
+    /// Region of a publisher on this host, read in place instead of copied
     #[arg(long, value_name = "DIR")]
     in_place: Vec<PathBuf>,
-    /// The controller that says which versions to bring here from which agents, and when to load them;
-    /// WINDLASS_CONTROLLER if neither this nor an agent or a region is given
+    /// The controller that orders which versions to stage and when to load them [default: WINDLASS_CONTROLLER, unless an
+    /// agent or a region is given]
     #[arg(long, value_name = "URL", requires = "model", conflicts_with_all = ["from", "region", "in_place"])]
     controller: Option<String>,
-    /// The file with the controller's token; the agents' token if not given
+    /// File with the controller's token [default: the agents' token]
     #[arg(long, value_name = "FILE", requires = "controller")]
     controller_token_file: Option<PathBuf>,
-    /// A model that this receiver serves; may be given several times, with a controller
+    /// A model that this receiver serves; repeatable
     #[arg(long, value_name = "ID", requires = "controller")]
     model: Vec<ModelId>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
     client: ClientTls,
-    /// Where images are kept, each in a directory named after its model
+    /// Directory for images; each model gets a subdirectory named after it
     #[arg(long, default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
-    /// What people call this receiver
+    /// Name shown for this receiver
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// What to ask for
+    /// What to request
     #[arg(long, value_enum, default_value_t = ParsedMode::Auto)]
     mode: ParsedMode,
-    /// TCP streams of a transfer; the publisher's default if not given
+    /// TCP streams per transfer [default: the publisher's]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: Option<u16>,
-    /// How long a transfer may take, in seconds
+    /// Timeout of a transfer, in seconds
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400), value_name = "S")]
     timeout: u64,
-    /// End after this many new versions
+    /// Exit after this many new versions
     #[arg(long, value_name = "N")]
     versions: Option<u64>,
-    /// End once this version is there
+    /// Exit once this version has arrived
     #[arg(long, value_name = "VERSION")]
     until: Option<u64>,
-    /// Let the group read the image
+    /// Let the user's group read the image
     #[arg(long)]
     group: bool,
-    /// End when standard input ends: whoever started this is gone
+    /// Exit when standard input closes, that is, when the parent process exits
     #[arg(long)]
     with_parent: bool,
     #[command(flatten)]
@@ -231,40 +231,43 @@ pub(super) struct ParsedReceive {
     threads: Threads,
 }
 
-/// How long each step with an engine may take, at most.
+/// The longest timeout, in seconds.
 const DAY: f64 = 86_400.0;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Engines")]
 struct ParsedEngines {
-    /// An engine on this host that loads what is received: vllm=http://HOST:PORT or sglang=http://HOST:PORT; may be
-    /// given several times. Where several models are served, after the model that it is for: actor:vllm=http://…
+    /// An engine on this host that loads received versions: vllm=http://HOST:PORT or sglang=http://HOST:PORT; repeatable.
+    /// With several models, name the engine's model first: actor:vllm=http://…
     #[arg(long = "engine", value_name = "[MODEL:]KIND=URL")]
     engines: Vec<ModelEngine>,
-    /// The file with the token of our plugin in the engines; WINDLASS_TOKEN if not given
+    /// File with the token of the Windlass plugin in the engine [default: the token in WINDLASS_TOKEN]
     #[arg(long, value_name = "FILE", requires = "engines")]
     engine_token_file: Option<PathBuf>,
-    /// The file with the key that engines want in the Authorization header of their own routes
+    /// File with the API key that engines require in the Authorization header
     #[arg(long, value_name = "FILE", requires = "engines")]
     api_key_file: Option<PathBuf>,
-    /// What becomes of requests in flight. SGLang: keep is retract, or in_place if the prefix cache is kept; wait leaves
-    /// the waiting to the update
+    /// What to do with requests in flight. With SGLang, keep means retract, or in_place if the prefix cache is kept; wait
+    /// leaves the waiting to the update
     #[arg(long, value_enum, default_value_t = PauseMode::Keep, requires = "engines")]
     pause: PauseMode,
-    /// What becomes of cached prefixes, which old weights computed
+    /// What to do with cached prefixes, which the old weights computed
     #[arg(long, value_enum, default_value_t = CachePolicy::Reset, requires = "engines")]
     prefix_cache: CachePolicy,
-    /// How long an engine may be paused before the first write, in seconds; then its old weights go on
+    /// How long an engine may be paused before the first write, in seconds; then it resumes with its old weights
     #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     pause_lease: f64,
-    /// How long a load may take from the first write on, in seconds; then the engine stays paused, and that is told
+    /// Timeout of a load from the first write on, in seconds; then the engine stays paused and the receiver reports it
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     load_timeout: f64,
-    /// The model's directory: its configuration and tokenizer are linked beside the image for engines that load from a
-    /// path, and if there are weights, every version must have their names, shapes and dtypes
+    /// The model's directory. Its configuration and tokenizer are linked next to the image, for engines that load from a
+    /// path. If it has weights, every version must have the same names, shapes and dtypes
     #[arg(long, value_name = "DIR", requires = "engines")]
+    model_dir: Option<PathBuf>,
+    /// The former name of --model-dir
+    #[arg(long, hide = true, value_name = "DIR")]
     config: Option<PathBuf>,
-    /// What to do with tensors that an engine does not take, such as value heads
+    /// What to do with tensors that an engine does not load, such as value heads
     #[arg(long, value_enum, default_value_t = Extras::Ignore, requires = "engines")]
     extras: Extras,
 }
@@ -286,18 +289,18 @@ impl ParsedEngines {
             }
             match &engine.model_id {
                 Some(id) if !models.contains(id) => {
-                    return Err(Error::Usage(format!("{name} is for model {id}, which no --model names")));
+                    return Err(Error::Usage(format!("{name} is for model {id}, but no --model names it")));
                 }
                 None if models.len() > 1 => {
                     let first = models.first().map_or("", ModelId::as_str);
-                    let how = format!("say which it serves: --engine {first}:{name}");
-                    return Err(Error::Usage(format!("there are {} models, {how}", models.len())));
+                    let how = format!("name the engine's model: --engine {first}:{name}");
+                    return Err(Error::Usage(format!("with {} models, {how}", models.len())));
                 }
                 Some(_) | None => {}
             }
         }
-        if let Some(config) = self.config.as_deref().filter(|c| !c.is_dir()) {
-            return Err(Error::Usage(format!("--config {} is not a directory", config.display())));
+        if let Some(dir) = self.model_dir.as_deref().filter(|dir| !dir.is_dir()) {
+            return Err(Error::Usage(format!("--model-dir {} is not a directory", dir.display())));
         }
         let readers = readers(group);
         let read =
@@ -309,7 +312,7 @@ impl ParsedEngines {
             cache: self.prefix_cache,
             lease: Duration::from_secs_f64(self.pause_lease),
             timeout: Duration::from_secs_f64(self.load_timeout),
-            config: self.config,
+            config: self.model_dir,
             extras: self.extras,
             group,
             exact: false,
@@ -318,13 +321,19 @@ impl ParsedEngines {
     }
 }
 
-/// Who may read the secrets of a receiver.
+/// Who may read a receiver's secrets.
 fn readers(group: bool) -> Readers {
     if group { Readers::Group } else { Readers::Owner }
 }
 
 impl ParsedReceive {
     pub(super) fn check(self) -> Result<Receive, Error> {
+        if let Some(dir) = &self.engines.config {
+            let (dir, other) = (dir.display(), "--config-file is the configuration of this command");
+            return Err(Error::Usage(format!(
+                "--config is now --model-dir: give --model-dir {dir}; {other}"
+            )));
+        }
         let mut token = self.token.in_environment()?;
         if let Some(file) = &self.token.token_file {
             token = Some(token::read_for(file, readers(self.group))?);
@@ -408,19 +417,19 @@ pub(super) struct ParsedVerify {
     /// The file or directory
     #[arg(required_unless_present = "engine", conflicts_with = "engine")]
     path: Option<PathBuf>,
-    /// Fail unless the digest is this one
+    /// Fail unless the digest equals this one
     #[arg(long, value_name = "DIGEST", conflicts_with = "engine")]
     expect: Option<String>,
-    /// An engine whose live weights are compared: vllm=http://HOST:PORT
+    /// Engine whose live weights to compare: vllm=http://HOST:PORT
     #[arg(long, value_name = "KIND=URL", requires = "image")]
     engine: Option<EngineSpec>,
-    /// The directory of the image that the engine was loaded from
+    /// Directory of the image that the engine loaded
     #[arg(long, value_name = "DIR", requires = "engine")]
     image: Option<PathBuf>,
-    /// The file with the token of our plugin in the engine; WINDLASS_TOKEN if not given
+    /// File with the token of the Windlass plugin in the engine [default: the token in WINDLASS_TOKEN]
     #[arg(long, value_name = "FILE", requires = "engine")]
     engine_token_file: Option<PathBuf>,
-    /// How long the engine may take, in seconds
+    /// Timeout of the comparison, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engine")]
     timeout: f64,
     #[command(flatten)]
@@ -428,7 +437,7 @@ pub(super) struct ParsedVerify {
 }
 
 impl ParsedVerify {
-    pub(super) fn check(self) -> Result<Command, Error> {
+    pub(super) fn check(self) -> Result<Work, Error> {
         let threads = self.threads.count();
         if let (Some(engine), Some(image)) = (self.engine, self.image) {
             let token = TokenArgs { token_file: self.engine_token_file };
@@ -437,28 +446,30 @@ impl ParsedVerify {
                 None => token.in_environment()?,
             };
             let timeout = Duration::from_secs_f64(self.timeout);
-            return Ok(Command::Prove(Prove { engine, image, token, timeout, threads }));
+            let prove = Prove { engine, image, token, timeout, threads };
+            return Ok(Box::new(move |s| prove.run(s)));
         }
         let expect = self.expect.map(|d| d.parse()).transpose();
         let expect =
             expect.map_err(|e: windlass_core::identity::IdentityError| Error::Usage(e.to_string()))?;
         let path = self.path.ok_or_else(|| Error::Usage("give a file or a directory".into()))?;
-        Ok(Command::Verify(Verify { path, expect, threads }))
+        let verify = Verify { path, expect, threads };
+        Ok(done(move |s| verify.run(s)))
     }
 }
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Where regions and images are kept, at any depth; or one of them
+    /// Directory to search for regions and images, or one of them
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
-    /// Print what would go and how many bytes, and leave it
+    /// List what would be removed, with sizes, and remove nothing
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
-    /// Remove it without asking
+    /// Remove without confirmation
     #[arg(long)]
     yes: bool,
-    /// Remove images of stopped receivers too, which would go on with them
+    /// Also remove images of stopped receivers; a restarted receiver then fetches the full image again
     #[arg(long)]
     images: bool,
 }

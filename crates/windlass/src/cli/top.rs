@@ -15,23 +15,23 @@ use crate::tools::top::Top;
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedTop {
-    /// The controller's live page with its token, as the demo prints it: http://10.0.0.1:7100/#token=…
+    /// Address of the controller's live page with its token, as the demo prints it: http://10.0.0.1:7100/#token=…
     #[arg(value_name = "PAGE")]
     page: Option<String>,
-    /// The controller, such as http://10.0.0.1:7100; WINDLASS_CONTROLLER if not given
+    /// The controller, such as http://10.0.0.1:7100 [default: WINDLASS_CONTROLLER]
     #[arg(long, value_name = "URL", required_unless_present = "page")]
     controller: Option<String>,
     #[command(flatten)]
     token: TokenArgs,
     #[command(flatten)]
     tls: ClientTls,
-    /// Print it once and end
+    /// Print the status once and exit
     #[arg(long)]
     once: bool,
-    /// The time between two looks, in seconds
+    /// Refresh interval, in seconds
     #[arg(long, default_value_t = 1.0, value_parser = parse_seconds, value_name = "S")]
     interval: f64,
-    /// Write the last syncs as a trace for timeline viewers (Perfetto, chrome://tracing) and end
+    /// Write the last syncs as a trace for Perfetto or chrome://tracing, and exit
     #[arg(long, value_name = "FILE", conflicts_with = "once")]
     trace: Option<PathBuf>,
 }
@@ -48,8 +48,8 @@ impl ParsedTop {
     }
 }
 
-/// What speaks to a controller, with the token that is named, that of its page's address, that of the environment, or the
-/// one that the controller made where it was started.
+/// A client of the controller. Its token comes from --token-file, the page's address, the environment, or the file that the
+/// controller wrote to this directory, in this order.
 pub(super) fn controller_client(
     url: &str,
     token: &TokenArgs,

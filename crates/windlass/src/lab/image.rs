@@ -1,9 +1,9 @@
-//! Images of made-up models, in memory.
+//! Images of synthetic models, in memory.
 //!
 //! Owns: making one from a [`Synth`] and applying a delta to one, with several threads. Called by `bench` and
 //! `demo`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
 use windlass_core::Dtype;
@@ -16,28 +16,28 @@ use windlass_data::work;
 
 use crate::console::Progress;
 use crate::error::Error;
-use crate::lab::synth::{Synth, SynthError};
+use windlass_synth::{Synth, SynthError};
 
-/// The layout of a made-up model.
-pub fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
+/// The layout of a synthetic model.
+pub(crate) fn manifest_of(synth: &Synth) -> Result<Manifest, Error> {
     let specs = synth.tensors().iter().map(|t| TensorSpec::new(&*t.name, Dtype::BF16, t.shape.clone()));
-    Manifest::new(specs, synth.aliases().clone()).map_err(|e| Error::Bug(e.to_string()))
+    Manifest::new(specs, BTreeMap::new()).map_err(|e| Error::Bug(e.to_string()))
 }
 
 /// Memory for an image, all zero.
-pub fn blank(manifest: &Manifest) -> Result<Vec<u8>, Error> {
+pub(crate) fn blank(manifest: &Manifest) -> Result<Vec<u8>, Error> {
     zeros(manifest.data_bytes())
 }
 
 /// So many zero bytes, or an error where there is no memory for them.
-pub fn zeros(bytes: u64) -> Result<Vec<u8>, Error> {
+pub(crate) fn zeros(bytes: u64) -> Result<Vec<u8>, Error> {
     let mut image = reserve(bytes)?;
     image.resize(bytes as usize, 0);
     Ok(image)
 }
 
 /// An image like another.
-pub fn copy(image: &[u8]) -> Result<Vec<u8>, Error> {
+pub(crate) fn copy(image: &[u8]) -> Result<Vec<u8>, Error> {
     let mut copy = reserve(image.len() as u64)?;
     copy.extend_from_slice(image);
     Ok(copy)
@@ -52,18 +52,18 @@ fn reserve(bytes: u64) -> Result<Vec<u8>, Error> {
 }
 
 /// The bytes of a tensor of an image.
-pub fn tensor<'a>(manifest: &Manifest, image: &'a [u8], tensor: usize) -> &'a [u8] {
+pub(crate) fn tensor<'a>(manifest: &Manifest, image: &'a [u8], tensor: usize) -> &'a [u8] {
     let range = manifest.tensors()[tensor].range();
     &image[range.start as usize..range.end as usize]
 }
 
 /// A block of a manifest, by its number.
-pub fn tile(manifest: &Manifest, number: u32) -> Result<Tile, Error> {
+pub(crate) fn tile(manifest: &Manifest, number: u32) -> Result<Tile, Error> {
     Tile::of(manifest, number).map_err(|e| Error::Bug(e.to_string()))
 }
 
 /// Writes the state of a model after `step` steps into `image`.
-pub fn fill(
+pub(crate) fn fill(
     synth: &Synth,
     manifest: &Manifest,
     step: u32,
@@ -97,17 +97,17 @@ pub fn fill(
 
 /// How many blocks of a delta had which outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Outcomes {
+pub(crate) struct Outcomes {
     /// Blocks that were changed.
-    pub applied: u64,
+    pub(crate) applied: u64,
     /// Blocks that had been changed already.
-    pub skipped: u64,
+    pub(crate) skipped: u64,
     /// Blocks that were not the delta's base.
-    pub refetch: u64,
+    pub(crate) refetch: u64,
 }
 
 /// Applies a delta to an image whose sums are in `table`. The caller brings the table up to date.
-pub fn apply(
+pub(crate) fn apply(
     kernels: &dyn Kernels,
     manifest: &Manifest,
     delta: &Delta<'_>,

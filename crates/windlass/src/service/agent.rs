@@ -1,24 +1,24 @@
 //! `windlass agent`: serves a region to receivers.
 //!
 //! Owns: the HTTP endpoints in front of [`windlass_data::serve::Server`], the process around it (signals, the pipe of
-//! its parent, files that say where it is), and its metrics. Started by the first rank on a node and restarted by it
-//! if it dies; everything it needs to go on is in the region. Must not: touch a slot.
+//! its parent, files that say where it is), and its metrics. The first rank on a node starts it and
+//! restarts it if it dies; all its state is in the region. Must not: write to a slot.
 //!
 //! # Endpoints
 //!
-//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (what is known about
-//! receivers and the newest delta) and `/healthz`. All but `/healthz` want the token.
+//! Those of [`windlass_core::wire::control`], and `/metrics` (Prometheus text), `/status` (receivers
+//! and the newest delta) and `/healthz`. All but `/healthz` require the token.
 //!
-//! # Where it is
+//! # Address
 //!
-//! `agent.json` in the region's directory holds the endpoint that others should use, the data port and the path of
-//! the token, for processes on the same host. It is removed at a regular end.
+//! `agent.json` in the region's directory holds the endpoint, the data port and the path of the token, for processes on
+//! the same host. The agent removes it at a regular end.
 //!
-//! # One life after the other
+//! # Successive trainers
 //!
-//! An agent that its trainer did not start outlives it, and goes on to serve the last version. When the next trainer waits
-//! for the place ([`Region::is_wanted`]), the agent lets go of what the dead one left, waits for the new region and serves
-//! that, at the same ports if it can.
+//! An agent that its trainer did not start outlives the trainer and keeps serving the last version. When the next trainer
+//! waits to create its region ([`Region::is_wanted`]), the agent releases the old one, waits for the new region and serves
+//! it, at the same ports if possible.
 
 use std::fmt::Write as _;
 use std::io;
@@ -28,8 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -53,62 +52,62 @@ use windlass_data::tcp::SenderConfig;
 use windlass_data::tls::{Certificate, Trust};
 
 use crate::console::Session;
-use crate::error::Error;
+use crate::error::{Error, chain};
 use crate::service::agent_address::{self, AgentAddress};
 use crate::service::control::HttpControl;
-use crate::service::http::{self, Failure, Limits, MAX_POLL};
+use crate::service::http::{self, Body, Failure, Limits, MAX_POLL, Params};
 use crate::service::tls;
 use crate::service::token;
 
 /// The checked arguments of `agent`.
 #[derive(Clone, Debug)]
-pub struct Agent {
+pub(crate) struct Agent {
     /// The region to serve.
-    pub region: PathBuf,
+    pub(crate) region: PathBuf,
     /// The address to listen on, for control and data.
-    pub bind: IpAddr,
+    pub(crate) bind: IpAddr,
     /// The first and the last port to try for requests; zeros mean any.
-    pub ports: (u16, u16),
+    pub(crate) ports: (u16, u16),
     /// The same for data.
-    pub data_ports: (u16, u16),
+    pub(crate) data_ports: (u16, u16),
     /// The host that others are told; that of `bind` if not given.
-    pub advertise_host: Option<Host>,
+    pub(crate) advertise_host: Option<Host>,
     /// The token; read or made in the region's directory if not given.
-    pub token: Option<Token>,
+    pub(crate) token: Option<Token>,
     /// Where the token is read from or made.
-    pub token_file: Option<PathBuf>,
+    pub(crate) token_file: Option<PathBuf>,
     /// How many deltas are kept.
-    pub history: usize,
+    pub(crate) history: usize,
     /// How many bytes of deltas are kept.
-    pub history_bytes: u64,
+    pub(crate) history_bytes: u64,
     /// How often the bytes of a version that was handed out by delta are summed; 0 for never.
-    pub check_every: u64,
+    pub(crate) check_every: u64,
     /// Threads of the sealer.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// Streams of a transfer.
-    pub streams: u16,
+    pub(crate) streams: u16,
     /// How long a transfer may take.
-    pub timeout: Duration,
+    pub(crate) timeout: Duration,
     /// Agents that hold the other parts.
-    pub peers: Vec<String>,
+    pub(crate) peers: Vec<String>,
     /// The files with the certificate and its key, for TLS.
-    pub tls: Option<(PathBuf, PathBuf)>,
-    /// Whom to trust among the peers; those whom the system trusts if not given.
-    pub trust: Option<Trust>,
+    pub(crate) tls: Option<(PathBuf, PathBuf)>,
+    /// Authorities to trust for peers; by default the system's.
+    pub(crate) trust: Option<Trust>,
     /// How long to wait for the region to be made.
-    pub wait: Duration,
+    pub(crate) wait: Duration,
     /// End when standard input ends: the parent is gone.
-    pub with_parent: bool,
+    pub(crate) with_parent: bool,
     /// The ports of an earlier agent for requests and data: tried first, if they are among those above.
-    pub again: Option<(u16, u16)>,
+    pub(crate) again: Option<(u16, u16)>,
 }
 
-/// How long a holder of a life with a greater number waits for a version.
+/// How long a client that knows a newer incarnation waits for a version.
 const OTHER_LIFE: Duration = Duration::from_secs(1);
 
 impl Agent {
     /// Serves until it is told to end.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let advertise_host = match &self.advertise_host {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
@@ -124,7 +123,7 @@ impl Agent {
         if self.with_parent {
             // Before anything is waited for: a parent may die while the region is not there yet.
             let cancel = session.cancel().clone();
-            session.with_parent(move || cancel.set())?;
+            Session::with_parent(move || cancel.set())?;
         }
         let (mut wait, mut again) = (Some(self.wait), self.again);
         loop {
@@ -184,7 +183,7 @@ impl Agent {
         let local = match LocalServer::start(Arc::clone(&region)) {
             Ok(local) => Some(local),
             Err(error) => {
-                tracing::warn!(%error, "receivers on this host will copy instead of mapping the slots");
+                tracing::warn!(%error, "receivers on this host must copy the slots instead of mapping them");
                 None
             }
         };
@@ -254,7 +253,7 @@ impl Agent {
         let stop = wait.map_or_else(|| session.cancel().clone(), |w| session.cancel().with_timeout(w));
         let mut said = false;
         loop {
-            // Whoever opens what a dead trainer left keeps the next one from making its own.
+            // An open region of a dead trainer would block the next trainer's region.
             let found = if Region::is_wanted(&self.region) {
                 Err(RegionError::Absent { dir: self.region.clone() })
             } else {
@@ -356,7 +355,7 @@ pub(crate) async fn answer(
             newest.send_if_modified(|old| (*old != info).then(|| *old = info.clone()).is_some());
         }
     });
-    // Whoever waits for something is answered at once when the end comes: the watcher closes the channel.
+    // At the end, the watcher closes the channel, which answers all waiting requests at once.
     let (mut told, at_end) = (ended.clone(), stop.clone());
     let ending = tokio::spawn(async move {
         let _ = told.wait_for(|e| *e).await;
@@ -409,18 +408,12 @@ fn routes(shared: Shared) -> Router {
 }
 
 fn failure(error: ServeError) -> Failure {
-    // Before the first version the service is there and has nothing to give: 503, as documented.
+    // Before the first version the answer is 503, as documented.
     let status = matches!(error, ServeError::NothingYet { .. }).then_some(StatusCode::SERVICE_UNAVAILABLE);
-    let mut message = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(c) = cause {
-        let _ = write!(message, ": {c}");
-        cause = c.source();
-    }
-    Failure { kind: error.kind(), message, status }
+    Failure { kind: error.kind(), message: chain(&error), status }
 }
 
-/// Runs what may take long on a thread of its own.
+/// Runs blocking work on its own thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ServeError> + Send + 'static,
 ) -> Result<T, Failure> {
@@ -428,16 +421,6 @@ async fn blocking<T: Send + 'static>(
         Ok(result) => result.map_err(failure),
         Err(e) => Err(Failure::new(Kind::Bug, e.to_string())),
     }
-}
-
-fn body<T>(json: Result<Json<T>, JsonRejection>) -> Result<T, Failure> {
-    let status = |r: &JsonRejection| r.status();
-    json.map(|Json(value)| value)
-        .map_err(|r| Failure { status: Some(status(&r)), ..Failure::new(Kind::Invalid, r.body_text()) })
-}
-
-fn query<T>(query: Result<Query<T>, QueryRejection>) -> Result<T, Failure> {
-    query.map(|Query(value)| value).map_err(|r| Failure::new(Kind::Invalid, r.body_text()))
 }
 
 #[derive(Debug, Deserialize)]
@@ -450,23 +433,22 @@ struct VersionQuery {
 
 async fn get_version(
     State(shared): State<Shared>,
-    asked: Result<Query<VersionQuery>, QueryRejection>,
+    Params(query): Params<VersionQuery>,
 ) -> Result<Json<VersionInfo>, Failure> {
-    let query = query(asked)?;
     let mut versions = shared.versions.clone();
     if query.newer_than.is_none() && query.incarnation.is_none() {
-        // The server itself, not the channel: nobody may be told less than was already sealed.
+        // Asks the server, not the channel, which may be behind the last sealed version.
         return Ok(Json(shared.server.version()));
     }
     let own = versions.borrow().incarnation;
     let seen = (query.incarnation.unwrap_or(own), query.newer_than.unwrap_or(0));
     let mut wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     if seen.0 > own {
-        // Nothing newer by number will come from here. The asker may find out that this life is newer all the same.
+        // The client knows a newer incarnation, so no newer version will come from here soon.
         wait = wait.min(OTHER_LIFE);
     }
     let newer = versions.wait_for(|info| info.is_newer_than(Some(seen)));
-    // Time out with what there is: the asker compares.
+    // On timeout, answers the current version; the client compares.
     let _ = tokio::time::timeout(wait, newer).await;
     Ok(Json(shared.server.version()))
 }
@@ -496,9 +478,9 @@ struct SumsQuery {
 
 async fn get_sums(
     State(shared): State<Shared>,
-    asked: Result<Query<SumsQuery>, QueryRejection>,
+    Params(query): Params<SumsQuery>,
 ) -> Result<Response, Failure> {
-    let sums = shared.server.sums(query(asked)?.version).map_err(failure)?;
+    let sums = shared.server.sums(query.version).map_err(failure)?;
     Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
 }
 
@@ -512,9 +494,8 @@ struct PartQuery {
 
 async fn get_part(
     State(shared): State<Shared>,
-    asked: Result<Query<PartQuery>, QueryRejection>,
+    Params(query): Params<PartQuery>,
 ) -> Result<Response, Failure> {
-    let query = query(asked)?;
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
     let part = blocking(move || server.part(query.version, query.base, &stop)).await?;
@@ -523,23 +504,18 @@ async fn get_part(
 
 async fn share_ticket(
     State(shared): State<Shared>,
-    json: Result<Json<SharedTicket>, JsonRejection>,
+    Body(body): Body<SharedTicket>,
 ) -> Result<Response, Failure> {
-    let ticket = body(json)?;
     let stop = shared.stop.with_timeout(Limits::default().request);
-    blocking(move || shared.server.share(ticket, &stop)).await?;
+    blocking(move || shared.server.share(body, &stop)).await?;
     Ok(Json(json!({ "ok": true })).into_response())
 }
 
-async fn register(
-    State(shared): State<Shared>,
-    json: Result<Json<Registration>, JsonRejection>,
-) -> Result<Response, Failure> {
-    let registration = body(json)?;
-    let registered = shared.server.register(&registration, shared.port).map_err(failure)?;
+async fn register(State(shared): State<Shared>, Body(body): Body<Registration>) -> Result<Response, Failure> {
+    let registered = shared.server.register(&body, shared.port).map_err(failure)?;
     let mut answer = serde_json::to_value(registered).map_err(|e| Failure::new(Kind::Bug, e.to_string()))?;
     if let Some(fields) = answer.as_object_mut() {
-        // Existing clients look for these. Nobody is let at the trainer's memory itself, so there is nothing in them.
+        // Existing clients expect these fields. They are empty: the trainer's memory is not exposed.
         fields.insert("trainer_session_ids".into(), json!([]));
         fields.insert("trainer_buffer_ptr".into(), json!(0));
     }
@@ -548,19 +524,18 @@ async fn register(
 
 async fn request_transfer(
     State(shared): State<Shared>,
-    json: Result<Json<TransferRequest>, JsonRejection>,
+    Body(body): Body<TransferRequest>,
 ) -> Result<Response, Failure> {
-    let request = body(json)?;
     let stop = shared.stop.with_timeout(Limits::default().request);
-    let answer = blocking(move || shared.server.request(&request, &stop)).await?;
+    let answer = blocking(move || shared.server.request(&body, &stop)).await?;
     Ok(Json(answer).into_response())
 }
 
 async fn transfer_done(
     State(shared): State<Shared>,
-    json: Result<Json<TransferDone>, JsonRejection>,
+    Body(body): Body<TransferDone>,
 ) -> Result<Response, Failure> {
-    shared.server.completed(&body(json)?).map_err(failure)?;
+    shared.server.completed(&body).map_err(failure)?;
     Ok(Json(json!({ "ok": true })).into_response())
 }
 
@@ -602,9 +577,9 @@ fn metrics_text(server: &Server) -> String {
         "Newest sealed version; -1 before the first.",
         info.version.map_or(-1.0, |v| v as f64),
     );
-    put("incarnation", "gauge", "Life of the publisher.", info.incarnation.0 as f64);
-    put("receivers", "gauge", "Receivers that are known.", server.instances().len() as f64);
-    put("transfers_open", "gauge", "Transfers under way.", server.open_transfers() as f64);
+    put("incarnation", "gauge", "Incarnation of the publisher.", info.incarnation.0 as f64);
+    put("receivers", "gauge", "Known receivers.", server.instances().len() as f64);
+    put("transfers_open", "gauge", "Open transfers.", server.open_transfers() as f64);
     let delta = server.delta();
     put("delta_bytes", "gauge", "Size of the newest delta.", delta.map_or(0.0, |d| d.bytes as f64));
     put(
@@ -613,7 +588,7 @@ fn metrics_text(server: &Server) -> String {
         "Elements changed by the newest delta.",
         delta.map_or(0.0, |d| d.changes as f64),
     );
-    put("delta_seconds", "gauge", "Time to make the newest delta.", delta.map_or(0.0, |d| d.seconds));
+    put("delta_seconds", "gauge", "Time to encode the newest delta.", delta.map_or(0.0, |d| d.seconds));
     put("image_bytes", "gauge", "Bytes of one image.", server.region().manifest().data_bytes() as f64);
     put("sealed_total", "counter", "Versions sealed.", n(&c.sealed));
     put(
@@ -624,19 +599,24 @@ fn metrics_text(server: &Server) -> String {
     );
     put("seal_failures_total", "counter", "Versions that could not be sealed.", n(&c.seal_failures));
     put("seal_seconds_total", "counter", "Time spent sealing.", n(&c.seal_ms) / 1e3);
-    put("joined_total", "counter", "Versions served by delta before their slot was whole.", n(&c.joined));
+    put("joined_total", "counter", "Versions served by delta before their slot was complete.", n(&c.joined));
     put(
         "parts_refused_total",
         "counter",
-        "Versions whose deltas by ranks were not used.",
+        "Versions whose deltas from ranks were not used.",
         n(&c.parts_refused),
     );
-    put("sealed_early_total", "counter", "Versions sealed by the sums of their ranks.", n(&c.sealed_early));
-    put("checked_total", "counter", "Slots among those whose bytes were summed.", n(&c.checked));
+    put(
+        "sealed_by_delta_total",
+        "counter",
+        "Versions sealed from the hashes of their ranks.",
+        n(&c.sealed_by_delta),
+    );
+    put("checked_total", "counter", "Versions among those whose slot was re-hashed.", n(&c.checked));
     put(
         "contradictions_total",
         "counter",
-        "Times that something handed out was not what it should be.",
+        "Re-hashed slots that contradicted their published hashes.",
         n(&c.contradictions),
     );
     put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));

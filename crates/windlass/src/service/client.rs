@@ -6,7 +6,7 @@
 //!
 //! An `https://` URL is reached through TLS or not at all: the certificate must be trusted and be for the host of the URL
 //! ([`windlass_data::tls`]). The library below has TLS of its own, which is not used: data connections and requests
-//! shall trust the same certificates, and fail in the same words.
+//! shall trust the same certificates, and fail with the same messages.
 //!
 //! Blocking; every request ends with its [`Stop`] or after the time it is given. The library below knows deadlines but
 //! no flags, so waits for input are cut into glances at the flag; only connecting, which takes [`CONNECT`] at most, is
@@ -61,7 +61,7 @@ impl Default for Client {
     }
 }
 
-/// Whom to trust, which is found out when it is first needed.
+/// The trusted authorities, loaded at first use.
 #[derive(Debug)]
 struct Trusted {
     given: Option<Trust>,
@@ -79,7 +79,7 @@ impl Trusted {
 }
 
 impl Client {
-    /// Trusts `trust`, or those whom the system does.
+    /// Trusts `trust`, or the system's authorities.
     pub fn new(trust: Option<Trust>) -> Client {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
@@ -95,7 +95,7 @@ impl Client {
         Client { agent, trust }
     }
 
-    /// Whom it trusts.
+    /// The trusted authorities.
     pub fn trust(&self) -> Result<Trust, TlsError> {
         self.trust.get().cloned()
     }
@@ -225,7 +225,7 @@ impl<T: Transport> Transport for Glance<T> {
 }
 
 /// Puts connections to `https://` URLs inside TLS. The handshake is over when the connection is made, so that nothing is
-/// sent to anybody who is not trusted.
+/// sent to an untrusted peer.
 #[derive(Debug)]
 struct Securing(Arc<Trusted>);
 

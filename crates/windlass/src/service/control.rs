@@ -5,7 +5,7 @@
 //! what it was configured for and to nothing else. A token that is refused is read again from its file. Where it was configured for a region on this host, it reads
 //! again where the agent is whenever it is lost: a restarted one listens elsewhere.
 //!
-//! Blocking; every call ends with its [`Stop`] or after [`PATIENCE`] (see [`crate::service::client`]).
+//! Blocking; every call ends with its [`Stop`] or after [`TIMEOUT`] (see [`crate::service::client`]).
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ use crate::service::client::{Client, Request, kind_of};
 use crate::service::token::{self, Held};
 
 /// How long a request may take, long-polls aside.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long one long-poll waits at the other end.
 const POLL: Duration = Duration::from_secs(20);
 /// The route for versions.
@@ -49,7 +49,7 @@ const MAX_ANSWER: u64 = 1 << 30;
 pub struct HttpControl {
     source: Source,
     client: Client,
-    patience: Duration,
+    timeout: Duration,
     /// Whether the last request went through TLS.
     https: AtomicBool,
 }
@@ -77,7 +77,7 @@ impl HttpControl {
         Ok(HttpControl {
             source: Source::Endpoint(endpoint, Held::new(token)),
             client: Client::default(),
-            patience: PATIENCE,
+            timeout: TIMEOUT,
             https: AtomicBool::new(false),
         })
     }
@@ -86,24 +86,24 @@ impl HttpControl {
     /// `token` is for an agent that keeps its token in no file.
     pub fn of_region(dir: &Path, token: Option<Token>) -> HttpControl {
         let source = Source::Region { dir: dir.to_owned(), token, place: Mutex::new(None) };
-        HttpControl { source, client: Client::default(), patience: PATIENCE, https: AtomicBool::new(false) }
+        HttpControl { source, client: Client::default(), timeout: TIMEOUT, https: AtomicBool::new(false) }
     }
 
-    /// Trusts `trust` where the agent has a certificate; without it, those whom the system trusts.
+    /// Trusts `trust` if the agent has a certificate. The default is the system's authorities.
     #[must_use]
     pub fn with_trust(self, trust: Option<Trust>) -> HttpControl {
         HttpControl { client: Client::new(trust), ..self }
     }
 
-    /// Gives every request so long, and at most [`PATIENCE`].
+    /// Sets the timeout of every request, at most [`TIMEOUT`].
     #[must_use]
-    pub fn with_patience(self, patience: Duration) -> HttpControl {
-        HttpControl { patience: patience.min(PATIENCE), ..self }
+    pub fn with_timeout(self, timeout: Duration) -> HttpControl {
+        HttpControl { timeout: timeout.min(TIMEOUT), ..self }
     }
 
     /// How long a long-poll may wait at the other end: well within what the request itself is given.
     fn poll(&self, stop: &Stop) -> Duration {
-        let given = stop.left().map_or(self.patience, |left| left.min(self.patience));
+        let given = stop.left().map_or(self.timeout, |left| left.min(self.timeout));
         POLL.min(given / 4 * 3)
     }
 
@@ -215,7 +215,7 @@ impl HttpControl {
         self.https.store(endpoint.is_https(), Ordering::Relaxed);
         let url = format!("{}{path}", endpoint.as_str().trim_end_matches('/'));
         let bearer = Some(token.expose());
-        let request = Request { url: &url, bearer, body, timeout: self.patience, most: MAX_ANSWER };
+        let request = Request { url: &url, bearer, body, timeout: self.timeout, most: MAX_ANSWER };
         let (status, bytes) = self.client.send(request, stop).map_err(|(kind, why)| {
             self.forget();
             ControlError::Lost { peer: endpoint.to_string(), what, why, kind }

@@ -15,16 +15,16 @@
 //! | [`token`], [`tls`] | secrets and certificates |
 //! | [`program`] | how this program starts itself again |
 
-pub mod agent;
+pub(crate) mod agent;
 pub mod agent_address;
 pub mod client;
 pub mod control;
 pub mod controller;
 pub mod engines;
-pub mod http;
+pub(crate) mod http;
 pub mod plane;
 pub mod program;
-pub mod receive;
+pub(crate) mod receive;
 pub mod supervise;
 pub mod tls;
 pub mod token;

@@ -33,7 +33,7 @@ pub struct HttpPlane {
     pub advertise_host: Option<Host>,
     /// What engines must have. The engine's side takes it from the sync info.
     pub token: Token,
-    /// Whom the engine's side trusts where the trainer's has a certificate; those whom the system trusts if not given.
+    /// Authorities that the engine's side trusts for the trainer's certificate; by default the system's.
     /// The trainer's certificate is that of its data connections ([`windlass_data::tcp::SenderConfig::tls`]).
     pub trust: Option<Trust>,
 }

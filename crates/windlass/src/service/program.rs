@@ -1,7 +1,7 @@
 //! How this program is started again, for the processes that it needs.
 //!
 //! The command is its own executable. Inside another program, such as a Python interpreter, the executable is that
-//! one's; whoever embeds the crate says once how the command is reached there.
+//! one's; a program that embeds the crate sets once how to start the command.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! TLS as the commands are told about it: which files, and what is taken where none is named.
 //!
-//! Owns: [`VARIABLE`], and how a client comes to trust somebody. What certificates are, and how they are checked, is in
+//! Owns: [`VARIABLE`], and which authorities a client trusts. What certificates are, and how they are checked, is in
 //! [`windlass_data::tls`]. Called with arguments, before anything is opened.
 
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::error::Error;
 /// The environment variable that names the file with the certificates to trust.
 pub const VARIABLE: &str = "WINDLASS_TLS_CA";
 
-/// Whom to trust: those in `file`, or in the one that [`VARIABLE`] names. None means those of the system, who are looked
+/// The authorities in `file`, or in the file that [`VARIABLE`] names. None means the system's, which are looked
 /// up when they are needed.
 pub fn trust(file: Option<&Path>) -> Result<Option<Trust>, Error> {
     let named = std::env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);

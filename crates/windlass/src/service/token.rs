@@ -1,7 +1,7 @@
 //! The secret of the control connection: where it is kept, how it is checked.
 //!
 //! Owns: token files. There is always a token. One that is not given is made and written to a file that only its
-//! owner can read; everybody else who should have it reads that file or is given the token by the publisher's sync
+//! owner can read; other processes read that file or get the token from the publisher's sync
 //! info. Must not: print or log a token.
 
 use std::fs;
@@ -19,7 +19,7 @@ use crate::error::Error;
 /// The environment variable that holds a token.
 pub const VARIABLE: &str = "WINDLASS_TOKEN";
 
-/// Reads the token in `path`, which must be a file of this user or of root that nobody else can read.
+/// Reads the token in `path`, which must be a file of this user or of root that no other user can read.
 pub fn read(path: &Path) -> Result<Token, Error> {
     read_for(path, Readers::Owner)
 }
@@ -117,7 +117,7 @@ pub fn write(path: &Path, token: &Token) -> Result<(), Error> {
     fs::rename(&temp, path).map_err(Error::io("write the token to", path))
 }
 
-/// Writes a token whole under another name, which only the owner can read: nobody ever reads half a token.
+/// Writes a token atomically, readable only by its owner.
 fn beside(path: &Path, text: &str) -> Result<PathBuf, Error> {
     let temp = path.with_extension(format!("{}.new", std::process::id()));
     // What a process of this number left that was killed. Nothing that is there is written to: it may be a link.
@@ -170,7 +170,7 @@ mod tests {
         assert!(!held.renew(&first), "there is no other");
         write(&path, &Token::new("another-one").unwrap()).unwrap();
         assert!(held.renew(&first) && held.get().expose() == "another-one");
-        // Whoever still had the first is told the same.
+        // A holder of the first token gets the same advice.
         assert!(held.renew(&first) && !held.renew(&held.get()));
         fs::remove_file(&path).unwrap();
         assert!(!held.renew(&held.get()), "what cannot be read changes nothing");

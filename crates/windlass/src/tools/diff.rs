@@ -19,13 +19,13 @@ use crate::tools::delta::{bits_per_change, same_layout};
 
 /// The checked arguments of `diff`.
 #[derive(Debug)]
-pub struct Diff {
-    pub a: PathBuf,
-    pub b: PathBuf,
+pub(crate) struct Diff {
+    pub(crate) a: PathBuf,
+    pub(crate) b: PathBuf,
     /// How many threads to use.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// Rows of the table of tensors; 0 shows all.
-    pub top: usize,
+    pub(crate) top: usize,
 }
 
 /// What a thread has seen.
@@ -102,14 +102,14 @@ struct Found<'a> {
 
 impl Diff {
     /// Compares and prints.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         [&self.a, &self.b]
             .into_iter()
             .try_for_each(|p| crate::tools::delta::journal::refuse_unfinished(p))?;
         let (a, b) = (Checkpoint::open(&self.a)?, Checkpoint::open(&self.b)?);
         same_layout((&self.a, a.manifest()), (&self.b, b.manifest()))?;
         let manifest = a.manifest();
-        let kernels = crate::kernels();
+        let kernels = windlass_data::simd::kernels();
         let progress = session.progress("comparing", manifest.data_bytes());
         let watch = |bytes| progress.add(bytes);
         let run = Run { kernels, threads: self.threads, stop: session.cancel(), progress: &watch };

@@ -1,8 +1,8 @@
 //! `windlass gate`: waits until a set of models serves a version, for shells.
 //!
-//! Owns: asking the controller again until the time is over, and what is said in the end. What the gate is, and when it
-//! opens, is the controller's to say. Must not: end because the controller is away for a while; it forgets who waited, and
-//! is asked again when it is back.
+//! Owns: polling the controller until the timeout, and the output. The controller
+//! decides when the gate opens. Must not: end because the controller is unreachable for a while; a restarted controller
+//! forgets its waiters, so the command asks again.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -18,21 +18,21 @@ use crate::service::controller::wire::{Gate, Service};
 
 /// The longest that one request asks the controller to wait.
 const ROUND: Duration = Duration::from_mins(5);
-/// The rests before a controller that is away is asked again.
+/// Backoff for an unreachable controller.
 const AWAY: Span = Span { first_ms: 100, cap_ms: 2_000 };
 
 /// The checked arguments of `gate`.
 #[derive(Debug)]
-pub struct WaitAtGate {
-    pub controller: ControllerClient,
+pub(crate) struct WaitAtGate {
+    pub(crate) controller: ControllerClient,
     /// What to wait for.
-    pub gate: Gate,
-    pub timeout: Duration,
+    pub(crate) gate: Gate,
+    pub(crate) timeout: Duration,
 }
 
 impl WaitAtGate {
     /// Returns when the gate is open; what keeps it shut when the time is over is the error.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let begun = Instant::now();
         let service = self.wait(session, begun)?;
         let served =

@@ -1,4 +1,4 @@
-//! `windlass gc`: removes what dead processes left, at any depth below a directory.
+//! `windlass gc`: removes regions and images of dead processes, at any depth below a directory.
 //!
 //! Owns: what is said and asked about it, which directories are refused, what is kept, and the directories of killed demos.
 //! What is dead is decided by [`windlass_data::region::sweep`] alone, by its lock. Must not: follow links, enter other file
@@ -18,13 +18,13 @@ use crate::console::{Session, bytes, print};
 use crate::error::Error;
 
 /// What the directory of a demo is called, before the number of its process.
-pub const HOME: &str = "windlass-demo-";
+pub(crate) const HOME: &str = "windlass-demo-";
 
 /// The file in that directory with the token of all processes of a demo.
-pub const TOKEN: &str = "token";
+pub(crate) const TOKEN: &str = "token";
 
 /// The directories in `dir` of demos that were killed before they could remove them.
-pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+pub(crate) fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(Error::io("read", dir))? {
         let entry = entry.map_err(Error::io("read", dir))?;
@@ -38,7 +38,7 @@ pub fn abandoned(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(found)
 }
 
-/// Directories that are the system's, or everybody's: whoever names one mistyped.
+/// System directories, which are surely a mistake.
 const TOO_WIDE: [&str; 17] = [
     "/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/mnt", "/opt", "/proc", "/root",
     "/sbin", "/srv", "/sys", "/usr", "/var",
@@ -46,14 +46,14 @@ const TOO_WIDE: [&str; 17] = [
 
 /// The checked arguments of `gc`.
 #[derive(Debug)]
-pub struct Gc {
+pub(crate) struct Gc {
     /// Where regions and images are kept, or one of them.
-    pub dir: PathBuf,
+    pub(crate) dir: PathBuf,
     /// Say what would go, and leave it.
-    pub dry_run: bool,
-    pub yes: bool,
+    pub(crate) dry_run: bool,
+    pub(crate) yes: bool,
     /// Images of stopped receivers go too.
-    pub images: bool,
+    pub(crate) images: bool,
 }
 
 /// Something to remove.
@@ -85,8 +85,8 @@ impl Item {
 
 impl Gc {
     /// Removes what no living process has open, once that is agreed to.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
-        // The library takes a directory that is not there for an empty one; somebody who names it mistyped.
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
+        // The library treats an absent directory as empty, but here it is surely a mistake.
         let dir = fs::canonicalize(&self.dir).map_err(Error::io("read", &self.dir))?;
         if TOO_WIDE.iter().any(|wide| dir == Path::new(wide)) {
             return Err(Error::TooWide { dir });
@@ -110,7 +110,7 @@ impl Gc {
         if agreed {
             let mut removed = Vec::new();
             for item in goes {
-                // What somebody has opened meanwhile stays.
+                // A region that a process has opened meanwhile stays.
                 if item.remove()? {
                     removed.push(item);
                 }
@@ -159,7 +159,7 @@ fn list(out: &mut String, each: &str, items: &[Item]) {
     }
 }
 
-/// Whether the person at the terminal agrees; an error where there is nobody to ask.
+/// Asks for confirmation; fails if standard input is not a terminal.
 fn ask(items: &[Item], session: &Session) -> Result<bool, Error> {
     let mut text = String::new();
     list(&mut text, "would remove", items);
@@ -170,7 +170,7 @@ fn ask(items: &[Item], session: &Session) -> Result<bool, Error> {
         let n = items.len();
         let how = "give --yes to remove what --dry-run lists";
         return Err(Error::Usage(format!(
-            "nothing was removed: {n} would be, and there is nobody to ask: {how}"
+            "nothing was removed: {n} would be, but there is no terminal for confirmation: {how}"
         )));
     }
     print(&text)?;

@@ -1,33 +1,36 @@
-//! `windlass inspect`: what is in a file.
+//! `windlass inspect`: the contents of a file.
 //!
-//! The file says itself what it is: a directory, a delta, a manifest in JSON, or else a safetensors file.
+//! The kind follows from the content: a directory, a delta, a manifest in JSON, or else a safetensors file.
 
 use std::fmt::Write as _;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use windlass_core::delta::{Delta, Mode};
 use windlass_core::manifest::Manifest;
-use windlass_data::file::{INDEX, Layout, open_regular};
+use windlass_data::file::{INDEX, Layout, MappedFile, open_regular};
+use windlass_data::seal::pass::mode_slot;
 
 use crate::console::{Session, Table, bytes, count};
 use crate::error::{Error, advised};
+use crate::tools::delta::{bits_per_change, journal};
 
 /// The longest manifest that is read into memory.
 const MAX_MANIFEST: u64 = 1 << 30;
 
 /// The checked arguments of `inspect`.
 #[derive(Debug)]
-pub struct Inspect {
+pub(crate) struct Inspect {
     /// The file or directory.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Rows of the table of tensors; 0 shows all.
-    pub top: usize,
+    pub(crate) top: usize,
 }
 
 impl Inspect {
-    /// Prints what is in it.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    /// Prints the contents.
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let path = &self.path;
         if path.is_dir() {
             return self.checkpoint(session);
@@ -36,7 +39,7 @@ impl Inspect {
         let mut first = Vec::new();
         file.by_ref().take(8).read_to_end(&mut first).map_err(Error::io("read", path))?;
         if first.starts_with(b"WLDELTA") {
-            return crate::tools::delta::show::show(path, session);
+            return show_delta(path, session);
         }
         // A safetensors file begins with a length: an opening brace there would mean an absurd one.
         let json = first.first() == Some(&b'{') && first.get(7) != Some(&0);
@@ -50,7 +53,7 @@ impl Inspect {
     }
 
     fn checkpoint(&self, session: &Session) -> Result<(), Error> {
-        let unfinished = crate::tools::delta::journal::refuse_unfinished(&self.path).err();
+        let unfinished = journal::refuse_unfinished(&self.path).err();
         if let Some(e) = &unfinished {
             session.note(&format!("warning: {}", advised(&e.to_string(), &e.advice())));
         }
@@ -140,4 +143,61 @@ impl Inspect {
             }
         })
     }
+}
+
+/// Prints the contents of a delta, after verifying all of its hashes.
+fn show_delta(path: &Path, session: &Session) -> Result<(), Error> {
+    let file = MappedFile::open(path)?;
+    let delta = Delta::parse(file.bytes()).map_err(Error::content(path))?;
+    let mut modes = [(0u64, 0u64); 4];
+    for e in delta.entries() {
+        let slot = &mut modes[mode_slot(e.mode)];
+        *slot = (slot.0 + 1, slot.1 + u64::from(e.len));
+    }
+    let header = &delta.header;
+    let records = delta.entries().len();
+    let by_mode: Map<_, _> = Mode::ALL
+        .iter()
+        .map(|m| {
+            (m.to_string(), json!({ "records": modes[mode_slot(*m)].0, "bytes": modes[mode_slot(*m)].1 }))
+        })
+        .collect();
+    let bits = bits_per_change(delta.size() as u64, delta.changes);
+    let object = json!({
+        "path": path,
+        "kind": "delta",
+        "bytes": delta.size(),
+        "changed": delta.changes,
+        "bits_per_change": bits,
+        "blocks": header.blocks,
+        "records": records,
+        "parts": delta.parts,
+        "modes": by_mode,
+        "layout_hash": header.layout_hash,
+        "cuts_hash": header.cuts_hash,
+        "base": header.base_identity(),
+        "base_digest": header.base_digest,
+        "target": header.target_identity(),
+        "target_digest": header.target_digest,
+    });
+    session.finish(object, |out| {
+        let _ = writeln!(out, "{}: delta, {}", path.display(), bytes(delta.size() as u64));
+        let _ = writeln!(out, "  from   {}  {}", header.base_digest, header.base_identity());
+        let _ = writeln!(out, "  to     {}  {}", header.target_digest, header.target_identity());
+        let _ = writeln!(out, "  layout {}\n  cuts   {}", header.layout_hash, header.cuts_hash);
+        let _ = writeln!(out, "  {} changes, {bits:.2} bits each", count(delta.changes));
+        let _ = writeln!(
+            out,
+            "  {} of {} blocks changed, {} parts\n",
+            count(records as u64),
+            count(header.blocks.into()),
+            count(delta.parts.into())
+        );
+        let mut t = Table::new(["records", "blocks", "payload"]);
+        for m in Mode::ALL {
+            let (n, size) = modes[mode_slot(m)];
+            t.row([m.to_string(), count(n), bytes(size)]);
+        }
+        t.write(out);
+    })
 }

@@ -62,14 +62,14 @@ fn sum_both(a: &[u8], b: &[u8]) -> u64 {
 }
 
 /// Reads one image.
-pub fn read1(image: &[u8], threads: usize) {
+pub(crate) fn read1(image: &[u8], threads: usize) {
     share(image.chunks(share_len(image.len(), threads)).collect(), |part| {
         black_box(sum(part));
     });
 }
 
 /// Reads two images in step.
-pub fn read2(a: &[u8], b: &[u8], threads: usize) {
+pub(crate) fn read2(a: &[u8], b: &[u8], threads: usize) {
     let len = share_len(a.len(), threads);
     share(a.chunks(len).zip(b.chunks(len)).collect(), |(a, b)| {
         black_box(sum_both(a, b));
@@ -77,7 +77,7 @@ pub fn read2(a: &[u8], b: &[u8], threads: usize) {
 }
 
 /// Copies an image.
-pub fn copy(from: &[u8], to: &mut [u8], threads: usize) {
+pub(crate) fn copy(from: &[u8], to: &mut [u8], threads: usize) {
     let len = share_len(from.len(), threads);
     share(from.chunks(len).zip(to.chunks_mut(len)).collect(), |(from, to)| {
         to.copy_from_slice(black_box(from));
@@ -91,17 +91,22 @@ const SEND_PIECE: u64 = 8 << 20;
 /// Sends the first `into.len()` bytes of a file to this process over `streams` connections on 127.0.0.1, each
 /// with a thread at either end and an equal share: `sendfile` out, `recv` straight into `into`. Answers the time
 /// from the first byte to the last; connecting and starting threads are not in it. A stream that makes no progress
-/// for `patience` fails the whole with [`io::ErrorKind::WouldBlock`].
+/// for `timeout` fails the whole with [`io::ErrorKind::WouldBlock`].
 ///
 /// The limit is that of the path, not of the page cache, only if the file is in memory (tmpfs or a memfd) and `into`
 /// has been written to before.
-pub fn loopback(streams: usize, file: &File, into: &mut [u8], patience: Duration) -> io::Result<Duration> {
+pub(crate) fn loopback(
+    streams: usize,
+    file: &File,
+    into: &mut [u8],
+    timeout: Duration,
+) -> io::Result<Duration> {
     if file.metadata()?.len() < into.len() as u64 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let share = share_len(into.len(), streams);
     let parts: Vec<&mut [u8]> = into.chunks_mut(share).collect();
-    let ends = connect(parts.len(), patience)?;
+    let ends = connect(parts.len(), timeout)?;
     // Held while threads start, so that all of them begin together.
     let gate = RwLock::new(());
     std::thread::scope(|scope| {
@@ -149,13 +154,13 @@ pub fn loopback(streams: usize, file: &File, into: &mut [u8], patience: Duration
     })
 }
 
-/// Connections of this process to itself; both ends give up after `patience`.
-fn connect(streams: usize, patience: Duration) -> io::Result<Vec<(TcpStream, TcpStream)>> {
+/// Connections of this process to itself; both ends give up after `timeout`.
+fn connect(streams: usize, timeout: Duration) -> io::Result<Vec<(TcpStream, TcpStream)>> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
     let mut ends = Vec::with_capacity(streams);
     while ends.len() < streams {
-        let out = TcpStream::connect_timeout(&address, patience)?;
+        let out = TcpStream::connect_timeout(&address, timeout)?;
         // A stranger may come first. The connection above waits in the queue, so there is always one to take.
         let back = loop {
             let (back, peer) = listener.accept()?;
@@ -163,8 +168,8 @@ fn connect(streams: usize, patience: Duration) -> io::Result<Vec<(TcpStream, Tcp
                 break back;
             }
         };
-        out.set_write_timeout(Some(patience))?;
-        back.set_read_timeout(Some(patience))?;
+        out.set_write_timeout(Some(timeout))?;
+        back.set_read_timeout(Some(timeout))?;
         ends.push((out, back));
     }
     Ok(ends)
@@ -185,7 +190,7 @@ fn send_range(out: &TcpStream, file: &File, from: u64, len: u64) -> io::Result<(
 
 /// XOR of both images, in pieces of 1 MiB through zstd at level 1. Answers the size.
 #[cfg(feature = "zstd")]
-pub fn xor_zstd(a: &[u8], b: &[u8], threads: usize) -> u64 {
+pub(crate) fn xor_zstd(a: &[u8], b: &[u8], threads: usize) -> u64 {
     encode(a, b, threads, |a, b| {
         let mut bytes = 0;
         let mut xor = Vec::new();
@@ -199,7 +204,7 @@ pub fn xor_zstd(a: &[u8], b: &[u8], threads: usize) -> u64 {
 }
 
 /// A 32-bit position and the new value for each changed element, found by a plain loop. Answers the size.
-pub fn index32(a: &[u8], b: &[u8], threads: usize) -> u64 {
+pub(crate) fn index32(a: &[u8], b: &[u8], threads: usize) -> u64 {
     encode(a, b, threads, |a, b| {
         let (mut positions, mut values): (Vec<u32>, Vec<[u8; 2]>) = (Vec::new(), Vec::new());
         let ((a, _), (b, _)) = (a.as_chunks::<2>(), b.as_chunks::<2>());
@@ -281,10 +286,10 @@ mod tests {
     fn a_stream_that_stalls_gives_up() {
         let (out, back) = connect(1, Duration::from_millis(50)).unwrap().remove(0);
         let file = in_memory(&vec![1; 64 << 20]);
-        // Nobody reads: the socket's buffers fill up.
+        // No reader: the socket's buffers fill up.
         let error = send_range(&out, &file, 0, 64 << 20).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        // And nobody writes to an end that is read.
+        // No writer: the read times out.
         let error = (&back).read_to_end(&mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }

@@ -1,8 +1,8 @@
-//! Commands that look at files, hosts and services, and end.
+//! Commands on files, hosts and services that run to an end.
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`delta`] | `windlass delta make`, `apply`, `show` |
+//! | [`delta`] | `windlass delta make`, `apply` |
 //! | [`diff`] | `windlass diff` |
 //! | [`inspect`] | `windlass inspect` |
 //! | [`verify`] | `windlass verify` |
@@ -11,15 +11,15 @@
 //! | [`top`] | `windlass top` |
 //! | [`doctor`] | `windlass doctor` |
 //! | [`limits`] | how fast this machine reads, copies and sends |
-//! | [`outfile`] | output files that are whole or absent |
+//! | [`outfile`] | atomic output files |
 
-pub mod delta;
-pub mod diff;
-pub mod doctor;
-pub mod gate;
-pub mod gc;
-pub mod inspect;
-pub mod limits;
-pub mod outfile;
-pub mod top;
-pub mod verify;
+pub(crate) mod delta;
+pub(crate) mod diff;
+pub(crate) mod doctor;
+pub(crate) mod gate;
+pub(crate) mod gc;
+pub(crate) mod inspect;
+pub(crate) mod limits;
+pub(crate) mod outfile;
+pub(crate) mod top;
+pub(crate) mod verify;

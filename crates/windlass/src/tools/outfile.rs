@@ -1,10 +1,10 @@
-//! Output files that are whole or absent.
+//! Atomic output files.
 //!
-//! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file beside the target,
+//! Owns: everything a command writes besides `--in-place`. Bytes go to a temporary file next to the target,
 //! `.NAME.windlass-tmp`; [`OutFile::commit`] makes them durable and renames it into place. A command that fails
 //! or is interrupted removes it; one that is killed leaves it, and the next run for the same target takes it
 //! over. A lock keeps two runs for the same target apart: on the temporary file itself, or for a directory on
-//! `.NAME.windlass-lock` beside it.
+//! `.NAME.windlass-lock` next to it.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
@@ -22,7 +22,7 @@ const LOCK_TRIES: u32 = 16;
 
 /// A file on its way to its place.
 #[derive(Debug)]
-pub struct OutFile {
+pub(crate) struct OutFile {
     file: File,
     temp: PathBuf,
     target: PathBuf,
@@ -32,7 +32,7 @@ pub struct OutFile {
 
 impl OutFile {
     /// Begins a file that will replace `target`, which must not be one of `inputs`.
-    pub fn create(target: &Path, inputs: &[&Path]) -> Result<OutFile, Error> {
+    pub(crate) fn create(target: &Path, inputs: &[&Path]) -> Result<OutFile, Error> {
         let place = check_place(target)?;
         let bytes = target.as_os_str().as_bytes();
         if bytes.ends_with(b"/") || bytes.ends_with(b"/.") {
@@ -47,8 +47,8 @@ impl OutFile {
         Ok(OutFile { file, temp, target, mode: None, committed: false })
     }
 
-    /// Gives the file the mode of `source` when it is in its place, and nobody else a look at it before.
-    pub fn with_mode_of(mut self, source: &File) -> Result<OutFile, Error> {
+    /// Gives the file the mode of `source` at its commit. Until then only the owner can read it.
+    pub(crate) fn with_mode_of(mut self, source: &File) -> Result<OutFile, Error> {
         let mode = source.metadata().map_err(Error::io("read", &self.target))?.mode() & 0o777;
         self.mode = Some(mode);
         self.file.set_permissions(Permissions::from_mode(0o600)).map_err(Error::io("protect", &self.temp))?;
@@ -56,17 +56,17 @@ impl OutFile {
     }
 
     /// The file to write to.
-    pub fn file(&self) -> &File {
+    pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
     /// The place it will have.
-    pub fn target(&self) -> &Path {
+    pub(crate) fn target(&self) -> &Path {
         &self.target
     }
 
     /// Makes the bytes durable and puts the file in its place.
-    pub fn commit(mut self) -> Result<(), Error> {
+    pub(crate) fn commit(mut self) -> Result<(), Error> {
         if let Some(mode) = self.mode {
             let set = self.file.set_permissions(Permissions::from_mode(mode));
             set.map_err(Error::io("protect", &self.temp))?;
@@ -89,7 +89,7 @@ impl Drop for OutFile {
 
 /// A directory on its way to its place; like [`OutFile`], but the target must not exist yet.
 #[derive(Debug)]
-pub struct OutDir {
+pub(crate) struct OutDir {
     /// Held until the lock's name is gone: see `drop`.
     _lock: File,
     lock_path: PathBuf,
@@ -101,7 +101,7 @@ pub struct OutDir {
 
 impl OutDir {
     /// Begins a directory that will appear at `target` with the mode of the directory `source`.
-    pub fn create(target: &Path, source: &Path, inputs: &[&Path]) -> Result<OutDir, Error> {
+    pub(crate) fn create(target: &Path, source: &Path, inputs: &[&Path]) -> Result<OutDir, Error> {
         let target = check_place(target)?;
         refuse_inputs(&target, inputs)?;
         let mode = fs::metadata(source).map_err(Error::io("read", source))?.mode() & 0o777;
@@ -123,12 +123,12 @@ impl OutDir {
     }
 
     /// Where its files are written meanwhile.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.temp
     }
 
     /// Puts the directory in its place. Its files must have been committed.
-    pub fn commit(mut self) -> Result<(), Error> {
+    pub(crate) fn commit(mut self) -> Result<(), Error> {
         let set = fs::set_permissions(&self.temp, Permissions::from_mode(self.mode));
         set.map_err(Error::io("protect", &self.temp))?;
         fs::rename(&self.temp, &self.target).map_err(Error::io("create", &self.target))?;
@@ -142,13 +142,13 @@ impl Drop for OutDir {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.temp);
         }
-        // The lock is still held here; whoever opened the file meanwhile sees that its name is gone.
+        // The lock is still held here. A process that opened the file meanwhile sees that its name is gone.
         let _ = fs::remove_file(&self.lock_path);
     }
 }
 
 /// Opens or makes the file `path` and locks it for this run; [`Error::Busy`] for `target` if another run has it.
-pub fn lock_file(path: &Path, target: &Path) -> Result<File, Error> {
+pub(crate) fn lock_file(path: &Path, target: &Path) -> Result<File, Error> {
     for _ in 0..LOCK_TRIES {
         let file = open_own(path)?;
         if lock_named(&file, path, target)? {
@@ -186,8 +186,8 @@ fn lock_named(file: &File, path: &Path, target: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The name of a file of ours beside `target`: `.NAME.windlass-WHAT`.
-pub fn beside(target: &Path, what: &str) -> Result<PathBuf, Error> {
+/// The path of a helper file next to `target`: `.NAME.windlass-WHAT`.
+pub(crate) fn beside(target: &Path, what: &str) -> Result<PathBuf, Error> {
     let Some(name) = target.file_name() else {
         return Err(Error::Usage(format!("{} does not name a file to write", target.display())));
     };
@@ -220,7 +220,7 @@ fn refuse_existing(target: &Path) -> Result<(), Error> {
 
 /// An error if writing `output` would change one of `inputs`: if it is one of them under any name, or a weight
 /// file in one that is a directory of shards.
-pub fn refuse_inputs(output: &Path, inputs: &[&Path]) -> Result<(), Error> {
+pub(crate) fn refuse_inputs(output: &Path, inputs: &[&Path]) -> Result<(), Error> {
     let id = |p: &Path| fs::metadata(p).ok().map(|m| (m.dev(), m.ino()));
     let weights = output.extension().is_some_and(|e| e == "safetensors") || output.ends_with(INDEX);
     for &input in inputs {

@@ -14,22 +14,22 @@ use crate::error::Error;
 
 /// The checked arguments of `verify`.
 #[derive(Debug)]
-pub struct Verify {
+pub(crate) struct Verify {
     /// A safetensors file or a directory of shards.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// What the digest must be, if given.
-    pub expect: Option<StateDigest>,
+    pub(crate) expect: Option<StateDigest>,
     /// How many threads to use.
-    pub threads: usize,
+    pub(crate) threads: usize,
 }
 
 impl Verify {
-    /// Sums the whole image and prints its digest.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    /// Hashes the whole image and prints its digest.
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         crate::tools::delta::journal::refuse_unfinished(&self.path)?;
         let image = Checkpoint::open(&self.path)?;
         let manifest = image.manifest();
-        let progress = session.progress("summing", manifest.data_bytes());
+        let progress = session.progress("hashing", manifest.data_bytes());
         let digest = digest(&image, self.threads, session.cancel(), &progress)?;
         drop(progress);
         if let Some(expected) = self.expect.filter(|&e| e != digest) {
@@ -56,7 +56,7 @@ impl Verify {
 }
 
 /// The state digest of a checkpoint, from its bytes.
-pub fn digest(
+pub(crate) fn digest(
     image: &Checkpoint,
     threads: usize,
     stop: &Stop,
@@ -64,7 +64,7 @@ pub fn digest(
 ) -> Result<StateDigest, Error> {
     let manifest = image.manifest();
     let watch = |bytes| progress.add(bytes);
-    let run = Run { kernels: crate::kernels(), threads, stop, progress: &watch };
+    let run = Run { kernels: windlass_data::simd::kernels(), threads, stop, progress: &watch };
     let all = (0..manifest.cuts().blocks()).into();
     Ok(pass::sum::<Error>(run, manifest, &all, |t| image.tensor(t))?.digest(manifest))
 }

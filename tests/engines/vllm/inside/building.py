@@ -45,7 +45,7 @@ def session(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    from windlass.vllm.session import VllmSession
+    from windlass.engines.vllm.session import VllmSession
 
     config = EngineArgs(
         model=str(path),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tiny
+from windlass.engines.vllm import VLLMWeightLoader
 from windlass.errors import WindlassInvalid
-from windlass.vllm import VLLMWeightLoader
 
 KIND: tiny.Kind = "qwen3"
 RANK, ALPHA = 4, 8.0

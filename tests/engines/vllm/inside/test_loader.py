@@ -12,8 +12,8 @@ import torch
 
 import tiny
 from publishing import Publishing
+from windlass.engines.vllm import VLLMWeightLoader
 from windlass.errors import WindlassInvalid
-from windlass.vllm import VLLMWeightLoader
 
 KIND: tiny.Kind = "qwen3"
 

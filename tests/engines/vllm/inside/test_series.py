@@ -13,11 +13,12 @@ import torch
 
 import tiny
 from building import bits, places
-from windlass import EmptyWeightSyncInfo, strategy_from_config
+from windlass import strategy_from_config
 from windlass.errors import WindlassInvalid
 from windlass.extract import ModuleWeightExtractor
 from windlass.load import Live
 from windlass.load.receiving import Receiving
+from windlass.transfer.sync_info import EmptyWeightSyncInfo
 
 KINDS = ["qwen3", "qwen3tied", "qwen3moe"]
 
@@ -194,7 +195,7 @@ def test_a_sync_that_breaks_off_leaves_the_worker_dirty_until_the_next(
             tiny.stir_some(trainer, version)
             wire.sync(trainer)
         fewer = {n: p for n, p in trainer.named_parameters() if n != "model.norm.weight"}
-        from windlass.chunk import WeightChunk
+        from windlass.extract.chunk import WeightChunk
 
         asyncio.run(wire.sender.send_chunks([WeightChunk.of(fewer.items())], wire))  # type: ignore[arg-type]
         with pytest.raises(WindlassInvalid, match=r"model\.norm\.weight did not come"):

@@ -51,7 +51,7 @@ fn resumed_trainer_supersedes_its_dead_self() {
     assert_eq!((t.served(), t.live().len()), (None, 0));
     assert_eq!(opened(&t.gate(3, 1, None)), [0; 0]);
     t.notify(id("verifier", 2, 101));
-    // Late words of the dead lineage are refused and change nothing.
+    // Late messages of the superseded lineage are refused and change nothing.
     for refused in [
         t.try_stage(0, id("actor", 1, 106)).unwrap_err(),
         t.try_step(Event::Notify { identity: id("actor", 1, 107), sender_endpoint: "x".into(), sync: None })
@@ -153,7 +153,7 @@ fn receivers_that_fall_silent_together_do_not_vouch_for_each_other() {
 }
 
 #[test]
-fn words_of_an_earlier_session_are_refused() {
+fn messages_of_an_earlier_session_are_refused() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.notify_pair(1, 7);
@@ -238,7 +238,7 @@ fn rests(t: &mut Rig, version: Version, tries: usize) -> (Vec<Millis>, Vec<(u32,
     for _ in 0..tries {
         let actions = t.fail(1, Phase::Staging, id("actor", 1, version));
         said.extend(actions.iter().filter_map(|a| match a {
-            Action::Resting { failures, rest_ms, .. } => Some((*failures, *rest_ms)),
+            Action::BackingOff { failures, delay_ms, .. } => Some((*failures, *delay_ms)),
             _ => None,
         }));
         let failed_at = t.now;
@@ -276,7 +276,7 @@ fn receiver_that_keeps_failing_is_asked_less_and_less_often_up_to_the_cap() {
 }
 
 #[test]
-fn success_lets_the_rests_begin_anew() {
+fn success_resets_the_backoff() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.join(1, &PAIR, &[]);
@@ -333,8 +333,8 @@ fn receiver_that_got_a_newer_version_waits_for_the_others_there() {
 }
 
 #[test]
-fn round_that_nobody_can_make_ready_gives_way_at_once() {
-    // Versions were announced while nobody was there, more of them than a round may be moved on by.
+fn round_that_no_receiver_can_make_ready_gives_way_at_once() {
+    // More versions were announced without receivers than a round may move on by.
     let mut t = Rig::new(vec![strict("set", &["solo"])]);
     for version in 1..10 {
         t.notify(id("solo", 1, version));
@@ -445,7 +445,7 @@ fn waits_are_bounded_unique_and_cancellable() {
 }
 
 #[test]
-fn malformed_words_are_refused_by_name() {
+fn malformed_messages_are_refused_by_name() {
     let mut t = Rig::pair();
     let refused = |t: &mut Rig, event| t.try_step(event).unwrap_err();
     let join = |models: &[&str], has: Vec<Identity>| Event::Join {
@@ -562,7 +562,7 @@ fn version_that_is_shown_late_is_loaded_after_all() {
     t.notify_pair(1, 7);
     t.stage_pair(0, 1, 7);
     t.stage(1, id("verifier", 1, 7));
-    // What one has, another may not call absent: it has failed like any other, and nobody waits for it.
+    // If one receiver has the version, another one that reports it absent has failed, and the round does not wait for it.
     let actions = t.absent(1, id("actor", 1, 7));
     assert!(told_absent(&actions).is_empty());
     assert_eq!(loads(&actions), ["r0"]);
@@ -578,7 +578,7 @@ fn version_that_is_shown_late_is_loaded_after_all() {
     assert_eq!(told_absent(&t.absent(0, id("actor", 1, 9))), [9]);
     t.absent(1, id("actor", 1, 9));
     t.after(60);
-    // Nobody is excused meanwhile: both load together.
+    // No member is excused meanwhile: both load together.
     assert!(loads(&t.stage(0, id("actor", 1, 9))).is_empty());
     assert_eq!(loads(&t.stage(1, id("actor", 1, 9))), ["r0", "r1"]);
     t.load(0);

@@ -269,7 +269,7 @@ impl StateMachineTest for BarrierTest {
     fn teardown(mut world: World, trainers: Trainers) {
         world.calm_down();
         world.assert_caught_up();
-        // One more version of everything, so that those who had skipped ahead meet the others again.
+        // One more version of everything, so that receivers that had skipped ahead meet the others again.
         for set in world.config.sets.clone() {
             let places: Vec<_> =
                 set.models.iter().map(|m| MODELS.iter().position(|n| *n == m.as_str()).unwrap()).collect();
@@ -296,8 +296,8 @@ impl StateMachineTest for BarrierTest {
     }
 }
 
-/// C101: nobody is left, and one model of the strict pair has gone on. Whoever comes then, alone if one is enough, is live at
-/// what is served: the other model's trainer may wait for what only they can make.
+/// C101: no receiver is left, and one model of the strict pair is ahead. A receiver that joins then, alone if one is enough, is
+/// live at the served version: the other model's trainer may wait for a version that only it can publish.
 fn lose_everybody_while_one_model_is_ahead(world: &mut World, trainers: &Trainers) {
     let pair = world.config.sets[0].clone();
     let version = (0..2).map(|p| trainers.lives[p].1).max().unwrap() + 1;
@@ -373,7 +373,7 @@ fn random_interleavings_reach_what_they_are_meant_to_test() {
 
 /// The judge would see it: without a time to settle, restarted controllers load and serve before all are back.
 #[test]
-fn judge_sees_a_restarted_barrier_that_does_not_wait_for_those_who_live() {
+fn judge_sees_a_restarted_barrier_that_does_not_wait_for_running_receivers() {
     let mut runner = TestRunner::deterministic();
     let strategy = Trainers::sequential_strategy(60..120);
     let caught = (0..250).any(|_| {

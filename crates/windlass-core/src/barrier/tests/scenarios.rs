@@ -5,17 +5,17 @@ use std::collections::BTreeSet;
 use super::*;
 
 #[test]
-fn strict_barrier_loads_nothing_before_everyone_has_staged_both_models() {
+fn strict_barrier_loads_nothing_before_all_receivers_have_staged_both_models() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.join(1, &PAIR, &[]);
-    // The actor is first: everyone stages it, nobody loads it.
+    // The actor is first: all receivers stage it, none loads it.
     assert_eq!(staged_orders(&t.notify(id("actor", 1, 7))), ["r0 actor@1.7", "r1 actor@1.7"]);
     assert_eq!(loads(&t.stage(0, id("actor", 1, 7))), [""; 0]);
     assert_eq!(loads(&t.stage(1, id("actor", 1, 7))), [""; 0]);
     assert_eq!(staged_orders(&t.notify(id("verifier", 1, 7))), ["r0 verifier@1.7", "r1 verifier@1.7"]);
     assert_eq!(loads(&t.stage(0, id("verifier", 1, 7))), [""; 0]);
-    // The last one to stage sets everyone off, with the whole set in one order.
+    // When the last one has staged, all are ordered to load the whole set in one order.
     let actions = t.stage(1, id("verifier", 1, 7));
     assert_eq!(loads(&actions), ["r0", "r1"]);
     assert_eq!(t.loads[&receiver(0)].1, [id("actor", 1, 7), id("verifier", 1, 7)]);
@@ -81,7 +81,7 @@ fn sets_are_independent_of_each_other() {
 }
 
 #[test]
-fn joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it() {
+fn joining_receiver_catches_up_before_it_is_live_without_delaying_others() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.serve_pair(&[0], 1, 7);
@@ -104,7 +104,7 @@ fn joining_receiver_catches_up_before_it_is_live_and_nobody_waits_for_it() {
 }
 
 #[test]
-fn newer_announcements_skip_versions_that_nobody_has_staged() {
+fn newer_announcements_skip_versions_that_no_receiver_has_staged() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.notify_pair(1, 7);
@@ -121,7 +121,7 @@ fn newer_announcements_skip_versions_that_nobody_has_staged() {
 }
 
 #[test]
-fn version_that_somebody_has_staged_is_loaded_before_newer_ones_so_that_none_is_chased_forever() {
+fn staged_version_is_loaded_before_newer_ones_so_that_rounds_end() {
     let mut t = Rig::pair();
     t.join(0, &PAIR, &[]);
     t.join(1, &PAIR, &[]);
@@ -260,7 +260,7 @@ fn a_trainer_that_its_set_waits_for_is_never_told_to_wait() {
         assert!(version == 36 || !told(&t, "actor"), "{version}");
     }
     assert!(told(&t, "actor") && told(&t, "verifier"));
-    // Whoever is passed while it waits goes on.
+    // A receiver that is passed while it waits continues.
     t.notify(id("verifier", 1, 37));
     assert!(!told(&t, "actor") && told(&t, "verifier"));
 }
@@ -405,7 +405,7 @@ fn restarted_controller_rebuilds_from_joins_and_the_next_notify() {
     t.join(0, &PAIR, &has);
     t.notify(id("actor", 1, 7));
     assert_eq!(t.served(), None, "nothing is served on a receiver's word alone");
-    // The verifier repeats its last word: everyone has it already, so it is served without a load.
+    // The verifier repeats its last notify: all receivers have that version, so it is served without a load.
     let actions = t.notify(id("verifier", 1, 6));
     assert_eq!((t.served(), loads(&actions).len()), (Some(6), 0));
     t.join(1, &PAIR, &has);

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::barrier::*;
 use crate::identity::{Identity, Incarnation, ModelId, Version};
 
-/// One life of one receiver, and what it truly holds.
+/// One incarnation of one receiver, and the versions it truly holds.
 #[derive(Clone, Debug)]
 pub(super) struct Life {
     pub(super) peer: Peer,
@@ -56,9 +56,9 @@ pub(super) struct World {
     pub(super) barrier: Barrier,
     pub(super) config: Config,
     pub(super) now: Millis,
-    /// The newest life of each receiver, member or not.
+    /// The newest incarnation of each receiver, member or not.
     pub(super) newest: BTreeMap<ReceiverId, Life>,
-    /// The life that the barrier knows as a member, as it was when it ended or as it is now.
+    /// The incarnation that the barrier knows as a member, in its last state.
     ended: BTreeMap<ReceiverId, Life>,
     pub(super) joined: BTreeMap<ReceiverId, u64>,
     /// Who is between two sessions within one answer of the barrier.
@@ -82,7 +82,7 @@ pub(super) struct World {
     /// Whose trainer has been told to wait.
     pressed: BTreeSet<ModelId>,
     waits: BTreeMap<WaitId, OpenWait>,
-    /// Who lives and has not joined again since the controller was restarted.
+    /// Running receivers that have not joined again since the controller was restarted.
     pub(super) astray: BTreeSet<ReceiverId>,
     /// By when they will have.
     rejoin_by: Millis,
@@ -135,7 +135,7 @@ impl World {
         self.config.sets[set].models.iter().filter(|m| life.models.contains(*m)).cloned().collect()
     }
 
-    /// The life the barrier means when it speaks of a member.
+    /// The incarnation that the barrier knows as a member.
     fn member(&self, id: &ReceiverId) -> &Life {
         let session = self.joined[id];
         [self.newest.get(id), self.ended.get(id)]
@@ -173,14 +173,14 @@ impl World {
         self.pass_time(span);
     }
 
-    /// A new controller, which knows nothing. Receivers are as they were, and will join it; those who waited have lost
+    /// A new controller, which knows nothing. Receivers are unchanged and will join it; open waits have lost
     /// their answers.
     pub(super) fn restart(&mut self) {
         self.barrier = Barrier::new(self.config.clone()).unwrap();
         let _ = self.barrier.tick(self.now);
         let sets = self.config.sets.len();
         self.astray = self.newest.values().filter(|l| l.running).map(|l| l.peer.receiver.clone()).collect();
-        // The last attempt of whoever rests for the longest between two of them, and has just missed the start.
+        // The last attempt of a receiver with the longest delay between two of them, which has just missed the start.
         self.rejoin_by = self.now + 2 * self.config.limits.rejoin_ms();
         self.ended.clear();
         self.joined.clear();
@@ -207,7 +207,7 @@ impl World {
         self.note("rejoined");
     }
 
-    /// B-1, B-3: whoever lives counts, whether the barrier knows of it or not.
+    /// BARRIER-1, BARRIER-3: every running receiver counts, whether the barrier knows of it or not.
     fn judge_astray(&self, set: usize, what: &str) {
         let missing = |id: &&ReceiverId| !self.models_in(&self.newest[*id], set).is_empty();
         let missing: Vec<_> = self.astray.iter().filter(missing).collect();
@@ -469,7 +469,7 @@ impl World {
         }
     }
 
-    /// Everybody who runs does everything at once, without failures, and all messages arrive.
+    /// Every running receiver does everything at once, without failures, and all messages arrive.
     pub(super) fn promptly(&mut self) {
         for _ in 0..200 {
             let busy: Vec<_> = self
@@ -650,7 +650,10 @@ impl World {
                 self.note("released");
             }
             Action::BackPressure { model, ahead, wait, .. } => {
-                assert!(!wait || ahead > self.config.limits.max_ahead, "B-11: {model} is {ahead} ahead");
+                assert!(
+                    !wait || ahead > self.config.limits.max_ahead,
+                    "BARRIER-11: {model} is {ahead} ahead"
+                );
                 if wait {
                     self.pressed.insert(model);
                     self.note("pressed");
@@ -659,16 +662,16 @@ impl World {
                 }
             }
             Action::Stalled { .. } => self.note("stalled"),
-            // A word that was on its way when the version was published is believed until somebody finds it.
+            // A report that was on its way when the version was published is believed until a receiver finds the version.
             Action::Absent { .. } => self.note("absent"),
             Action::Lagging { .. }
-            | Action::Resting { .. }
+            | Action::BackingOff { .. }
             | Action::Superseded { .. }
             | Action::ServiceVersion { .. } => {}
         }
     }
 
-    /// B-11: after a notify its trainer has been told to wait if it is too far ahead of what is served.
+    /// BARRIER-11: after a notify its trainer has been told to wait if it is too far ahead of what is served.
     fn judge_pressure(&self, model: &ModelId) {
         let set = self.set_of(model);
         // In a relaxed set each model is ahead of its own version, which is not known while others have none.
@@ -686,9 +689,9 @@ impl World {
         let ahead = self.announced[&key].iter().filter(above).count();
         let newest = |m: &ModelId| models.iter().find(|s| s.model == *m).and_then(|s| s.newest);
         let behind = self.config.sets[set].models.iter().any(|m| newest(m) > newest(model));
-        assert!(!(told && behind), "B-11: {model} is told to wait, and its set waits for it");
+        assert!(!(told && behind), "BARRIER-11: {model} is told to wait, and its set waits for it");
         let far = ahead > self.config.limits.max_ahead;
-        assert!(told || behind || !far, "B-11: {model} is {ahead} ahead and goes on");
+        assert!(told || behind || !far, "BARRIER-11: {model} is {ahead} ahead and goes on");
     }
 
     fn judge_wait(&self, wait: &OpenWait, served: &Served) {
@@ -701,7 +704,7 @@ impl World {
         }
     }
 
-    /// Whether nobody had to wait for this receiver to stage `version`.
+    /// Whether no receiver had to wait for this one to stage `version`.
     fn excused(&self, life: &Life, set: usize, version: Version) -> bool {
         self.models_in(life, set).into_iter().any(|model_id| {
             let incarnation = self.current[&model_id];
@@ -856,7 +859,7 @@ impl World {
         if config.required != Required::All || config.mode == Mode::Relaxed {
             return;
         }
-        // Nobody who kept up may be left behind, unless it went live after the load had begun.
+        // No receiver that kept up may be left behind, unless it went live after the load had begun.
         for (id, _, live_by) in self.left_behind.iter().filter(|(_, s, _)| *s == set) {
             let life = self.member(id);
             let begun = self.begun[set].get(&served.version);
@@ -899,7 +902,7 @@ impl World {
 
     // ---- the end ----------------------------------------------------------------------------------
 
-    /// From here on nothing fails: whoever runs joins again if need be, answers at once, and the dead time
+    /// From here on nothing fails: every running receiver joins again if need be, answers at once, and the dead time
     /// out.
     pub(super) fn calm_down(&mut self) {
         for _ in 0..25 {
@@ -943,7 +946,7 @@ impl World {
         common?.last().copied()
     }
 
-    /// Liveness: what everybody has announced is served, if there are receivers enough.
+    /// Liveness: the version that all models have announced is served, if there are enough receivers.
     pub(super) fn assert_caught_up(&mut self) {
         for set in 0..self.config.sets.len() {
             let members = self.members(set);

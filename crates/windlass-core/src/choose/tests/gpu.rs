@@ -50,7 +50,7 @@ fn disaggregated_trainers_offload_by_delta_where_the_baseline_fits() {
     assert!(choice.why.contains("found on the host: the baseline of delta mode"), "{}", choice.why);
     let why = impossible(with(&full, json!({"offload_mode": "delta"})), Subject::Offload(Offload::Delta));
     assert!(why.contains("0.1 GiB are free"), "{why}");
-    // What is known in bytes counts more than somebody's word.
+    // Measured bytes count more than a claim.
     assert_eq!(pick(&Facts { gpu_baseline_fits: true, ..full }).offload, Some(Offload::Copy));
 }
 
@@ -92,7 +92,7 @@ fn a_driver_that_is_missing_at_the_trainers_is_a_fallback() {
     assert!(gpu.blocked && gpu.why_not.contains(why), "{}", gpu.why_not);
     let error = with(&without, json!({"strict": true})).unwrap_err().to_string();
     assert!(error.contains(why) && error.contains("encoder = host"), "{error}");
-    // Whoever has none says so.
+    // With the encoder set to host there is no fallback.
     assert!(with(&without, json!({"strict": true, "encoder": "host"})).is_ok());
     let ipc = Facts { trainer_gpus: vec![], trainer_cuda: without.trainer_cuda, ..colocated() };
     let demanded = with(&ipc, json!({"use_cuda_ipc": true}));
@@ -223,7 +223,7 @@ fn what_cuda_lacks_is_named_and_strict_makes_it_an_error() {
         };
         assert!(impossible(with(&facts, demand), lost).contains(reason));
     }
-    // What nobody looked at, and what is the same on both sides, is held against nobody.
+    // A fact that was not measured, or is the same on both sides, is no obstacle.
     let same = Cuda { ipc_namespace: Some("ipc:[9]".into()), ..Cuda::default() };
     let known = Facts { trainer_cuda: same.clone(), engine_cuda: same, ..colocated() };
     assert_eq!(pick(&known).strategy, Strategy::PackedCudaIpc);

@@ -63,7 +63,7 @@ fn a_peer_without_the_key_is_turned_away_on_either_side() {
 fn minor_versions_are_covered_by_the_proof() {
     let (sent, hello) = dial(STREAM).hello().unwrap();
     let (mut header, body) = split(&hello);
-    // Somebody between the two pretends that the receiver is newer than it is.
+    // An attacker between the two pretends that the receiver is newer than it is.
     header.version.minor = 3;
     let greeted = Greeted::read(&header, body).unwrap();
     let (challenged, challenge) = greeted.challenge(key(), Nonce([9; 32])).unwrap();

@@ -12,7 +12,7 @@ use crate::cuda::driver::Gpu;
 use crate::cuda::error::CudaError;
 use crate::cuda::kernels;
 use crate::cuda::memory::HostBuffer;
-use crate::early::{self, Base, DeltaSource, EarlyError};
+use crate::publish::{self, Base, DeltaSource, PublishError};
 use crate::stop::Stop;
 
 /// The mode of this code.
@@ -129,7 +129,7 @@ impl AsRef<[u8]> for Payload {
 
 /// Nothing is left to compare: the records are handed on where they are.
 impl DeltaSource for Arc<Records> {
-    fn records(self: Box<Self>, base: Base<'_>, _: &Stop) -> Result<early::Records, EarlyError> {
+    fn records(self: Box<Self>, base: Base<'_>, _: &Stop) -> Result<publish::Records, PublishError> {
         let start = self.buffer.as_ref().map_or(0, |b| b.bytes().as_ptr().addr());
         let entry = |(record, encoded): (Record<'_>, Encoded)| Entry {
             block: record.block,
@@ -140,8 +140,8 @@ impl DeltaSource for Arc<Records> {
         };
         let entries = self.iter().map(entry).collect();
         let changes = self.changes;
-        early::Records::new(entries, changes, Box::new(Payload(*self)))
-            .map_err(|source| EarlyError::Records { rank: base.rank, version: base.version, source })
+        publish::Records::new(entries, changes, Box::new(Payload(*self)))
+            .map_err(|source| PublishError::Records { rank: base.rank, version: base.version, source })
     }
 }
 
@@ -154,11 +154,11 @@ pub struct Uncollected {
 }
 
 impl DeltaSource for Uncollected {
-    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<early::Records, EarlyError> {
+    fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<publish::Records, PublishError> {
         let mut baseline = self.baseline.lock().unwrap_or_else(PoisonError::into_inner);
         let records = baseline.collect(self.target).map_err(|e| {
             let kind = e.kind();
-            EarlyError::Encoder(e.into(), kind)
+            PublishError::Encoder(e.into(), kind)
         })?;
         drop(baseline);
         Box::new(Arc::new(records)).records(base, stop)

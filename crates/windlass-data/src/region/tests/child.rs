@@ -80,10 +80,10 @@ fn child_process() {
     };
     say("open");
     let mut held = Held::default();
-    let mut early = crate::early::tests::Held::default();
+    let mut publishing = crate::publish::tests::Held::default();
     loop {
         let line = read_line();
-        if let Some(answer) = crate::early::tests::obey(&region, &mut early, &line) {
+        if let Some(answer) = crate::publish::tests::obey(&region, &mut publishing, &line) {
             match answer {
                 Ok(answer) => say(&format!("done ok {answer}")),
                 Err(e) => say(&format!("done error: {e}")),

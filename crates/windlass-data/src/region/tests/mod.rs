@@ -24,16 +24,9 @@ fn gc(dir: &Path) -> Vec<Dead> {
 /// Two slots for a manifest with all odd kinds of tensor.
 pub(crate) fn spec(dir: &Path, ranks: u16) -> RegionSpec {
     RegionSpec {
-        dir: dir.join("model"),
-        model_id: ModelId::new("model").unwrap(),
-        manifest: manifest(33_333),
-        slots: Slots::Two,
         ranks,
-        part: None,
-        group: false,
         memfd: Memfd::Never,
-        extra_bytes: 0,
-        incarnation: None,
+        ..RegionSpec::new(dir.join("model"), ModelId::new("model").unwrap(), manifest(33_333))
     }
 }
 

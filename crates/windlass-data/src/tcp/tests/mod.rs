@@ -8,5 +8,5 @@ mod secret;
 mod transfers;
 mod world;
 
-#[path = "../../../tests/authority/mod.rs"]
+#[path = "../../../tests/it/authority/mod.rs"]
 mod authority;

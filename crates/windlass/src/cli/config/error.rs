@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, and where.
+//! Errors of a configuration, and sources of values.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,26 +10,26 @@ use crate::error::Error;
 
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub(in crate::cli) enum ConfigError {
     #[error("cannot read the configuration {}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("the configuration {} has more than {MOST} bytes", path.display())]
     TooLong { path: PathBuf },
     #[error("{at}: {message}")]
-    Syntax { at: Place, message: String },
+    Syntax { at: Source, message: String },
     #[error("{at}: no command {name:?} for the table [{name}]{nearest}")]
-    Table { at: Place, name: String, nearest: Nearest },
+    Table { at: Source, name: String, nearest: Nearest },
     /// A value where a table of a command should be.
     #[error("{at}: {name:?} stands outside of a command's table{nearest}")]
-    Loose { at: Place, name: String, nearest: Nearest },
+    Loose { at: Source, name: String, nearest: Nearest },
     #[error("{at}: [{table}] has no key {key:?}{nearest}")]
-    Key { at: Place, table: String, key: String, nearest: Nearest },
+    Key { at: Source, table: String, key: String, nearest: Nearest },
     /// A value of a sort that the flag does not take.
     #[error("{at}: {key} must be {wanted}, not {found}")]
-    Sort { at: Place, key: String, wanted: &'static str, found: &'static str },
+    Sort { at: Source, key: String, wanted: &'static str, found: &'static str },
     #[error("{at}: {message}")]
     Value {
-        at: Place,
+        at: Source,
         /// What the parser says, with the flag and the value.
         message: String,
     },
@@ -42,7 +42,7 @@ pub enum ConfigError {
 
 impl ConfigError {
     /// The kind of failure.
-    pub fn kind(&self) -> Kind {
+    pub(in crate::cli) fn kind(&self) -> Kind {
         match self {
             ConfigError::Read { source, .. } => windlass_data::file::io_kind(source),
             ConfigError::TooLong { .. }
@@ -58,15 +58,17 @@ impl ConfigError {
     }
 
     /// What to do next.
-    pub fn advice(&self) -> String {
+    pub(in crate::cli) fn advice(&self) -> String {
         match self {
             ConfigError::Read { .. } => {
                 format!(
                     "check the path of --{FLAG} or {VARIABLE}; without them ./{FILE} is read if it exists"
                 )
             }
-            ConfigError::TooLong { path } => format!("{} is something else; name another", path.display()),
-            ConfigError::Syntax { .. } => "mend it; tables and keys are those of `windlass config`".into(),
+            ConfigError::TooLong { path } => {
+                format!("{} is no configuration; give another file", path.display())
+            }
+            ConfigError::Syntax { .. } => "correct it; `windlass config` lists tables and keys".into(),
             ConfigError::Table { .. } | ConfigError::Loose { .. } | ConfigError::Command { .. } => {
                 "tables are named after commands, such as [receive] or [bench.codec]; see `windlass --help`"
                     .into()
@@ -76,53 +78,53 @@ impl ConfigError {
                 format!("keys are the long flags of the command: see `windlass config {command}`")
             }
             ConfigError::Sort { .. } | ConfigError::Value { .. } | ConfigError::Encoding { .. } => {
-                "correct the value, or take it out for the default".into()
+                "correct the value, or remove it for the default".into()
             }
         }
     }
 }
 
-/// Where a value stands.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(in crate::cli) enum Source {
     CommandLine,
     /// In an environment variable.
     Environment(String),
     File(PathBuf, usize),
-    /// Nowhere; the command has it built in.
+    /// The default of the command.
     Default,
     Unset,
 }
 
-impl Place {
-    pub(super) fn word(&self) -> &'static str {
+impl Source {
+    pub(in crate::cli) fn word(&self) -> &'static str {
         match self {
-            Place::CommandLine => "command line",
-            Place::Environment(_) => "environment",
-            Place::File(..) => "file",
-            Place::Default => "default",
-            Place::Unset => "unset",
+            Source::CommandLine => "command line",
+            Source::Environment(_) => "environment",
+            Source::File(..) => "file",
+            Source::Default => "default",
+            Source::Unset => "unset",
         }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Environment(name) => f.write_str(name),
-            Place::File(path, line) => write!(f, "{}:{line}", path.display()),
-            Place::CommandLine | Place::Default | Place::Unset => f.write_str(self.word()),
+            Source::Environment(name) => f.write_str(name),
+            Source::File(path, line) => write!(f, "{}:{line}", path.display()),
+            Source::CommandLine | Source::Default | Source::Unset => f.write_str(self.word()),
         }
     }
 }
 
-/// The name that may be meant by one that is not known, as the end of a sentence.
+/// A suggestion for an unknown name, as the end of a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nearest(pub(super) Option<String>);
+pub(in crate::cli) struct Nearest(pub(in crate::cli) Option<String>);
 
 impl Nearest {
     /// The most similar of the known names, if one is similar at all.
-    pub(super) fn of(name: &str, known: impl IntoIterator<Item = String>) -> Nearest {
+    pub(in crate::cli) fn of(name: &str, known: impl IntoIterator<Item = String>) -> Nearest {
         let plain = |s: &str| s.to_lowercase().replace('_', "-");
         let name = plain(name);
         let scored = known.into_iter().map(|k| (strsim::osa_distance(&name, &plain(&k)), k));

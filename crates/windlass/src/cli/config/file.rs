@@ -7,7 +7,7 @@ use clap::{ArgAction, Command};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::{ConfigError, Given, MOST, Nearest, Place, check, commands, flag, flags};
+use super::{ConfigError, Given, MOST, Nearest, Source, check, commands, flag, flags};
 
 /// Reads and checks a file, all of it.
 pub(super) fn read(root: &Command, path: &Path) -> Result<Vec<Given>, ConfigError> {
@@ -20,7 +20,7 @@ pub(super) fn read(root: &Command, path: &Path) -> Result<Vec<Given>, ConfigErro
     }
     let reader = Reader { path, text: &text };
     let tables = DeTable::parse(&text).map_err(|e| ConfigError::Syntax {
-        at: reader.place(e.span().map_or(0, |s| s.start)),
+        at: reader.source(e.span().map_or(0, |s| s.start)),
         message: e.message().replace('\n', " "),
     })?;
     let mut given = Vec::new();
@@ -34,9 +34,9 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn place(&self, byte: usize) -> Place {
+    fn source(&self, byte: usize) -> Source {
         let line = self.text.bytes().take(byte).filter(|b| *b == b'\n').count() + 1;
-        Place::File(self.path.to_owned(), line)
+        Source::File(self.path.to_owned(), line)
     }
 
     /// Tables of commands that are `path` below the root.
@@ -49,7 +49,7 @@ impl Reader<'_> {
     ) -> Result<(), ConfigError> {
         let all = commands(root);
         for (name, value) in tables {
-            let at = self.place(name.span().start);
+            let at = self.source(name.span().start);
             let below = [path, &[name.get_ref().to_string()]].concat();
             let named: Vec<_> = all.iter().filter(|(p, _)| p.starts_with(&below)).collect();
             let dotted = below.join(".");
@@ -81,7 +81,7 @@ impl Reader<'_> {
         given: &mut Vec<Given>,
     ) -> Result<(), ConfigError> {
         for (key, value) in table {
-            let at = self.place(key.span().start);
+            let at = self.source(key.span().start);
             let name = key.get_ref();
             let Some(arg) = flag(command, name) else {
                 let mut nearest = Nearest::of(name, flags(command).map(|(long, _)| long.to_owned()));
@@ -112,7 +112,7 @@ impl Reader<'_> {
                 }
                 (_, one) => vec![scalar(one).ok_or_else(|| sort("a text or a number", one))?],
             };
-            let one = Given { command: path.to_vec(), key: name.to_string(), words, place: at };
+            let one = Given { command: path.to_vec(), key: name.to_string(), words, source: at };
             check(&one, arg)?;
             given.push(one);
         }

@@ -1,9 +1,8 @@
-//! Values of flags that stand elsewhere than on the command line: in `windlass.toml` and in the environment.
+//! Values of flags from `windlass.toml` and from the environment.
 //!
-//! Owns: where the file is found, what may stand in it, which place wins, and `windlass config`, which prints each value
-//! with its place. Called by [`crate::cli`] before arguments are parsed. Works on the parser's description of the
-//! commands and knows no flag by name but those of [`SHARED`], so every flag of every command can be configured, also those
-//! yet to come.
+//! Owns: the location and the contents of the file, the precedence of sources, and `windlass config`, which prints each
+//! value with its source. Called by [`crate::cli`] before arguments are parsed. Works on the parser's description of the
+//! commands and knows by name only the flags of [`SHARED`], so that every flag of every command can be configured.
 //! Must not: interpret a value; the parser does.
 //!
 //! # The file
@@ -20,27 +19,27 @@
 //! elements = "64Mi"
 //! ```
 //!
-//! It is `--config-file`, else what `WINDLASS_CONFIG` names, else `windlass.toml` in the current directory if there is
-//! one. The whole file is checked each time, also the tables of other commands: a table, a key or a value that is not
-//! known is an error that names the place and the nearest name that is known.
+//! Its path is `--config-file`, else `WINDLASS_CONFIG`, else `windlass.toml` in the current directory if it exists. Every
+//! command checks the whole file, including the tables of other commands: an unknown table or key and a wrong value are
+//! errors that give the line and the nearest known name.
 //!
 //! # The environment
 //!
-//! `WINDLASS_<COMMAND>_<FLAG>` in capitals with underscores, such as `WINDLASS_BENCH_CODEC_ELEMENTS`. Flags that may be
-//! given several times take their values separated by spaces, switches `true` or `false`. Variables with such a prefix
-//! that no flag has are ignored by commands, because container platforms make some, and told by `windlass config`.
+//! `WINDLASS_<COMMAND>_<FLAG>` in capitals with underscores, such as `WINDLASS_BENCH_CODEC_ELEMENTS`. Repeatable
+//! flags take values separated by spaces, switches `true` or `false`. Commands ignore variables with such a prefix that no
+//! flag has, because container platforms set some; `windlass config` lists them.
 //!
-//! `WINDLASS_CONTROLLER`, which the Python package knows too, is the `--controller` of every command that has one. It says
-//! less than anything that names a command, so it comes after the file.
+//! `WINDLASS_CONTROLLER`, which the Python package reads too, is the `--controller` of every command that has one. It is less
+//! specific than a value for one command, so it comes after the file.
 //!
-//! # Which place wins
+//! # Precedence
 //!
-//! The command line, then the environment, then the file, then what is shared by commands, then the default. A list is taken from one place as a whole.
-//! A value that excludes another (such as `--elements` and `--model-bytes`) takes it out of all places below.
-//! Positional arguments, `--json`, `--config-file` and hidden flags stand on the command line only.
+//! The command line, then the environment, then the file, then variables that commands share, then the default. A list comes
+//! from one source as a whole. A value that excludes another (such as `--elements` and `--model-bytes`) removes it from
+//! all lower sources. Positional arguments, `--json`, `--config-file` and hidden flags come from the command line only.
 //!
-//! Processes that Windlass starts get all they need as arguments: `WINDLASS_CONFIG=none` makes a command look at neither
-//! place.
+//! Processes that Windlass starts get everything as arguments: `WINDLASS_CONFIG=none` makes a command read neither the file
+//! nor the environment.
 
 mod error;
 mod file;
@@ -55,15 +54,15 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::service::program;
 
-pub use self::error::{ConfigError, Nearest, Place};
-pub use self::show::Show;
+pub(super) use self::error::{ConfigError, Nearest, Source};
+pub(super) use self::show::Show;
 
-/// The file that is read if it is in the current directory.
-pub const FILE: &str = "windlass.toml";
+/// The default file, in the current directory.
+pub(super) const FILE: &str = "windlass.toml";
 /// The variable that names another file.
-pub const VARIABLE: &str = program::CONFIG;
+pub(super) const VARIABLE: &str = program::CONFIG;
 /// Flags that have one variable for all commands that have them.
-pub const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
+pub(super) const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
 /// What every variable begins with.
 const PREFIX: &str = "WINDLASS_";
 /// The longest file that is read.
@@ -73,18 +72,18 @@ const FLAG: &str = "config-file";
 /// The command that prints the configuration, and takes part in none itself.
 const SHOW: &str = "config";
 
-/// What lies around a command: its directory and its environment.
+/// A command's directory and environment.
 #[derive(Clone, Debug, Default)]
-pub struct Surroundings {
-    /// Where [`FILE`] is looked for.
-    pub directory: PathBuf,
+pub(super) struct Surroundings {
+    /// Directory of [`FILE`].
+    pub(super) directory: PathBuf,
     /// The variables.
-    pub environment: Vec<(OsString, OsString)>,
+    pub(super) environment: Vec<(OsString, OsString)>,
 }
 
 impl Surroundings {
     /// Those of this process.
-    pub fn here() -> Surroundings {
+    pub(super) fn here() -> Surroundings {
         let ours = |(name, _): &(OsString, OsString)| name.to_str().is_some_and(|n| n.starts_with(PREFIX));
         Surroundings { directory: PathBuf::new(), environment: std::env::vars_os().filter(ours).collect() }
     }
@@ -93,12 +92,12 @@ impl Surroundings {
         self.environment.iter().find(|(known, _)| known == name).map(|(_, value)| &**value)
     }
 
-    /// Whether neither place is to be looked at.
+    /// Whether file and environment are turned off.
     fn off(&self) -> bool {
         self.variable(VARIABLE).is_some_and(|v| v == program::NO_CONFIG)
     }
 
-    /// Whether there is nothing to look at, which is the usual case and should cost nothing.
+    /// Whether there is nothing to read, which is the usual case and should cost nothing.
     fn silent(&self, arguments: &[OsString]) -> bool {
         let named = |a: &OsString| {
             a.to_str().is_some_and(|a| a.strip_prefix("--").is_some_and(|a| a.starts_with(FLAG)))
@@ -116,7 +115,7 @@ impl Surroundings {
     }
 }
 
-/// A value from outside of the command line, as the parser takes it.
+/// A value from the file or the environment, in the parser's form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Given {
     /// The command's names, `bench`, `codec`.
@@ -125,7 +124,7 @@ struct Given {
     key: String,
     /// None for a switch that is off.
     words: Vec<String>,
-    place: Place,
+    source: Source,
 }
 
 impl Given {
@@ -137,26 +136,26 @@ impl Given {
     }
 }
 
-/// Arguments with what file and environment add to them.
+/// Arguments with the values of file and environment.
 #[derive(Debug)]
-pub struct Completed {
+pub(super) struct Completed {
     /// The arguments.
-    pub arguments: Vec<OsString>,
+    pub(super) arguments: Vec<OsString>,
     /// What was added: the flag and its place.
-    pub added: Vec<(String, Place)>,
+    pub(super) added: Vec<(String, Source)>,
 }
 
 impl Completed {
-    /// What was added, for the end of a message about arguments that do not fit together.
-    pub fn note(&self) -> Option<String> {
+    /// The added values, for the end of a message about conflicting arguments.
+    pub(super) fn note(&self) -> Option<String> {
         let added = self.added.iter().map(|(key, place)| format!("--{key} from {place}"));
         (!self.added.is_empty()).then(|| format!("with {}", added.collect::<Vec<_>>().join(", ")))
     }
 }
 
-/// Adds to the arguments what file and environment say about flags that are not among them. Arguments that do not parse
-/// are given back as they are: the parser will say why.
-pub fn complete(
+/// Adds the values of file and environment for flags that are not among the arguments. Returns arguments that do not parse
+/// unchanged: the parser will report them.
+pub(super) fn complete(
     root: &Command,
     arguments: Vec<OsString>,
     around: &Surroundings,
@@ -179,7 +178,7 @@ pub fn complete(
         let Some(arg) = flag(asked.command, &given.key) else { continue };
         let words = given.arguments(arg);
         if !words.is_empty() {
-            completed.added.insert(0, (given.key.clone(), given.place.clone()));
+            completed.added.insert(0, (given.key.clone(), given.source.clone()));
         }
         completed.arguments.splice(at..at, words);
     }
@@ -209,7 +208,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// The same parser without what is required: values from elsewhere may be still to come.
+/// The same parser without required arguments: file and environment may still supply them.
 fn lenient(command: Command) -> Command {
     let groups: Vec<String> = command.get_groups().map(|g| g.get_id().to_string()).collect();
     let command = groups.into_iter().fold(command, |c, id| c.mut_group(id, |g| g.required(false)));
@@ -256,7 +255,7 @@ fn variable_of(path: &[String], key: &str) -> String {
     format!("{PREFIX}{}", words.join("_").to_uppercase().replace('-', "_"))
 }
 
-/// What the places below the command line say about one command, each flag once, less what is excluded from above.
+/// The values for one command from all sources below the command line, without those that a higher source excludes.
 fn gather(
     root: &Command,
     asked: &Asked<'_>,
@@ -322,7 +321,7 @@ fn end_of_names(root: &Command, arguments: &[OsString], path: &[String]) -> Opti
     None
 }
 
-/// What the environment says about a command, in the variables that its flags have.
+/// The values for a command from the environment.
 fn environment(
     path: &[String],
     command: &Command,
@@ -334,27 +333,27 @@ fn environment(
         let Some(variable) = variable(key) else { continue };
         let Some(text) = around.variable(&variable) else { continue };
         let text = text.to_str().ok_or_else(|| ConfigError::Encoding { variable: variable.clone() })?;
-        let place = Place::Environment(variable);
+        let source = Source::Environment(variable);
         let words = match arg.get_action() {
             ArgAction::SetTrue => match text {
                 "true" | "1" => vec![text.to_owned()],
                 "false" | "0" | "" => Vec::new(),
                 _ => {
                     let (wanted, found) = ("true or false", "another word");
-                    return Err(ConfigError::Sort { at: place, key: key.to_owned(), wanted, found });
+                    return Err(ConfigError::Sort { at: source, key: key.to_owned(), wanted, found });
                 }
             },
             ArgAction::Append => text.split_whitespace().map(str::to_owned).collect(),
             _ => vec![text.to_owned()],
         };
-        let given = Given { command: path.to_vec(), key: key.to_owned(), words, place };
+        let given = Given { command: path.to_vec(), key: key.to_owned(), words, source };
         check(&given, arg)?;
         found.push(given);
     }
     Ok(found)
 }
 
-/// Lets the flag's own parser look at each value.
+/// Checks each value with the flag's own parser.
 fn check(given: &Given, arg: &Arg) -> Result<(), ConfigError> {
     if !arg.get_action().takes_values() {
         return Ok(());
@@ -363,7 +362,7 @@ fn check(given: &Given, arg: &Arg) -> Result<(), ConfigError> {
     let parser = Command::new("value").no_binary_name(true).arg(alone);
     let parsed = parser.try_get_matches_from(given.arguments(arg));
     parsed.map(drop).map_err(|e| ConfigError::Value {
-        at: given.place.clone(),
+        at: given.source.clone(),
         message: crate::console::one_line(&e.render().to_string()),
     })
 }

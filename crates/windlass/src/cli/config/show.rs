@@ -1,4 +1,4 @@
-//! `windlass config`: each value and where it stands.
+//! `windlass config`: each value and its source.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Asked, ConfigError, FILE, FLAG, Nearest, Place, Surroundings, VARIABLE, commands, complete, flags,
+    Asked, ConfigError, FILE, FLAG, Nearest, Source, Surroundings, VARIABLE, commands, complete, flags,
     gather, lenient, variable_of,
 };
 use crate::console::{Session, Table};
@@ -16,11 +16,11 @@ use crate::error::Error;
 
 /// The checked arguments of `config`.
 #[derive(Clone, Debug)]
-pub struct Show {
+pub(in crate::cli) struct Show {
     /// A command and its arguments; none for all commands.
-    pub words: Vec<OsString>,
+    pub(in crate::cli) words: Vec<OsString>,
     /// The file that `--config-file` names.
-    pub file: Option<PathBuf>,
+    pub(in crate::cli) file: Option<PathBuf>,
 }
 
 /// One value, as `windlass config` prints it.
@@ -28,7 +28,7 @@ pub struct Show {
 struct Row {
     key: String,
     value: Value,
-    place: Place,
+    source: Source,
 }
 
 /// What is known about one command.
@@ -41,7 +41,12 @@ struct Listing {
 
 impl Show {
     /// Prints the values of a command, or what is set of all.
-    pub fn run(&self, root: &Command, around: &Surroundings, session: &Session) -> Result<(), Error> {
+    pub(in crate::cli) fn run(
+        &self,
+        root: &Command,
+        around: &Surroundings,
+        session: &Session,
+    ) -> Result<(), Error> {
         let mut words = vec![OsString::from("windlass")];
         words.extend(self.file.iter().flat_map(|f| [format!("--{FLAG}").into(), f.clone().into_os_string()]));
         words.extend(self.words.iter().cloned());
@@ -66,7 +71,7 @@ impl Show {
     }
 }
 
-/// Every value of the command that the words ask for.
+/// Every value of the command that the words name.
 fn list(
     lenient: &Command,
     words: Vec<OsString>,
@@ -94,13 +99,13 @@ fn list(
     // Switches that are off add no argument, so what was gathered says where a value stands.
     let given = if around.off() { Vec::new() } else { gather(lenient, &explicit, file.as_deref(), around)? };
     let rows = flags(asked.command).map(|(key, arg)| {
-        let place = match given.iter().find(|g| g.key == key) {
-            Some(given) => given.place.clone(),
-            None if explicit.on_command_line(arg) => Place::CommandLine,
-            None if asked.matches.value_source(arg.get_id().as_str()).is_some() => Place::Default,
-            None => Place::Unset,
+        let source = match given.iter().find(|g| g.key == key) {
+            Some(given) => given.source.clone(),
+            None if explicit.on_command_line(arg) => Source::CommandLine,
+            None if asked.matches.value_source(arg.get_id().as_str()).is_some() => Source::Default,
+            None => Source::Unset,
         };
-        Row { key: key.to_owned(), value: value_of(asked.matches, arg), place }
+        Row { key: key.to_owned(), value: value_of(asked.matches, arg), source }
     });
     let rows = rows.collect();
     let strange = strange(&asked.path, asked.command, around);
@@ -133,9 +138,10 @@ fn object(file: Option<&Path>, listings: &[Listing]) -> Value {
     let mut ignored = Vec::new();
     for listing in listings {
         let mut values = Map::new();
-        for Row { key, value, place } in &listing.rows {
-            let from = matches!(place, Place::File(..) | Place::Environment(_)).then(|| place.to_string());
-            values.insert(key.clone(), json!({ "value": value, "source": place.word(), "from": from }));
+        for Row { key, value, source } in &listing.rows {
+            let from =
+                matches!(source, Source::File(..) | Source::Environment(_)).then(|| source.to_string());
+            values.insert(key.clone(), json!({ "value": value, "source": source.word(), "from": from }));
         }
         commands.insert(listing.path.join("."), Value::Object(values));
         ignored.extend(listing.strange.iter().map(|(name, _)| name.clone()));
@@ -151,14 +157,14 @@ fn human(out: &mut String, file: Option<&Path>, listings: &[Listing], whole: boo
     let mut nothing = true;
     for listing in listings {
         let mut table = Table::new(["", "value", "from"]);
-        let set = |row: &&Row| whole || !matches!(row.place, Place::Default | Place::Unset);
+        let set = |row: &&Row| whole || !matches!(row.source, Source::Default | Source::Unset);
         let shown: Vec<&Row> = listing.rows.iter().filter(set).collect();
         if shown.is_empty() {
             continue;
         }
         nothing = false;
         for row in shown {
-            table.row([row.key.clone(), plain(&row.value), row.place.to_string()]);
+            table.row([row.key.clone(), plain(&row.value), row.source.to_string()]);
         }
         let _ = writeln!(out, "\n[{}]", listing.path.join("."));
         table.write(out);

@@ -1,4 +1,4 @@
-//! `bench codec`: encoding and applying, beside reading two images, copying one, and simpler encodings.
+//! `bench codec`: encoding and applying, against reading two images, copying one, and simpler encodings.
 //!
 //! *Encode* is what the agent does at seal time when it knows the sums of the base: diff and encode, the new sums
 //! included. *Seal* sums the base too. *Apply* changes an image in memory with the sums of its blocks at hand,
@@ -15,7 +15,7 @@ use windlass_data::seal::Names;
 use windlass_data::seal::pass::{self, Pair, Run, Scratch, Visit};
 use windlass_data::work;
 
-use super::{Bar, BenchConfig, Images, Probe, Timing, machine};
+use super::{BenchConfig, Figure, Images, Probe, Timing, machine};
 use crate::console::round;
 use crate::console::{Session, Table, bytes, count, percent};
 use crate::error::Error;
@@ -31,9 +31,9 @@ const MODES: [Mode; 2] = [("plain", Encoder::plain), ("context", Encoder::with_c
 const SIZE_BARS: [(f64, [f64; 2]); 3] = [(0.57, [12.4, 9.0]), (1.5, [10.7, 7.9]), (3.6, [9.4, 7.2])];
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &BenchConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &BenchConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(config, session)?;
-    let bench = Bench { config, kernels: crate::kernels(), images: &images, session };
+    let bench = Bench { config, kernels: windlass_data::simd::kernels(), images: &images, session };
     let deltas = bench.deltas()?;
     let table = bench.table()?;
     let mut scratch = image::copy(&images.base)?;
@@ -211,8 +211,8 @@ impl Figures {
         bits_per_change(bytes, self.changed)
     }
 
-    fn bars(&self) -> Vec<Bar> {
-        let at_least = |name: String, value, bar| Bar { name, value, bar, at_least: true };
+    fn bars(&self) -> Vec<Figure> {
+        let at_least = |name: String, value, bar| Figure { name, value, bar, at_least: true };
         let mut bars = Vec::new();
         let percent = self.rate() * 100.0;
         // Steps of training change up to a few percent; the bars are for those.
@@ -230,7 +230,7 @@ impl Figures {
         if let Some((_, bits)) = SIZE_BARS.iter().find(|(at, _)| (percent / at - 1.0).abs() < 0.12) {
             for (m, (mode, _)) in MODES.iter().enumerate() {
                 let (name, value) = (format!("{mode} bits per change"), self.bits(self.sizes[m]));
-                bars.push(Bar { name, value, bar: bits[m], at_least: false });
+                bars.push(Figure { name, value, bar: bits[m], at_least: false });
             }
         }
         bars
@@ -276,12 +276,12 @@ impl Figures {
             "idx32_bits": round(self.bits(self.index_bytes)),
             "idx32_gbps": round(self.gbps(8)),
             "spread": { "read2": round(self.timings[0].spread()), "copy": round(self.timings[1].spread()) },
-            "bars": bars.iter().map(Bar::json).collect::<Vec<Value>>(),
+            "bars": bars.iter().map(Figure::json).collect::<Vec<Value>>(),
         });
         session.finish(object, |out| self.human(&bars, out))
     }
 
-    fn human(&self, bars: &[Bar], out: &mut String) {
+    fn human(&self, bars: &[Figure], out: &mut String) {
         let _ = writeln!(
             out,
             "codec on {} bf16 elements ({}), {} changed, {} threads, {} kernels, median of {}\n",

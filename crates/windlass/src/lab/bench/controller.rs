@@ -26,7 +26,7 @@ use windlass_core::barrier::{Peer, ReceiverId};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 
-use super::{Bar, Spent, Timing, machine, write_bars};
+use super::{Figure, Spent, Timing, machine, write_bars};
 use crate::console::round;
 use crate::console::{Session, Table, bytes};
 use crate::error::Error;
@@ -37,22 +37,22 @@ use crate::service::program;
 use crate::service::token;
 
 /// How long a request or a round may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// What a controller may take, with the most receivers.
 const MAX_MEMORY: f64 = 200e6;
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct ControllerConfig {
-    pub receivers: Vec<usize>,
+pub(crate) struct ControllerConfig {
+    pub(crate) receivers: Vec<usize>,
     /// Models, all of one set; every receiver serves all of them.
-    pub models: usize,
+    pub(crate) models: usize,
     /// Rounds of each number; the median counts.
-    pub repeats: usize,
+    pub(crate) repeats: usize,
 }
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &ControllerConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &ControllerConfig, session: &Session) -> Result<(), Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -162,7 +162,7 @@ impl Connection {
             self.write(request.as_bytes()).await?;
             self.read().await
         };
-        let answer = tokio::time::timeout(PATIENCE, answer).await.map_err(|_| Error::Deadline)?;
+        let answer = tokio::time::timeout(TIMEOUT, answer).await.map_err(|_| Error::Deadline)?;
         let (status, body) = answer.map_err(|e| failed(format!("{path}: {e}")))?;
         let text = || String::from_utf8_lossy(&body).into_owned();
         if status != 200 {
@@ -334,7 +334,7 @@ async fn measure(
                 let _: Service = trainer.get(&gate).await?;
                 Ok((notified, begun.elapsed()))
             };
-            tokio::time::timeout(PATIENCE, notified).await.map_err(|_| Error::Deadline)?
+            tokio::time::timeout(TIMEOUT, notified).await.map_err(|_| Error::Deadline)?
         };
         let (notified, gone) = tokio::select! {
             times = all => times?,
@@ -396,9 +396,9 @@ fn report(rows: &[Row], config: &ControllerConfig, session: &Session) -> Result<
     let mut bars = Vec::new();
     if let Some(last) = rows.last() {
         let name = format!("notified, {} receivers of {} models, s", last.receivers, config.models);
-        bars.push(Bar { name, value: ms(&last.notified) / 1e3, bar: 1.0, at_least: false });
+        bars.push(Figure { name, value: ms(&last.notified) / 1e3, bar: 1.0, at_least: false });
         let name = "memory of the controller, MB".into();
-        bars.push(Bar { name, value: last.memory as f64 / 1e6, bar: MAX_MEMORY / 1e6, at_least: false });
+        bars.push(Figure { name, value: last.memory as f64 / 1e6, bar: MAX_MEMORY / 1e6, at_least: false });
     }
     let object = |row: &Row| {
         json!({
@@ -418,7 +418,7 @@ fn report(rows: &[Row], config: &ControllerConfig, session: &Session) -> Result<
         "repeats": config.repeats,
         "machine": machine(),
         "rows": rows.iter().map(object).collect::<Vec<_>>(),
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(figures, |out| {
         use std::fmt::Write as _;

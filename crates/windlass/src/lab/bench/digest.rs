@@ -1,18 +1,17 @@
-//! `bench digest`: block sums and state digest of an image, beside reading it once.
+//! `bench digest`: block sums and state digest of an image, against reading it once.
 
 use std::fmt::Write as _;
 
 use serde_json::json;
-use windlass_core::kernel::Kernels;
 
-use super::{Bar, BenchConfig, Images, Probe, Timing, machine};
+use super::{BenchConfig, Figure, Images, Probe, Timing, machine};
 use crate::console::round;
 use crate::console::{Session, Table, bytes, count};
 use crate::error::Error;
 use crate::tools::limits;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &BenchConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(config, session)?;
     let (image, manifest) = (&images.base, &images.manifest);
     let mut digest = None;
@@ -25,7 +24,8 @@ pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Re
             }),
             Probe::new(|| {
                 let with = (config.threads, session.cancel());
-                let table = windlass_data::seal::sums_of_all(kernels, manifest, image, with)?;
+                let table =
+                    windlass_data::seal::sums_of_all(windlass_data::simd::kernels(), manifest, image, with)?;
                 digest = Some(table.digest(manifest));
                 Ok(())
             }),
@@ -34,7 +34,7 @@ pub fn run(config: &BenchConfig, kernels: &dyn Kernels, session: &Session) -> Re
     let Some(digest) = digest else { return Err(Error::Bug("no round was run".into())) };
     let (read_gbps, digest_gbps) = (read.gbps(image.len()), time.gbps(image.len()));
     let ratio = digest_gbps / read_gbps;
-    let bar = Bar { name: "digest / read1".into(), value: ratio, bar: 0.5, at_least: true };
+    let bar = Figure { name: "digest / read1".into(), value: ratio, bar: 0.5, at_least: true };
     let object = json!({
         "bench": "digest",
         "elements": images.elements(),

@@ -1,4 +1,4 @@
-//! `bench fanout`: one version to 1, 2, 4, 8 and 16 receivers at once, beside what the link can carry.
+//! `bench fanout`: one version to 1, 2, 4, 8 and 16 receivers at once, against the link's bandwidth.
 //!
 //! A round gives every receiver a thread, which asks for a ticket and pulls it; the clock runs from the first until
 //! the last is done. It is done with the full image, checked, and with the delta from the version before. The
@@ -19,8 +19,8 @@ use windlass_core::identity::{StateDigest, Version};
 use windlass_data::shm::Mapping;
 use windlass_data::tcp::{ImageLanding, PayloadLanding, PullConfig, Watch, pull};
 
-use super::rig::{Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Spent, Timing, merge, reached, write_bars};
+use super::rig::{BenchDir, Publisher, failed};
+use super::{Figure, Images, PlaneConfig, Spent, Timing, merge, reached, write_bars};
 use crate::console::round;
 use crate::console::{Session, Table, bytes};
 use crate::error::Error;
@@ -30,12 +30,12 @@ use crate::tools::limits;
 const RECEIVERS: [usize; 5] = [1, 2, 4, 8, 16];
 const MODES: [&str; 2] = ["full", "delta"];
 /// A stream of the limit that stands still for so long is broken.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
-    let place = Place::new(&config.region_dir)?;
+    let place = BenchDir::new(&config.region_dir)?;
     let mut publisher = Publisher::start(&place, &images, config, session.cancel())?;
     publisher.commit(1, &images.base)?;
     let base = (1, publisher.served(1)?);
@@ -59,7 +59,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
         session.cancel().check()?;
         let mut whole = landed[0].lend(0..landed[0].len()).map_err(failed!("write an image"))?;
         let (wall, bare) = Spent::on(|| {
-            let bare = limits::loopback(config.streams.into(), &file, &mut whole, PATIENCE);
+            let bare = limits::loopback(config.streams.into(), &file, &mut whole, TIMEOUT);
             bare.map_err(Error::io("send", "the image".as_ref()))
         })?;
         let bare = Spent { wall: wall.as_secs_f64(), ..bare };
@@ -145,7 +145,7 @@ fn one_pull(
             manifest: publisher.region.manifest(),
             mapping,
             data_start: 0,
-            kernels: crate::kernels(),
+            kernels: windlass_data::simd::kernels(),
             landed: &|_, _| {},
             finish: &|| Ok(()),
         };
@@ -191,12 +191,12 @@ fn report(
     let mut bars = Vec::new();
     if let Some(row) = last("full") {
         let name = format!("full: bytes / link / time, {most} receivers");
-        bars.push(Bar { name, value: row.ratio, bar: 0.7, at_least: true });
+        bars.push(Figure { name, value: row.ratio, bar: 0.7, at_least: true });
     }
     if let Some((row, one)) = last("delta").and_then(|row| Some((row, alone(row)?))) {
         let name = "delta: time of one receiver more / of the first".into();
         let value = more(row).unwrap_or(0.0) / one.timing.median / 1e3;
-        bars.push(Bar { name, value, bar: 0.8, at_least: false });
+        bars.push(Figure { name, value, bar: 0.8, at_least: false });
     }
     let object = |row: &Row| -> Value {
         json!({
@@ -219,7 +219,7 @@ fn report(
         "ratio": last.map(|r| round(r.ratio)),
         "rows": rows.iter().map(object).collect::<Vec<_>>(),
         "spread": { "limit": round(link.spread()) },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("fanout", images), figures), |out| {
         config.title("fanout", images, out);

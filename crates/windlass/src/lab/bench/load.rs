@@ -1,4 +1,4 @@
-//! `bench load`: an image into the parameters of an engine by a load plan, beside copying the same bytes.
+//! `bench load`: an image into the parameters of an engine by a load plan, against copying the same bytes.
 //!
 //! Three loads, each the whole call with its checks. *Large*: a decoder as an engine of two workers holds it, with
 //! queries, keys and values in one parameter, gates and ups in another, and the matrices that are cut by columns in
@@ -20,9 +20,9 @@ use windlass_core::manifest::{Manifest, Tensor, TensorSpec};
 use windlass_data::load::{LoadPlan, Loaded, PlanCopy, Target};
 use windlass_data::seal::{self, Base, SealJob};
 
-use super::rig::{Place, failed};
+use super::rig::{BenchDir, failed};
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
+    Figure, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
 };
 use crate::console::round;
 use crate::console::{Session, Table, count};
@@ -36,7 +36,7 @@ const FEWEST: u64 = 5_000;
 const MOST: u64 = 50_000;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
     let (threads, cancel) = (config.bench.threads, session.cancel());
     let delta = delta(config, session, &images)?;
@@ -94,7 +94,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let small_ratio = reached(&loop_time, &small_time);
     let [limit, time, small_time, loop_time, sparse_time] =
         [&limit, &time, &small_time, &loop_time, &sparse_time].map(|t| Timing::from_rounds(t));
-    let bars = [Bar { name: "load / copy, in time".into(), value: ratio, bar: 1.5, at_least: false }];
+    let bars = [Figure { name: "load / copy, in time".into(), value: ratio, bar: 1.5, at_least: false }];
     let (len, small_len, tensors) = (images.base.len(), small_image.len(), manifest.tensors().len());
     let per_copy = small_time.median / tensors as f64;
     let object = json!({
@@ -125,7 +125,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
             "limit": round(limit.min * 1e3),
         },
         "spread": { "load": round(time.spread()), "small": round(small_time.spread()), "limit": round(limit.spread()) },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("load", &images), object), |out| {
         config.title("load", &images, out);
@@ -164,8 +164,8 @@ fn check(plan: &LoadPlan, image: &[u8], memory: &Memory) -> Result<(), Error> {
 /// The delta between both images.
 fn delta(config: &PlaneConfig, session: &Session, images: &Images) -> Result<Vec<u8>, Error> {
     let (threads, stop) = (config.bench.threads, session.cancel());
-    let place = Place::new(&config.region_dir)?;
-    let (kernels, path) = (crate::kernels(), place.join("delta"));
+    let place = BenchDir::new(&config.region_dir)?;
+    let (kernels, path) = (windlass_data::simd::kernels(), place.join("delta"));
     let sums = windlass_data::seal::sums_of_all(kernels, &images.manifest, &images.base, (threads, stop))?;
     seal::seal(SealJob {
         kernels,

@@ -1,19 +1,19 @@
-//! Benches: each measures a part of Windlass beside the machine's own limit, in the same run.
+//! Benchmarks: each measures a component of Windlass against the machine's limit, in the same run.
 //!
 //! Owns: what is measured and how, and the bars. Figures are ratios to a limit measured with the same threads
 //! on the same memory, because machines differ; rates are GB (10⁹ bytes) of one image a second. All memory is
 //! touched before it is timed, every figure is the median of several rounds, and the spread is given with it.
 
-pub mod codec;
-pub mod controller;
-pub mod digest;
-pub mod fanout;
-pub mod load;
-pub mod offload;
-pub mod rig;
-pub mod seal;
-pub mod sync;
-pub mod tcp;
+pub(crate) mod codec;
+pub(crate) mod controller;
+pub(crate) mod digest;
+pub(crate) mod fanout;
+pub(crate) mod load;
+pub(crate) mod offload;
+pub(crate) mod rig;
+pub(crate) mod seal;
+pub(crate) mod sync;
+pub(crate) mod tcp;
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -25,28 +25,28 @@ use crate::console::round;
 use crate::console::{Session, Table, bytes, count, percent};
 use crate::error::Error;
 use crate::lab::image;
-use crate::lab::synth::{Synth, SynthConfig};
 use windlass_core::manifest::Manifest;
+use windlass_synth::{Synth, SynthConfig};
 
 /// What to measure on.
 #[derive(Clone, Copy, Debug)]
-pub struct BenchConfig {
-    pub model: SynthConfig,
+pub(crate) struct BenchConfig {
+    pub(crate) model: SynthConfig,
     /// How many threads everything uses.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// Rounds of each measurement.
-    pub repeats: usize,
+    pub(crate) repeats: usize,
 }
 
 /// What to measure the data plane on.
 #[derive(Clone, Debug)]
-pub struct PlaneConfig {
+pub(crate) struct PlaneConfig {
     /// The model, the threads and the rounds.
-    pub bench: BenchConfig,
+    pub(crate) bench: BenchConfig,
     /// Streams of a transfer.
-    pub streams: u16,
+    pub(crate) streams: u16,
     /// Where regions and images are made.
-    pub region_dir: PathBuf,
+    pub(crate) region_dir: PathBuf,
 }
 
 impl PlaneConfig {
@@ -91,15 +91,15 @@ fn merge(mut object: Value, figures: Value) -> Value {
 }
 
 /// Two versions of a synthetic model, in memory.
-pub struct Images {
-    pub manifest: Manifest,
-    pub base: Vec<u8>,
-    pub next: Vec<u8>,
+pub(crate) struct Images {
+    pub(crate) manifest: Manifest,
+    pub(crate) base: Vec<u8>,
+    pub(crate) next: Vec<u8>,
 }
 
 impl Images {
     /// Makes both with several threads.
-    pub fn make(config: &BenchConfig, session: &Session) -> Result<Images, Error> {
+    pub(crate) fn make(config: &BenchConfig, session: &Session) -> Result<Images, Error> {
         let synth = Synth::new(config.model)?;
         let manifest = image::manifest_of(&synth)?;
         let len = manifest.data_bytes() as usize;
@@ -113,34 +113,34 @@ impl Images {
     }
 
     /// Elements of one image.
-    pub fn elements(&self) -> u64 {
+    pub(crate) fn elements(&self) -> u64 {
         self.base.len() as u64 / 2
     }
 }
 
 /// How long something took, over several rounds.
 #[derive(Clone, Copy, Debug)]
-pub struct Timing {
+pub(crate) struct Timing {
     /// The middle one, in seconds.
-    pub median: f64,
-    pub min: f64,
-    pub max: f64,
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
 }
 
 /// Something to be timed.
-pub struct Probe<'a> {
+pub(crate) struct Probe<'a> {
     setup: Box<dyn FnMut() -> Result<(), Error> + 'a>,
     round: Box<dyn FnMut() -> Result<(), Error> + 'a>,
 }
 
 impl<'a> Probe<'a> {
     /// Times `round`.
-    pub fn new(round: impl FnMut() -> Result<(), Error> + 'a) -> Probe<'a> {
+    pub(crate) fn new(round: impl FnMut() -> Result<(), Error> + 'a) -> Probe<'a> {
         Probe::after(|| Ok(()), round)
     }
 
     /// Times `round`, each after a `setup` that is not timed.
-    pub fn after(
+    pub(crate) fn after(
         setup: impl FnMut() -> Result<(), Error> + 'a,
         round: impl FnMut() -> Result<(), Error> + 'a,
     ) -> Probe<'a> {
@@ -151,41 +151,41 @@ impl<'a> Probe<'a> {
 impl Timing {
     /// Times all probes in turn, so many times, after one turn that is not counted. Taking turns lets whatever
     /// else the machine is doing fall on all of them alike.
-    pub fn of<const N: usize>(repeats: usize, probes: [Probe<'_>; N]) -> Result<[Timing; N], Error> {
+    pub(crate) fn of<const N: usize>(repeats: usize, probes: [Probe<'_>; N]) -> Result<[Timing; N], Error> {
         Ok(rounds(repeats, probes)?.map(|times| Timing::from_rounds(&times)))
     }
 
     /// What these rounds come to by the clock. There is at least one.
-    pub fn from_rounds(times: &[Spent]) -> Timing {
+    pub(crate) fn from_rounds(times: &[Spent]) -> Timing {
         let mut t: Vec<f64> = times.iter().map(|t| t.wall).collect();
         t.sort_by(f64::total_cmp);
         Timing { median: t[t.len() / 2], min: t[0], max: t[t.len() - 1] }
     }
 
     /// GB a second for so many bytes.
-    pub fn gbps(&self, bytes: usize) -> f64 {
+    pub(crate) fn gbps(&self, bytes: usize) -> f64 {
         bytes as f64 / self.median / 1e9
     }
 
     /// How far the rounds lie apart, relative to the median.
-    pub fn spread(&self) -> f64 {
+    pub(crate) fn spread(&self) -> f64 {
         (self.max - self.min) / self.median
     }
 }
 
 /// What a round took.
 #[derive(Clone, Copy, Debug)]
-pub struct Spent {
+pub(crate) struct Spent {
     /// Seconds by the clock.
-    pub wall: f64,
+    pub(crate) wall: f64,
     /// Seconds of processor time, of all threads of this process. Where others use the machine as well this says
     /// more about the code than the clock does.
-    pub cpu: f64,
+    pub(crate) cpu: f64,
 }
 
 impl Spent {
     /// Measures `work`.
-    pub fn on<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<(T, Spent), Error> {
+    pub(crate) fn on<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<(T, Spent), Error> {
         let (start, cpu) = (Instant::now(), cpu_seconds());
         let result = work()?;
         Ok((result, Spent { wall: start.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu }))
@@ -198,7 +198,10 @@ fn cpu_seconds() -> f64 {
 }
 
 /// What each probe took, round by round: all of them in turn, so many times, after one turn that is not counted.
-pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Result<[Vec<Spent>; N], Error> {
+pub(crate) fn rounds<const N: usize>(
+    repeats: usize,
+    mut probes: [Probe<'_>; N],
+) -> Result<[Vec<Spent>; N], Error> {
     let mut times = [const { Vec::new() }; N];
     for turn in 0..=repeats.max(1) {
         for (probe, times) in probes.iter_mut().zip(&mut times) {
@@ -214,12 +217,12 @@ pub fn rounds<const N: usize>(repeats: usize, mut probes: [Probe<'_>; N]) -> Res
 
 /// How much of the limit was reached: the middle of `limit ÷ time` over the rounds. Taken round by round, because
 /// what slows the machine for a while then falls on both.
-pub fn reached(times: &[Spent], limits: &[Spent]) -> f64 {
+pub(crate) fn reached(times: &[Spent], limits: &[Spent]) -> f64 {
     middle(times, limits, |limit, time| limit.wall / time.wall)
 }
 
 /// The same for processor time: how much of it the limit needed, relative to what was spent.
-pub fn reached_cpu(times: &[Spent], limits: &[Spent]) -> f64 {
+pub(crate) fn reached_cpu(times: &[Spent], limits: &[Spent]) -> f64 {
     middle(times, limits, |limit, time| limit.cpu / time.cpu)
 }
 
@@ -231,18 +234,18 @@ fn middle(times: &[Spent], limits: &[Spent], ratio: impl Fn(&Spent, &Spent) -> f
 
 /// A figure, its bar, and whether it is met.
 #[derive(Clone, Debug)]
-pub struct Bar {
-    pub name: String,
-    pub value: f64,
+pub(crate) struct Figure {
+    pub(crate) name: String,
+    pub(crate) value: f64,
     /// What it should be.
-    pub bar: f64,
+    pub(crate) bar: f64,
     /// Whether larger is better.
-    pub at_least: bool,
+    pub(crate) at_least: bool,
 }
 
-impl Bar {
+impl Figure {
     /// Whether it is met.
-    pub fn met(&self) -> bool {
+    pub(crate) fn met(&self) -> bool {
         if self.at_least { self.value >= self.bar } else { self.value <= self.bar }
     }
 
@@ -258,7 +261,7 @@ impl Bar {
 }
 
 /// The bars as a table.
-fn write_bars(bars: &[Bar], out: &mut String) {
+fn write_bars(bars: &[Figure], out: &mut String) {
     let mut t = Table::new(["bar", "value", "wanted", ""]);
     for bar in bars {
         t.row(bar.cells());
@@ -278,7 +281,7 @@ fn timing_row(name: &str, bytes: usize, timing: &Timing) -> [String; 5] {
 }
 
 /// The processor and its cores, as the system names them.
-pub fn machine() -> Value {
+pub(crate) fn machine() -> Value {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
         info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':').map(|(_, m)| m.trim()));

@@ -1,10 +1,10 @@
-//! `bench offload`: tensors in host memory into a slot, until it is committed, beside copying the same bytes.
+//! `bench offload`: tensors in host memory into a slot, until it is committed, against copying the same bytes.
 //!
 //! Each thread is a rank with its own [`Writer`] and holds a share of every large tensor, cut on no particular
 //! boundary, and every so-manieth of the small ones. A round is the whole attempt: guard, join, write, done, commit.
 //! It is run on the layout of the model and again on as many bytes in small tensors of odd size. The limit copies the
 //! image with the same threads into memory that was touched before; so were both slots, because the first write to
-//! a page costs several times as much and happens once in the life of a region.
+//! a page costs several times as much and happens once per region.
 //!
 //! Small tensors have a figure and no bar. Copies of a few KiB go through the cache, so that each line of the slot is
 //! read before it is written, and they end before the processor's prefetch has begun to pay: about half of the limit,
@@ -19,12 +19,13 @@ use serde_json::json;
 use windlass_core::Dtype;
 use windlass_core::identity::Version;
 use windlass_core::manifest::{Manifest, TensorSpec};
-use windlass_data::region::{LeaseKind, Region, Writer};
+use windlass_data::publish::Publisher;
+use windlass_data::region::{Attempt, LeaseKind, Region};
 use windlass_data::stop::Stop;
 
-use super::rig::{self, Place, failed};
+use super::rig::{self, BenchDir, failed};
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
+    Figure, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
 };
 use crate::console::round;
 use crate::console::{Session, Table, count};
@@ -40,7 +41,7 @@ const SMALL: u64 = 2561;
 const MAX_SMALL: u64 = 50_000;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
     let threads = config.bench.threads;
     let mut copy = image::copy(&images.next)?;
@@ -70,7 +71,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let cpu_small = reached_cpu(&small_time, &limit) * small_len as f64 / len as f64;
     let ratio_small = reached(&small_time, &limit) * small_len as f64 / len as f64;
     let [limit, time, small_time] = [&limit, &time, &small_time].map(|t| Timing::from_rounds(t));
-    let bars = [Bar { name: "offload / copy".into(), value: ratio, bar: 0.85, at_least: true }];
+    let bars = [Figure { name: "offload / copy".into(), value: ratio, bar: 0.85, at_least: true }];
     let tensors = [model.region.manifest().tensors().len(), small.region.manifest().tensors().len()];
     let object = json!({
         "gbps": round(time.gbps(len)),
@@ -95,7 +96,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
             "small": round(small_time.spread()),
             "limit": round(limit.spread()),
         },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("offload", &images), object), |out| {
         config.title("offload", &images, out);
@@ -123,23 +124,23 @@ fn small(bytes: u64) -> Result<Manifest, Error> {
 /// A region and its ranks.
 struct Ranks<'a> {
     region: Arc<Region>,
-    writers: Vec<Writer>,
+    publishers: Vec<Publisher>,
     /// What each rank writes, in the data area.
     shares: Vec<Vec<Range<u64>>>,
     version: Version,
     cancel: &'a Stop,
-    _place: Place,
+    _place: BenchDir,
 }
 
 impl<'a> Ranks<'a> {
     fn new(config: &PlaneConfig, manifest: Arc<Manifest>, cancel: &'a Stop) -> Result<Ranks<'a>, Error> {
-        let place = Place::new(&config.region_dir)?;
+        let place = BenchDir::new(&config.region_dir)?;
         let ranks = config.bench.threads as u16;
         let region = rig::region(&place, &manifest, ranks)?;
-        let writers = (0..ranks).map(|r| region.writer(r)).collect::<Result<_, _>>();
-        let writers = writers.map_err(failed!("write the region"))?;
+        let publishers = (0..ranks).map(|r| Publisher::new(Arc::clone(&region), r)).collect::<Result<_, _>>();
+        let publishers = publishers.map_err(failed!("write the region"))?;
         region.report();
-        Ok(Ranks { region, writers, shares: shares(&manifest, ranks), version: 0, cancel, _place: place })
+        Ok(Ranks { region, publishers, shares: shares(&manifest, ranks), version: 0, cancel, _place: place })
     }
 
     /// One version, from the first word to the commit.
@@ -149,10 +150,10 @@ impl<'a> Ranks<'a> {
         let version = self.version;
         std::thread::scope(|scope| {
             let threads: Vec<_> = self
-                .writers
+                .publishers
                 .iter_mut()
                 .zip(&self.shares)
-                .map(|(writer, share)| scope.spawn(move || write(writer, share, source, version, stop)))
+                .map(|(publisher, share)| scope.spawn(move || write(publisher, share, source, version, stop)))
                 .collect();
             threads.into_iter().try_for_each(|t| {
                 t.join().unwrap_or_else(|_| Err(Error::Bug("a rank's thread panicked".into())))
@@ -174,19 +175,19 @@ impl<'a> Ranks<'a> {
 }
 
 fn write(
-    writer: &mut Writer,
+    publisher: &mut Publisher,
     share: &[Range<u64>],
     source: &[u8],
     version: Version,
     stop: &Stop,
 ) -> Result<(), Error> {
-    let attempt = writer.begin(version, stop).map_err(failed!("begin a version"))?;
-    for range in share {
-        let bytes = &source[range.start as usize..range.end as usize];
-        attempt.write(range.start, bytes).map_err(failed!("write a tensor"))?;
-    }
-    attempt.done(stop).map_err(failed!("commit a version"))?;
-    Ok(())
+    let mut ranges = share.iter();
+    let write = |attempt: &Attempt<'_>| {
+        ranges.try_for_each(|range| {
+            Ok(attempt.write(range.start, &source[range.start as usize..range.end as usize])?)
+        })
+    };
+    publisher.copy(version, stop, write).map_err(rig::publish_failed)
 }
 
 /// What each rank holds.

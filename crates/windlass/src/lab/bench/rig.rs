@@ -18,8 +18,9 @@ use windlass_core::manifest::Manifest;
 use windlass_core::wire::Ticket;
 use windlass_core::wire::control::{Have, Registration, RequestMode, TransferAnswer, TransferRequest};
 use windlass_data::image::ImageSpec;
+use windlass_data::publish::{self, PublishError};
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
-use windlass_data::region::{Memfd, Region, RegionSpec, Slots, Writer};
+use windlass_data::region::{Attempt, Memfd, Region, RegionSpec};
 use windlass_data::serve::{Server, ServerConfig};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
@@ -29,7 +30,7 @@ use super::{Images, PlaneConfig};
 use crate::error::Error;
 
 /// Nothing that a bench waits for takes so long unless something is broken.
-const PATIENCE: Duration = Duration::from_mins(2);
+const TIMEOUT: Duration = Duration::from_mins(2);
 
 /// For `map_err` on what the data plane says.
 macro_rules! failed {
@@ -39,29 +40,33 @@ macro_rules! failed {
 }
 pub(super) use failed;
 
+pub(super) fn publish_failed(e: PublishError) -> Error {
+    Error::Plane { doing: "publish a version", kind: e.kind(), source: Box::new(e) }
+}
+
 /// A directory of the bench's own, gone when it is dropped.
 #[derive(Debug)]
-pub struct Place(PathBuf);
+pub(crate) struct BenchDir(PathBuf);
 
-impl Place {
+impl BenchDir {
     /// Makes one in `parent`.
-    pub fn new(parent: &Path) -> Result<Place, Error> {
+    pub(crate) fn new(parent: &Path) -> Result<BenchDir, Error> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = parent.join(format!("windlass-bench-{}-{number}", std::process::id()));
         std::fs::create_dir(&path).map_err(Error::io("create", &path))?;
-        Ok(Place(path))
+        Ok(BenchDir(path))
     }
 
     /// Something in it.
-    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
         self.0.join(name)
     }
 }
 
-impl Drop for Place {
+impl Drop for BenchDir {
     fn drop(&mut self) {
-        // What cannot be removed stays; a bench has nobody to tell.
+        // A leftover is harmless, and a benchmark has no error to report.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -71,36 +76,26 @@ fn model_id() -> Result<ModelId, Error> {
 }
 
 /// Makes a region of two slots for `ranks` writers, all of its pages touched.
-pub fn region(place: &Place, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
-    let spec = RegionSpec {
-        dir: place.join("region"),
-        model_id: model_id()?,
-        manifest: Arc::clone(manifest),
-        slots: Slots::Two,
-        ranks,
-        part: None,
-        group: false,
-        memfd: Memfd::Auto,
-        extra_bytes: 0,
-        incarnation: None,
-    };
+pub(crate) fn region(place: &BenchDir, manifest: &Arc<Manifest>, ranks: u16) -> Result<Arc<Region>, Error> {
+    let spec =
+        RegionSpec { ranks, ..RegionSpec::new(place.join("region"), model_id()?, Arc::clone(manifest)) };
     Region::create(&spec).map_err(failed!("make a region"))
 }
 
 /// A region with one rank, being served.
-pub struct Publisher<'a> {
+pub(crate) struct Publisher<'a> {
     config: &'a PlaneConfig,
     cancel: &'a Stop,
-    pub region: Arc<Region>,
-    pub server: Arc<Server>,
-    writer: Writer,
+    pub(crate) region: Arc<Region>,
+    pub(crate) server: Arc<Server>,
+    publisher: publish::Publisher,
     instance: String,
 }
 
 impl<'a> Publisher<'a> {
     /// Makes a region and serves it.
-    pub fn start(
-        place: &Place,
+    pub(crate) fn start(
+        place: &BenchDir,
         images: &Images,
         config: &'a PlaneConfig,
         cancel: &'a Stop,
@@ -109,15 +104,16 @@ impl<'a> Publisher<'a> {
     }
 
     /// The same with a certificate, or without.
-    pub fn start_with(
-        place: &Place,
+    pub(crate) fn start_with(
+        place: &BenchDir,
         images: &Images,
         config: &'a PlaneConfig,
         cancel: &'a Stop,
         tls: Option<Certificate>,
     ) -> Result<Publisher<'a>, Error> {
         let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
-        let writer = region.writer(0).map_err(failed!("write the region"))?;
+        let publisher = publish::Publisher::new(Arc::clone(&region), 0);
+        let publisher = publisher.map_err(failed!("write the region"))?;
         region.report();
         let host = Host::new("127.0.0.1").map_err(|e| Error::Bug(e.to_string()))?;
         let mut serving = ServerConfig {
@@ -130,36 +126,35 @@ impl<'a> Publisher<'a> {
         let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
         let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
         let instance = registered.instance_id;
-        Ok(Publisher { config, cancel, region, server: Arc::new(server), writer, instance })
+        Ok(Publisher { config, cancel, region, server: Arc::new(server), publisher, instance })
     }
 
     /// A deadline that no healthy bench reaches.
-    pub fn stop(&self) -> Stop {
-        self.cancel.with_timeout(PATIENCE)
+    pub(crate) fn stop(&self) -> Stop {
+        self.cancel.with_timeout(TIMEOUT)
     }
 
     /// Writes a version with all threads and commits it.
-    pub fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
+    pub(crate) fn commit(&mut self, version: Version, data: &[u8]) -> Result<(), Error> {
         let stop = self.stop();
-        let attempt = self.writer.begin(version, &stop).map_err(failed!("begin a version"))?;
         let share = data.len().div_ceil(self.config.bench.threads).max(1);
-        std::thread::scope(|scope| {
-            let attempt = &attempt;
-            let writes: Vec<_> = (0u64..)
-                .zip(data.chunks(share))
-                .map(|(i, part)| scope.spawn(move || attempt.write(i * share as u64, part)))
-                .collect();
-            writes.into_iter().try_for_each(|w| match w.join() {
-                Ok(written) => written.map_err(failed!("write a version")),
-                Err(_) => Err(Error::Bug("a writing thread panicked".into())),
+        let write = |attempt: &Attempt<'_>| {
+            std::thread::scope(|scope| {
+                let writes: Vec<_> = (0u64..)
+                    .zip(data.chunks(share))
+                    .map(|(i, part)| scope.spawn(move || attempt.write(i * share as u64, part)))
+                    .collect();
+                writes.into_iter().try_for_each(|w| match w.join() {
+                    Ok(written) => Ok(written?),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
             })
-        })?;
-        attempt.done(&stop).map_err(failed!("commit a version"))?;
-        Ok(())
+        };
+        self.publisher.copy(version, &stop, write).map_err(publish_failed)
     }
 
     /// Waits until a version is sealed and served; answers its digest.
-    pub fn served(&self, version: Version) -> Result<StateDigest, Error> {
+    pub(crate) fn served(&self, version: Version) -> Result<StateDigest, Error> {
         let seen = version.checked_sub(1).map(|v| (self.region.incarnation(), v));
         let info = self.server.wait_version(seen, &self.stop());
         let digest = info.digest.filter(|_| info.version == Some(version));
@@ -175,7 +170,7 @@ impl<'a> Publisher<'a> {
     }
 
     /// A ticket for the newest version: a delta from `have`, or all of it.
-    pub fn ticket(&self, have: Option<(Version, StateDigest)>) -> Result<Ticket, Error> {
+    pub(crate) fn ticket(&self, have: Option<(Version, StateDigest)>) -> Result<Ticket, Error> {
         let incarnation = self.region.incarnation();
         let request = TransferRequest {
             instance_id: self.instance.clone(),
@@ -185,7 +180,7 @@ impl<'a> Publisher<'a> {
             layout_hash: None,
             wanted: None,
             streams: Some(self.config.streams),
-            timeout_ms: Some(PATIENCE.as_millis() as u64),
+            timeout_ms: Some(TIMEOUT.as_millis() as u64),
         };
         match self.server.request(&request, &self.stop()).map_err(failed!("ask for a ticket"))? {
             TransferAnswer::Granted(granted) => granted.ticket().map_err(failed!("read a ticket")),
@@ -196,14 +191,14 @@ impl<'a> Publisher<'a> {
     }
 
     /// A receiver with an image of its own.
-    pub fn receiver(&self, place: &Place, name: &str) -> Result<Receiver, Error> {
+    pub(crate) fn receiver(&self, place: &BenchDir, name: &str) -> Result<Receiver, Error> {
         let config = ReceiverConfig {
             image: image_spec(place, name, self.config.bench.threads)?,
             name: name.to_owned(),
             mode: RequestMode::Auto,
             streams: Some(self.config.streams),
-            transfer_timeout: PATIENCE,
-            open_timeout: PATIENCE,
+            transfer_timeout: TIMEOUT,
+            open_timeout: TIMEOUT,
             pull: PullConfig::default(),
             allow: None,
             keep: None,
@@ -214,8 +209,8 @@ impl<'a> Publisher<'a> {
     }
 }
 
-/// A certificate for 127.0.0.1 whose key everybody knows, and those who trust it: for nothing but measuring.
-pub fn certificate(place: &Place) -> Result<(Certificate, Privacy), Error> {
+/// A certificate for 127.0.0.1 whose key is public, and its authority: for measurements only.
+pub(crate) fn certificate(place: &BenchDir) -> Result<(Certificate, Privacy), Error> {
     let write = |name: &str, pem: &str| {
         let path = place.join(name);
         let mut file = std::fs::OpenOptions::new();
@@ -230,7 +225,7 @@ pub fn certificate(place: &Place) -> Result<(Certificate, Privacy), Error> {
 }
 
 /// Where an image of the bench lies.
-pub fn image_spec(place: &Place, name: &str, threads: usize) -> Result<ImageSpec, Error> {
+pub(crate) fn image_spec(place: &BenchDir, name: &str, threads: usize) -> Result<ImageSpec, Error> {
     let dir = place.join(name);
     Ok(ImageSpec { dir, model_id: model_id()?, group: false, memfd: Memfd::Auto, threads })
 }

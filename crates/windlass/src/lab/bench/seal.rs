@@ -1,4 +1,4 @@
-//! `bench seal`: a version becomes a delta file and a table of sums, beside reading both images.
+//! `bench seal`: a delta file and a hash table from two images, against reading both.
 //!
 //! What the agent does at every commit: one pass with the sums of the base at hand ([`windlass_data::seal`]), the
 //! file included, which is made in the region's directory and replaced every round.
@@ -7,9 +7,9 @@ use serde_json::json;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::seal::{self, Base, SealJob};
 
-use super::rig::Place;
+use super::rig::BenchDir;
 use super::{
-    Bar, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
+    Figure, Images, PlaneConfig, Probe, Timing, merge, reached, reached_cpu, rounds, timing_row, write_bars,
 };
 use crate::console::round;
 use crate::console::{Session, Table, bytes};
@@ -17,11 +17,11 @@ use crate::error::Error;
 use crate::tools::limits;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
     let (threads, cancel) = (config.bench.threads, session.cancel());
-    let place = Place::new(&config.region_dir)?;
-    let kernels = crate::kernels();
+    let place = BenchDir::new(&config.region_dir)?;
+    let kernels = windlass_data::simd::kernels();
     let sums = windlass_data::seal::sums_of_all(kernels, &images.manifest, &images.base, (threads, cancel))?;
     let wanted =
         windlass_data::seal::sums_of_all(kernels, &images.manifest, &images.next, (threads, cancel))?;
@@ -63,7 +63,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let (ratio, cpu_ratio) = (reached(&time, &limit), reached_cpu(&time, &limit));
     let len = images.base.len();
     let (limit, time) = (Timing::from_rounds(&limit), Timing::from_rounds(&time));
-    let bars = [Bar { name: "seal / reading two images".into(), value: ratio, bar: 0.4, at_least: true }];
+    let bars = [Figure { name: "seal / reading two images".into(), value: ratio, bar: 0.4, at_least: true }];
     let object = json!({
         "gbps": round(time.gbps(len)),
         "limit_gbps": round(limit.gbps(len)),
@@ -72,7 +72,7 @@ pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
         "delta_bytes": delta.bytes,
         "changed": delta.changes,
         "spread": { "seal": round(time.spread()), "limit": round(limit.spread()) },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("seal", &images), object), |out| {
         config.title("seal", &images, out);

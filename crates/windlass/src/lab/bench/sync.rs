@@ -1,4 +1,4 @@
-//! `bench sync`: one step of training from its commit to the receiver's image, beside the sum of its parts.
+//! `bench sync`: one step of training from its commit to the receiver's image, against the sum of its parts.
 //!
 //! A round writes a version into the region of a served publisher, and a receiver that waits for it brings its
 //! image there: seal, ask, pull the delta, open, apply, finish, all of it real and in one process. The clock runs
@@ -22,17 +22,17 @@ use windlass_data::shm::{Access, Mapping};
 use windlass_data::stop::Stop;
 use windlass_data::tcp::{PayloadLanding, PullConfig, Watch, pull};
 
-use super::rig::{Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Spent, Timing, merge, reached, write_bars};
+use super::rig::{BenchDir, Publisher, failed};
+use super::{Figure, Images, PlaneConfig, Spent, Timing, merge, reached, write_bars};
 use crate::console::round;
 use crate::console::{Session, Table, bytes};
 use crate::error::Error;
 use crate::lab::image;
 
 /// Runs the bench and prints what came out.
-pub fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
-    let place = Place::new(&config.region_dir)?;
+    let place = BenchDir::new(&config.region_dir)?;
     let mut publisher = Publisher::start(&place, &images, config, session.cancel())?;
     let mut receiver = publisher.receiver(&place, "image")?;
     let mut bench = Bench::new(&images, &place, config)?;
@@ -88,11 +88,12 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(images: &'a Images, place: &Place, config: &'a PlaneConfig) -> Result<Bench<'a>, Error> {
+    fn new(images: &'a Images, place: &BenchDir, config: &'a PlaneConfig) -> Result<Bench<'a>, Error> {
         let stop = Stop::never();
         let with = (config.bench.threads, &stop);
-        let sum =
-            |data: &[u8]| windlass_data::seal::sums_of_all(crate::kernels(), &images.manifest, data, with);
+        let sum = |data: &[u8]| {
+            windlass_data::seal::sums_of_all(windlass_data::simd::kernels(), &images.manifest, data, with)
+        };
         let path = place.join("scratch");
         let len = images.base.len() as u64;
         let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path);
@@ -154,7 +155,7 @@ impl<'a> Bench<'a> {
         let blocks = (0..region.manifest().cuts().blocks()).into();
         let start = Instant::now();
         seal::seal(SealJob {
-            kernels: crate::kernels(),
+            kernels: windlass_data::simd::kernels(),
             manifest: region.manifest(),
             blocks: &blocks,
             model_id: region.model_id(),
@@ -192,7 +193,14 @@ impl<'a> Bench<'a> {
         let start = Instant::now();
         let delta = Delta::parse(self.buffer.bytes(0..len)).map_err(failed!("read a delta"))?;
         let with = (self.config.bench.threads, &stop);
-        image::apply(crate::kernels(), &self.images.manifest, &delta, &self.sums[old], &mut data, with)?;
+        image::apply(
+            windlass_data::simd::kernels(),
+            &self.images.manifest,
+            &delta,
+            &self.sums[old],
+            &mut data,
+            with,
+        )?;
         let took = millis(start);
         if *data == *wanted { Ok(took) } else { Err(Error::Bug("the delta gives another image".into())) }
     }
@@ -209,7 +217,7 @@ fn report(found: &[Round], images: &Images, config: &PlaneConfig, session: &Sess
     let gbps = |ms: f64| round(len / ms / 1e6);
     let wire_bytes = found.last().map_or(0, |r| r.synced.wire_bytes);
     let bars =
-        [Bar { name: "sync / (encode + wire + apply)".into(), value: ratio, bar: 1.2, at_least: false }];
+        [Figure { name: "sync / (encode + wire + apply)".into(), value: ratio, bar: 1.2, at_least: false }];
     let (total_ms, alone_ms) = (middle(&|r| r.total), middle(&Round::alone));
     let inside: [(&str, f64); 6] = [
         ("sealed", middle(&|r| r.sealed)),
@@ -236,7 +244,7 @@ fn report(found: &[Round], images: &Images, config: &PlaneConfig, session: &Sess
             "total": round(Timing::from_rounds(&total).spread()),
             "alone": round(Timing::from_rounds(&alone).spread()),
         },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     session.finish(merge(config.json("sync", images), object), |out| {
         config.title("sync", images, out);

@@ -1,4 +1,4 @@
-//! `bench tcp`: a full image from a server to a receiver's image over loopback, beside bare `sendfile` and `recv`.
+//! `bench tcp`: a full image from a server to a receiver's image over loopback, against bare `sendfile` and `recv`.
 //!
 //! A round is one pull of one ticket ([`windlass_data::tcp::pull`]), dialling and handshakes included, from the slot of
 //! a served region into a receiver's image. It is run with the sums checked, as always outside of this bench, and
@@ -14,21 +14,23 @@ use windlass_data::image::{Image, Refresh};
 use windlass_data::tcp::{PullConfig, Watch, pull};
 use windlass_data::tls::{Certificate, PLAIN, Privacy};
 
-use super::rig::{self, Place, Publisher, failed};
-use super::{Bar, Images, PlaneConfig, Spent, Timing, merge, reached, reached_cpu, timing_row, write_bars};
+use super::rig::{self, BenchDir, Publisher, failed};
+use super::{
+    Figure, Images, PlaneConfig, Spent, Timing, merge, reached, reached_cpu, timing_row, write_bars,
+};
 use crate::console::round;
 use crate::console::{Session, Table};
 use crate::error::Error;
 use crate::tools::limits;
 
 /// A stream of the limit that stands still for so long is broken.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs the bench and prints what came out. With `tls`, pulls inside TLS are measured in the same rounds, from a second
 /// publisher of the same bytes.
-pub fn run(config: &PlaneConfig, tls: bool, session: &Session) -> Result<(), Error> {
+pub(crate) fn run(config: &PlaneConfig, tls: bool, session: &Session) -> Result<(), Error> {
     let images = Images::make(&config.bench, session)?;
-    let place = Place::new(&config.region_dir)?;
+    let place = BenchDir::new(&config.region_dir)?;
     let mut times = Times::default();
     with_link(config, session, &images, (&place, None), |link| {
         let mut measure = |inside: Option<&Link<'_>>| {
@@ -41,7 +43,7 @@ pub fn run(config: &PlaneConfig, tls: bool, session: &Session) -> Result<(), Err
         if !tls {
             return measure(None);
         }
-        let place = Place::new(&config.region_dir)?;
+        let place = BenchDir::new(&config.region_dir)?;
         let tls = rig::certificate(&place)?;
         with_link(config, session, &images, (&place, Some(&tls)), |inside| measure(Some(inside)))
     })?;
@@ -76,7 +78,7 @@ fn with_link(
     config: &PlaneConfig,
     session: &Session,
     images: &Images,
-    (place, tls): (&Place, Option<&(Certificate, Privacy)>),
+    (place, tls): (&BenchDir, Option<&(Certificate, Privacy)>),
     work: impl FnOnce(&Link<'_>) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let certificate = tls.map(|(certificate, _)| certificate.clone());
@@ -105,7 +107,7 @@ fn report(config: &PlaneConfig, session: &Session, images: &Images, times: &Time
     let tls = (!inside.is_empty())
         .then(|| (Timing::from_rounds(inside), reached(inside, checked), reached_cpu(inside, checked)));
     let [limit, checked, unchecked] = [limit, checked, unchecked].map(|t| Timing::from_rounds(t));
-    let bar = |name: &str, value, bar| Bar { name: name.into(), value, bar, at_least: true };
+    let bar = |name: &str, value, bar| Figure { name: name.into(), value, bar, at_least: true };
     let bars = [bar("checked / bare", ratio, 0.7), bar("unchecked / bare", ratio_unchecked, 0.9)];
     let mut object = json!({
         "gbps": round(checked.gbps(len)),
@@ -125,7 +127,7 @@ fn report(config: &PlaneConfig, session: &Session, images: &Images, times: &Time
             "unchecked": round(unchecked.spread()),
             "limit": round(limit.spread()),
         },
-        "bars": bars.iter().map(Bar::json).collect::<Vec<_>>(),
+        "bars": bars.iter().map(Figure::json).collect::<Vec<_>>(),
     });
     if let Some((timing, ratio, cpu)) = &tls {
         object["tls"] = json!({
@@ -179,7 +181,7 @@ impl Link<'_> {
     fn bare(&self) -> Result<Spent, Error> {
         self.with_data(|data| {
             let (wall, spent) = Spent::on(|| {
-                let took = limits::loopback(self.streams.into(), &self.file, data, PATIENCE);
+                let took = limits::loopback(self.streams.into(), &self.file, data, TIMEOUT);
                 took.map_err(Error::io("send", "the image".as_ref()))
             })?;
             // Connecting and starting threads are not in it.

@@ -1,7 +1,7 @@
-//! A process of the demo: started, listened to, killed.
+//! A process of the demo.
 //!
-//! Owns: the child, a thread that reads its lines, and the rule that nothing outlives the demo: whatever happens,
-//! dropping a [`Child`] kills and reaps it. Every wait has a deadline and looks at Ctrl-C.
+//! Owns: the child process and a thread that reads its output. Dropping a [`Child`] kills and reaps the process, so that
+//! none outlives the demo. Every wait has a timeout and ends on Ctrl-C.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -17,7 +17,7 @@ use windlass_data::stop::{Stop, Stopped};
 use crate::error::Error;
 use crate::service::program;
 
-/// A running process that speaks lines of JSON.
+/// A running process that writes lines of JSON.
 #[derive(Debug)]
 pub(super) struct Child {
     pub(super) name: String,
@@ -28,7 +28,7 @@ pub(super) struct Child {
 }
 
 impl Child {
-    /// Starts this program again with other arguments. What it says on standard error goes to a file in `logs`.
+    /// Starts this program with other arguments. Its standard error goes to a file in `logs`.
     pub(super) fn start<S: AsRef<OsStr>>(
         name: &str,
         logs: &Path,
@@ -66,12 +66,12 @@ impl Child {
         if let Ok(log) = std::fs::read_to_string(&self.log)
             && let Some(last) = log.lines().rfind(|l| !l.trim().is_empty())
         {
-            what = format!("{what} (it last said: {last})");
+            what = format!("{what} (last log line: {last})");
         }
         Error::Child { who: self.name.clone(), what, kind }
     }
 
-    /// Says a line to it.
+    /// Sends it a line.
     pub(super) fn say(&mut self, line: &str) -> Result<(), Error> {
         let said = self.stdin.as_mut().map(|s| writeln!(s, "{line}").and_then(|()| s.flush()));
         match said {
@@ -81,7 +81,7 @@ impl Child {
         }
     }
 
-    /// The next line that `wanted` makes something of. A line with an error ends the wait.
+    /// Waits for a line that `wanted` accepts. A line with an error ends the wait.
     pub(super) fn expect<T>(
         &mut self,
         what: &str,
@@ -115,16 +115,16 @@ impl Child {
         }
     }
 
-    /// An error if it has ended, though nobody ended it.
+    /// Fails if the process has ended by itself.
     pub(super) fn check(&mut self) -> Result<(), Error> {
         match self.process.try_wait() {
             Ok(Some(status)) => Err(self.failed(Kind::PeerLost, format!("ended with {status}"))),
             Ok(None) => Ok(()),
-            Err(e) => Err(self.failed(Kind::Bug, format!("cannot be looked at: {e}"))),
+            Err(e) => Err(self.failed(Kind::Bug, format!("cannot be checked: {e}"))),
         }
     }
 
-    /// SIGKILL: no chance to clean up.
+    /// Sends SIGKILL.
     pub(super) fn kill(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

@@ -17,28 +17,28 @@ use windlass_core::digest::{StateSum, sum_block};
 use windlass_core::identity::ModelId;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::PartSum;
-use windlass_data::region::{Memfd, Region, RegionError, RegionSpec, Slots, Writer};
+use windlass_data::publish::{PublishError, Publisher};
+use windlass_data::region::RegionSpec;
 use windlass_data::stop::Stop;
 
-use super::Model;
 use crate::console::Session;
 use crate::error::Error;
 use crate::lab::image;
-use crate::lab::synth::Synth;
+use windlass_synth::{Synth, SynthConfig};
 
 /// The checked arguments of `demo-rank`.
 #[derive(Clone, Debug)]
-pub struct Rank {
-    pub region: PathBuf,
+pub(crate) struct DemoRank {
+    pub(crate) region: PathBuf,
     /// What the policy is called.
-    pub model_id: ModelId,
-    pub rank: u16,
-    pub ranks: u16,
-    pub model: Model,
+    pub(crate) model_id: ModelId,
+    pub(crate) rank: u16,
+    pub(crate) ranks: u16,
+    pub(crate) model: SynthConfig,
 }
 
 /// How long a rank waits for the others.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The blocks of a rank: every other rank has half as many again.
 fn share(blocks: u32, rank: u16, ranks: u16) -> Range<u32> {
@@ -60,23 +60,22 @@ struct Trainer {
     start: u64,
 }
 
-impl Rank {
+impl DemoRank {
     /// Does what it is told until its input ends.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
-        let synth = self.model.synth()?;
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
+        let synth = Synth::new(self.model)?;
         let manifest = Arc::new(image::manifest_of(&synth)?);
         let mut trainer = Trainer::new(synth, Arc::clone(&manifest), self)?;
-        let region = self.region(&manifest, session)?;
-        let mut writer = region.writer(self.rank)?;
+        let mut publisher = self.publisher(&manifest, session)?;
         let bytes = trainer.weights.len();
         session
             .event(&json!({ "event": "ready", "bytes": bytes }), || format!("rank {} is ready", self.rank));
         for line in std::io::stdin().lock().lines() {
             let line = line.map_err(Error::io("read", "standard input".as_ref()))?;
-            let stop = session.cancel().with_timeout(PATIENCE);
+            let stop = session.cancel().with_timeout(TIMEOUT);
             let told = match line.split_once(' ').map(|(verb, step)| (verb, step.parse::<u32>())) {
                 Some(("train", Ok(step))) if step <= super::MAX_STEPS => trainer.train(step)?,
-                Some(("offload", Ok(step))) => trainer.offload(&mut writer, step, &stop)?,
+                Some(("offload", Ok(step))) => trainer.offload(&mut publisher, step, &stop)?,
                 Some(_) | None => return Err(Error::Usage(format!("{line:?} is not a command of a rank"))),
             };
             session.event(&told, || told.to_string());
@@ -85,38 +84,24 @@ impl Rank {
     }
 
     /// The first rank makes the region, the others wait for it.
-    fn region(&self, manifest: &Arc<Manifest>, session: &Session) -> Result<Arc<Region>, Error> {
+    fn publisher(&self, manifest: &Arc<Manifest>, session: &Session) -> Result<Publisher, Error> {
         if self.rank == 0 {
             let spec = RegionSpec {
-                dir: self.region.clone(),
-                model_id: self.model_id.clone(),
-                manifest: Arc::clone(manifest),
-                slots: Slots::Two,
                 ranks: self.ranks,
-                part: None,
-                group: false,
-                memfd: Memfd::Auto,
                 extra_bytes: manifest.data_bytes() / 2,
-                incarnation: None,
+                ..RegionSpec::new(self.region.clone(), self.model_id.clone(), Arc::clone(manifest))
             };
             // The agent of one that was killed notices soon.
             let stop = session.cancel().with_timeout(Duration::from_secs(10));
-            return Ok(Region::create_when_free(&spec, &stop)?);
+            return Ok(Publisher::create(&spec, &stop)?);
         }
-        let stop = session.cancel().with_timeout(PATIENCE);
-        loop {
-            match Region::open(&self.region) {
-                Err(RegionError::Absent { .. }) if !stop.is_set() => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                other => return Ok(other?),
-            }
-        }
+        let stop = session.cancel().with_timeout(TIMEOUT);
+        Publisher::join(&self.region, manifest.layout_hash(), self.rank, None, &stop).map_err(failed)
     }
 }
 
 impl Trainer {
-    fn new(synth: Synth, manifest: Arc<Manifest>, rank: &Rank) -> Result<Trainer, Error> {
+    fn new(synth: Synth, manifest: Arc<Manifest>, rank: &DemoRank) -> Result<Trainer, Error> {
         let by_name: HashMap<&str, usize> =
             synth.tensors().iter().enumerate().map(|(i, t)| (&*t.name, i)).collect();
         let source = |name: &str| {
@@ -143,20 +128,27 @@ impl Trainer {
             rest = after;
             self.synth.fill(self.sources[tile.block.tensor as usize], tile.block.start, step, bytes);
             // From the trainer's own memory: what every receiver must have in the end.
-            sum.add(tile.block.tensor, sum_block(crate::kernels(), &tile.block, tile.unit, bytes));
+            sum.add(
+                tile.block.tensor,
+                sum_block(windlass_data::simd::kernels(), &tile.block, tile.unit, bytes),
+            );
         }
         let ms = begun.elapsed().as_secs_f64() * 1e3;
         Ok(json!({ "event": "trained", "step": step, "train_ms": ms, "sum": PartSum(sum.to_bytes()) }))
     }
 
-    fn offload(&self, writer: &mut Writer, step: u32, stop: &Stop) -> Result<serde_json::Value, Error> {
+    fn offload(&self, publisher: &mut Publisher, step: u32, stop: &Stop) -> Result<serde_json::Value, Error> {
         let begun = Instant::now();
-        let attempt = writer.begin(step.into(), stop)?;
-        attempt.write(self.start, &self.weights)?;
-        attempt.done(stop)?;
+        publisher
+            .copy(step.into(), stop, |slot| Ok(slot.write(self.start, &self.weights)?))
+            .map_err(failed)?;
         let ms = begun.elapsed().as_secs_f64() * 1e3;
         Ok(json!({ "event": "committed", "version": step, "offload_ms": ms, "bytes": self.weights.len() }))
     }
+}
+
+fn failed(e: PublishError) -> Error {
+    Error::Plane { doing: "publish a version", kind: e.kind(), source: Box::new(e) }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! A trainer of the demo: its ranks and the agent beside them.
+//! A trainer of the demo: its ranks and their agent.
 //!
 //! Owns: the processes of one model's publisher. [`Trainer::train`] and [`Trainer::offload`] make all ranks take a step and
-//! publish it; the digest that a step answers with is of the ranks' own memory, which is what every image must equal.
+//! publish it. The digest of a step is computed from the ranks' memory; every image must have the same digest.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,30 +13,29 @@ use windlass_core::wire::control::PartSum;
 use windlass_data::stop::Stop;
 
 use super::child::Child;
-use super::{Model, PATIENCE, event};
+use super::{TIMEOUT, event};
 use crate::console::Session;
 use crate::error::Error;
 use crate::lab::image;
+use windlass_synth::{Synth, SynthConfig};
 
-/// What a trainer is made with.
+/// Parameters of a trainer.
 #[derive(Clone, Debug)]
 pub(super) struct Spec {
-    /// What its model is called.
     pub(super) model_id: String,
-    pub(super) model: Model,
-    /// How many ranks do it.
+    pub(super) model: SynthConfig,
     pub(super) ranks: u16,
-    /// TCP streams of a transfer.
+    /// TCP streams per transfer.
     pub(super) streams: u16,
     pub(super) region: PathBuf,
     pub(super) logs: PathBuf,
-    /// What its processes are called: `actor-` makes `actor-rank-0`.
+    /// Prefix of its processes' names: `actor-` gives `actor-rank-0`.
     pub(super) prefix: String,
-    /// The agent's token, if it is not to make one of its own.
-    pub(super) token_file: Option<PathBuf>,
+    /// The agent's token.
+    pub(super) token_file: PathBuf,
 }
 
-/// Ranks, and an agent once it is started.
+/// The ranks, and the agent once it is started.
 pub(super) struct Trainer<'a> {
     pub(super) spec: Spec,
     pub(super) manifest: Manifest,
@@ -50,7 +49,7 @@ pub(super) struct Trainer<'a> {
 impl<'a> Trainer<'a> {
     /// Starts the ranks and waits until all are ready.
     pub(super) fn start(spec: Spec, session: &'a Session) -> Result<Trainer<'a>, Error> {
-        let manifest = image::manifest_of(&spec.model.synth()?)?;
+        let manifest = image::manifest_of(&Synth::new(spec.model)?)?;
         let mut trainer =
             Trainer { spec, manifest, session, ranks: Vec::new(), agent: None, endpoint: String::new() };
         let spec = &trainer.spec;
@@ -62,7 +61,11 @@ impl<'a> Trainer<'a> {
                 format!("--rank={rank}"),
                 format!("--ranks={}", spec.ranks),
             ];
-            args.extend(spec.model.args());
+            args.extend([
+                format!("--model-bytes={}", spec.model.elements * 2),
+                format!("--change={}", spec.model.change * 100.0),
+                format!("--seed={}", spec.model.seed),
+            ]);
             trainer.ranks.push(Child::start(&format!("{}rank-{rank}", spec.prefix), &spec.logs, args)?);
         }
         let stop = trainer.stop();
@@ -73,21 +76,19 @@ impl<'a> Trainer<'a> {
     }
 
     fn stop(&self) -> Stop {
-        self.session.cancel().with_timeout(PATIENCE)
+        self.session.cancel().with_timeout(TIMEOUT)
     }
 
-    /// Starts the agent, or another one in the place of the first.
+    /// Starts the agent.
     pub(super) fn start_agent(&mut self) -> Result<(), Error> {
-        // Killed before the next one begins; that one may get another port.
-        self.agent = None;
         let spec = &self.spec;
-        let mut args = vec![
+        let args = [
             "agent".to_owned(),
             format!("--region={}", spec.region.display()),
             format!("--streams={}", spec.streams),
+            format!("--token-file={}", spec.token_file.display()),
             "--with-parent".to_owned(),
         ];
-        args.extend(spec.token_file.iter().map(|f| format!("--token-file={}", f.display())));
         let mut agent = Child::start(&format!("{}agent", spec.prefix), &spec.logs, args)?;
         self.endpoint = agent.expect("listen", &self.stop(), |line| {
             event(line, "listening").then(|| Some(line.get("endpoint")?.as_str()?.to_owned())).flatten()
@@ -96,7 +97,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Trains one step; answers the digest of the weights in the ranks' memory.
+    /// Trains one step. Returns the digest of the weights in the ranks' memory.
     pub(super) fn train(&mut self, step: u32) -> Result<StateDigest, Error> {
         let stop = self.stop();
         for rank in &mut self.ranks {
@@ -113,7 +114,7 @@ impl<'a> Trainer<'a> {
         Ok(sum.digest(self.manifest.layout_hash()))
     }
 
-    /// All ranks write at once; answers how long the slowest took.
+    /// All ranks write at once. Returns the duration of the slowest.
     pub(super) fn offload(&mut self, version: u32) -> Result<Duration, Error> {
         let stop = self.stop();
         for rank in &mut self.ranks {

@@ -1,8 +1,8 @@
 //! The other end of the controller's endpoints, for receivers, `windlass top` and tests.
 //!
 //! Owns: [`ControllerClient`] and what can go wrong with a request. Blocking; every call ends with its [`Stop`], or after
-//! the time it asks to wait and [`PATIENCE`] (see [`crate::service::client`]). A token that is refused is read again from its file. Must not: retry; callers know what a refusal means to
-//! them (see [`super::wire`] on what to tell apart).
+//! the time it asks to wait and [`TIMEOUT`] (see [`crate::service::client`]). A token that is refused is read again from its file. Must not: retry; callers decide
+//! (see [`super::wire`] on the statuses).
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use crate::service::control::refusal;
 use crate::service::token::{self, Held};
 
 /// How long a request may take, on top of what it asks to wait.
-pub const PATIENCE: Duration = Duration::from_secs(15);
+pub const TIMEOUT: Duration = Duration::from_secs(15);
 /// The longest answer: the status of thousands of receivers.
 const MAX_ANSWER: u64 = 256 << 20;
 
@@ -86,33 +86,33 @@ impl ControllerClient {
         Ok(ControllerClient { endpoint, token: Held::new(token), client: Client::default() })
     }
 
-    /// Trusts `trust` where the controller has a certificate; without it, those whom the system trusts.
+    /// Trusts `trust` if the controller has a certificate. The default is the system's authorities.
     #[must_use]
     pub fn with_trust(self, trust: Option<Trust>) -> ControllerClient {
         ControllerClient { client: Client::new(trust), ..self }
     }
 
-    /// The controller, for people.
+    /// The controller's address.
     pub fn peer(&self) -> &str {
         self.endpoint.as_str()
     }
 
-    /// A receiver begins a life.
+    /// A receiver joins.
     pub fn join(&self, join: &Join, stop: &Stop) -> Result<Joined, ControllerError> {
         self.post("join", "/register_receiver", join, 0, stop)
     }
 
-    /// A receiver asks for orders.
+    /// A receiver polls for orders.
     pub fn poll(&self, poll: &Poll, stop: &Stop) -> Result<Orders, ControllerError> {
         self.post("ask for orders", "/poll_orders", poll, poll.timeout_ms, stop)
     }
 
-    /// A receiver says how an order went.
+    /// A receiver reports the outcome of an order.
     pub fn report(&self, report: &Report, stop: &Stop) -> Result<Done, ControllerError> {
         self.post("report", "/report", report, 0, stop)
     }
 
-    /// A receiver takes its leave.
+    /// A receiver leaves.
     pub fn leave(&self, peer: &Peer, stop: &Stop) -> Result<Done, ControllerError> {
         self.post("leave", "/leave", peer, 0, stop)
     }
@@ -153,12 +153,12 @@ impl ControllerClient {
         self.post("take an eval", "/take_eval", take, take.timeout_ms, stop)
     }
 
-    /// Says how an eval went.
+    /// Reports the outcome of an eval.
     pub fn eval_done(&self, done: &EvalDone, stop: &Stop) -> Result<Done, ControllerError> {
         self.post("report an eval", "/eval_done", done, 0, stop)
     }
 
-    /// Everything there is to see.
+    /// The whole state.
     pub fn status(&self, stop: &Stop) -> Result<Status, ControllerError> {
         self.get("get the status", "/status", 0, stop)
     }
@@ -195,7 +195,7 @@ impl ControllerClient {
     ) -> Result<T, ControllerError> {
         let peer = || self.endpoint.to_string();
         let url = format!("{}{path}", self.endpoint.as_str());
-        let timeout = PATIENCE.saturating_add(Duration::from_millis(wait_ms));
+        let timeout = TIMEOUT.saturating_add(Duration::from_millis(wait_ms));
         let lost = |(kind, why)| ControllerError::Lost { peer: peer(), what, why, kind };
         let send = |token: &Token| {
             let bearer = Some(token.expose());

@@ -3,7 +3,7 @@
 //! Owns: how often it is made, and the stream to each listener. One task makes the document for all of them: not more often
 //! than every [`PACE`], when something changed, and every [`IDLE`] when receivers were only heard of. A listener that
 //! takes long gets the newest document next, and those in between never. After [`KEEP_ALIVE`] without news a comment
-//! shows that the connection lives.
+//! shows that the connection is alive.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -28,12 +28,12 @@ pub(super) const IDLE: Duration = Duration::from_secs(2);
 /// After this long without a document a listener gets a comment.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
-/// Makes documents as long as somebody listens, until it is dropped.
+/// Publishes documents while there are listeners, until it is dropped.
 pub(super) async fn publish(hub: &Hub) {
     let mut changed = hub.changed.subscribe();
     loop {
         if hub.listeners.available_permits() == MAX_LISTENERS {
-            // Nobody is there. The first listener changes something by coming.
+            // No listeners. The first one changes the state by connecting.
             hub.document.send_replace("".into());
             if changed.changed().await.is_err() {
                 return;

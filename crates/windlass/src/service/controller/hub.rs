@@ -1,8 +1,8 @@
-//! What the controller knows, behind one lock, and how the barrier's actions are carried out.
+//! The controller's state behind one lock, and the execution of the barrier's actions.
 //!
-//! Owns: the barrier with its clock, the orders on their way, those who wait, and the record. Called by the routes with
-//! what was said to them, and by the ticker when a deadline has passed. Nothing is awaited while the lock is held; who has
-//! to wait takes a channel along. Must not: decide anything that the barrier decides.
+//! Owns: the barrier with its clock, the pending orders, the waiters, and the record. Called by the routes with their
+//! requests, and by the ticker when a deadline has passed. No code awaits while it holds the lock; a waiter gets a channel.
+//! Must not: decide what the barrier decides.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::AtomicU64;
@@ -27,19 +27,19 @@ use super::status::{About, Status, Unix, status};
 use super::wire::{Doing, Join, NotifyVersion, Numbered, Outcome, Report, Task, TrainerLeft};
 use crate::service::http::Failure;
 
-/// What the service is configured with.
+/// Configuration of the service.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The model sets. If there are none, each model becomes a set of its own when it is first heard of.
+    /// The model sets. If there are none, each model becomes its own set when it is first announced.
     pub sets: Vec<SetConfig>,
-    /// What sets that are made on the way are like; its name and models are not looked at.
+    /// Template of sets created at run time; its name and models are ignored.
     pub template: SetConfig,
     pub limits: Limits,
 }
 
-/// Evals that may be open at once: each holds the words of its trainer.
+/// Maximum number of open evals: each holds its trainer's text.
 pub(super) const MAX_EVALS: usize = 256;
-/// Page views at once.
+/// Maximum number of concurrent page views.
 pub(super) const MAX_LISTENERS: usize = 32;
 
 /// How a wait ended.
@@ -49,7 +49,7 @@ pub(super) enum Answer {
     Notify(NotifyOutcome),
 }
 
-/// An eval that somebody should run.
+/// An eval that waits for a runner.
 #[derive(Debug)]
 pub(super) struct Eval {
     pub(super) id: WaitId,
@@ -84,11 +84,11 @@ struct Clock {
     unix: Unix,
 }
 
-/// Somebody who waits for an answer.
+/// A client that waits for an answer.
 #[derive(Debug)]
 struct Waiter {
     tell: oneshot::Sender<Answer>,
-    /// What people call him.
+    /// Name the waiter gave itself.
     who: String,
 }
 
@@ -100,7 +100,7 @@ pub(super) struct State {
     pub(super) record: Record,
     pub(super) counters: Counters,
     template: Option<SetConfig>,
-    /// The lives whose agents have said what they can still give.
+    /// Incarnations whose agents have reported their versions.
     asked: HashMap<ModelId, Incarnation>,
     outboxes: HashMap<ReceiverId, Outbox>,
     waiters: HashMap<WaitId, Waiter>,
@@ -220,7 +220,7 @@ impl Hub {
     }
 }
 
-/// The first number of a wait: another one in each life of the controller, so that the result of an eval that an earlier
+/// The first number of a wait: different after each restart of the controller, so that the result of an eval that an earlier
 /// one asked for is not taken for that of another. Fits into what JavaScript can count to.
 fn first_wait(unix: Duration) -> u64 {
     (unix.as_millis() as u64 & 0xffff_ffff) << 20
@@ -242,7 +242,7 @@ impl State {
         any
     }
 
-    /// The same as [`State::step`] for what may name models that nobody has heard of: without configured sets, each
+    /// The same as [`State::step`] for events that may name unknown models: without configured sets, each
     /// becomes a set of its own, if there is nothing else to be said against the event.
     fn step_new(
         &mut self,
@@ -317,7 +317,7 @@ impl State {
         (id, answer)
     }
 
-    /// Whoever waited has gone away.
+    /// The waiter has disconnected.
     pub(super) fn cancel(&mut self, now: Millis, id: WaitId) {
         self.words.remove(&id);
         self.evals.retain(|e| e.id != id);
@@ -331,7 +331,7 @@ impl State {
         self.words.remove(&id);
         self.evals.retain(|e| e.id != id);
         if let Some(waiter) = self.waiters.remove(&id) {
-            // Whoever waited may have gone away this moment.
+            // The waiter may just have disconnected.
             let _ = waiter.tell.send(answer);
         }
     }
@@ -401,7 +401,7 @@ impl State {
     }
 
     /// What an agent can still give counts as announced, as far back as another model of the set is. It comes before the
-    /// notify itself, oldest first: whoever has fetched the newest image does not go back.
+    /// notify itself, oldest first: a receiver with the newest image does not go back.
     pub(super) fn recall(&mut self, now: Millis, notify: &NotifyVersion, versions: &[Version]) {
         self.asked.insert(notify.model_id.clone(), notify.incarnation);
         let group = self.group_of(&notify.model_id);
@@ -422,14 +422,14 @@ impl State {
         let identity =
             Identity { model_id: left.model_id.clone(), incarnation: left.incarnation, version: 0 };
         self.record.left(now, &identity).map_err(|current| {
-            tracing::debug!(%identity, %current, "an earlier life of a trainer says goodbye");
+            tracing::debug!(%identity, %current, "an earlier incarnation of a trainer has left");
             BarrierError::StaleIncarnation { identity, current }
         })?;
         tracing::info!(model_id = %left.model_id, incarnation = %left.incarnation, "the trainer has left");
         Ok(())
     }
 
-    /// Whether a set serves this, or something newer of the same life.
+    /// Whether a set serves this version, or a newer one of the same incarnation.
     fn is_served(&self, identity: &Identity) -> bool {
         let set = self.barrier.set_of(&identity.model_id);
         let served = set.and_then(|set| self.barrier.service_version(set)).ok().flatten();
@@ -452,7 +452,7 @@ impl State {
                 .map_or_else(|e| e.to_string(), |b| b.to_string());
             format!("{name} is not served in time: {why}")
         } else if self.evals.iter().any(|e| e.id == id) {
-            format!("{name} is served, but nobody has taken its eval: start a runner (windlass.serve_evals)")
+            format!("{name} is served, but no runner has taken its eval: start one (windlass.serve_evals)")
         } else {
             format!("{name} is served, but its eval did not end in time")
         };
@@ -472,12 +472,12 @@ impl State {
 
     // ---- receivers --------------------------------------------------------------------------------
 
-    /// A receiver begins a life.
+    /// A receiver joins.
     pub(super) fn join(&mut self, now: Millis, join: &Join) -> Result<(), BarrierError> {
         let event =
             Event::Join { peer: join.peer.clone(), models: join.models.clone(), has: join.has.clone() };
         let actions = self.step_new(now, event, &join.models)?;
-        // An eviction of its earlier life is among the actions and concerns what was there before.
+        // The actions include the eviction of its earlier session, which concerns the state before.
         let (evicted, rest): (Vec<_>, Vec<_>) =
             actions.into_iter().partition(|a| matches!(a, Action::Evict { .. }));
         self.carry_out(now, evicted);
@@ -573,12 +573,12 @@ impl State {
                     self.counters.failed(Kind::NotFound);
                     self.record.error(now, format!("trainer of {}", identity.model_id), Kind::NotFound, text);
                 }
-                Action::Resting { receiver, set, failures, rest_ms } => {
-                    let rest = rest_ms as f64 / 1e3;
-                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: asked again in {rest:.1} s");
+                Action::BackingOff { receiver, set, failures, delay_ms } => {
+                    let delay = delay_ms as f64 / 1e3;
+                    tracing::warn!(%receiver, %set, "failed {failures} times in a row: retry in {delay:.1} s");
                 }
                 Action::Superseded { model, old, new } => {
-                    tracing::warn!(model_id = %model, %old, %new, "a newer incarnation took over");
+                    tracing::warn!(model_id = %model, %old, %new, "superseded by a newer incarnation");
                     self.counters.superseded += 1;
                     if let Ok(set) = self.barrier.set_of(&model).cloned() {
                         self.record.superseded(&set, &model, new);
@@ -630,7 +630,7 @@ impl State {
         }
     }
 
-    /// Why a receiver is out of the pool, in words.
+    /// Why a receiver has left the pool, as text.
     fn fenced(&mut self, now: Millis, receiver: &ReceiverId, set: &SetName, why: &FenceReason) -> String {
         let (kind, text) = match why {
             FenceReason::LoadFailed { identity, reason } => {

@@ -170,17 +170,22 @@ const COUNTER: &str = "counter";
 /// The metrics in Prometheus' text form.
 pub(super) fn text(status: &Status, counters: &Counters, orders: usize) -> String {
     let mut page = Page(String::new());
-    page.one("started_seconds", GAUGE, "When it started, since 1970.", status.started as f64 / 1e3);
+    page.one(
+        "started_seconds",
+        GAUGE,
+        "Start time of the controller, as a Unix timestamp.",
+        status.started as f64 / 1e3,
+    );
     sets(&mut page, status);
     trainers(&mut page, status);
     page.one("receivers", GAUGE, "Receivers that are members.", status.receivers.len() as f64);
     page.one("waits", GAUGE, "Gates and synchronous notifies that wait.", status.waits as f64);
     page.one("orders_waiting", GAUGE, "Orders that receivers have not taken yet.", orders as f64);
     let rate = status.receivers.iter().fold(0.0, |all, r| all + r.rate);
-    page.one("receive_bytes_per_second", GAUGE, "What all receivers pull, by their own words.", rate);
+    page.one("receive_bytes_per_second", GAUGE, "Total receive rate, as reported by receivers.", rate);
     let doings = status.receivers.iter().flat_map(|r| r.models.iter().filter_map(|m| m.doing.as_ref()));
     let unplanned: u64 = doings.flat_map(|d| &d.engines).map(|e| e.unplanned).fold(0, u64::saturating_add);
-    let what = "Loads of present receivers' engines by the engine's own loader, where a plan was expected.";
+    let what = "Loads by the engines' own loader although a load plan was expected.";
     page.one("unplanned_loads", GAUGE, what, unplanned as f64);
     page.one("memory_bytes", GAUGE, "Resident memory of the controller.", resident() as f64);
     counts(&mut page, counters);
@@ -192,7 +197,7 @@ pub(super) fn text(status: &Status, counters: &Counters, orders: usize) -> Strin
     for (set, histogram) in &counters.pauses {
         page.histogram("pause_seconds", &[("set", set)], histogram);
     }
-    page.head("gate_wait_seconds", "histogram", "How long gates were waited for, opened or not.");
+    page.head("gate_wait_seconds", "histogram", "Duration of waits at the gate, opened or not.");
     page.histogram("gate_wait_seconds", &[], &counters.gates);
     page.0
 }
@@ -208,7 +213,7 @@ fn sets(page: &mut Page, status: &Status) {
     );
     page.each(
         "up_to_date",
-        (GAUGE, "1 while a set serves all that was announced."),
+        (GAUGE, "1 while a set serves the newest announced version."),
         "set",
         sets().map(|s| (&s.set, u8::from(s.up_to_date))),
     );
@@ -220,7 +225,7 @@ fn sets(page: &mut Page, status: &Status) {
     );
     page.each(
         "set_receivers_live",
-        (GAUGE, "Those of them that serve what the set serves."),
+        (GAUGE, "Receivers that serve the version of their set."),
         "set",
         sets().map(|s| (&s.set, s.live as f64)),
     );
@@ -242,13 +247,13 @@ fn trainers(page: &mut Page, status: &Status) {
     );
     page.each(
         "back_pressure",
-        (GAUGE, "1 while a trainer is told to wait."),
+        (GAUGE, "1 while the controller tells a trainer to wait."),
         "model_id",
         trainers().map(|t| (&t.model_id, u8::from(t.waiting))),
     );
     page.each(
         "delta_ratio",
-        (GAUGE, "Bytes of the newest delta over those of the image."),
+        (GAUGE, "Size of the newest delta relative to the image."),
         "model_id",
         trainers().filter_map(|t| Some((&t.model_id, t.delta_ratio?))),
     );
@@ -263,7 +268,7 @@ fn trainers(page: &mut Page, status: &Status) {
 fn counts(page: &mut Page, counters: &Counters) {
     let c = counters;
     let f = |(k, v): (&&'static str, &u64)| (*k, *v as f64);
-    page.one("notifies_total", COUNTER, "Notifies that were accepted.", c.notifies as f64);
+    page.one("notifies_total", COUNTER, "Accepted notifies.", c.notifies as f64);
     page.each("orders_total", (COUNTER, "Orders to receivers."), "task", c.orders.iter().map(f));
     page.head("reports_total", COUNTER, "Reports of receivers.");
     for ((phase, outcome), n) in &c.reports {
@@ -271,23 +276,28 @@ fn counts(page: &mut Page, counters: &Counters) {
     }
     page.each(
         "received_bytes_total",
-        (COUNTER, "Bytes that receivers say came over the wire."),
+        (COUNTER, "Bytes received over the network, as reported by receivers."),
         "set",
         c.received.iter().map(|(set, n)| (set, *n as f64)),
     );
     page.each("failures_total", (COUNTER, "Failures of receivers."), "kind", c.failures.iter().map(f));
-    page.each("evictions_total", (COUNTER, "Receivers that are gone."), "why", c.evictions.iter().map(f));
-    page.one("fences_total", COUNTER, "Times that a receiver was taken out of the pool.", c.fenced as f64);
+    page.each(
+        "evictions_total",
+        (COUNTER, "Receivers that left or were evicted."),
+        "why",
+        c.evictions.iter().map(f),
+    );
+    page.one("fences_total", COUNTER, "Receivers fenced.", c.fenced as f64);
     page.one(
         "superseded_total",
         COUNTER,
         "Times that a newer incarnation of a model took over.",
         c.superseded as f64,
     );
-    page.one("absent_total", COUNTER, "Announced versions that no agent shows.", c.absent as f64);
+    page.one("absent_total", COUNTER, "Announced versions that no agent has.", c.absent as f64);
     page.each(
         "requests_total",
-        (COUNTER, "Requests, by the status of their answers."),
+        (COUNTER, "Requests by HTTP status."),
         "status",
         c.requests.iter().map(|(status, n)| (status, *n as f64)),
     );

@@ -85,12 +85,12 @@ pub struct Controller {
 
 impl Controller {
     /// Serves until it is told to end.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let host = self.host()?;
         let certificate = tls::certificate(self.tls.as_ref(), &host)?;
         if self.with_parent {
             let cancel = session.cancel().clone();
-            session.with_parent(move || cancel.set())?;
+            Session::with_parent(move || cancel.set())?;
         }
         let (token, token_file) = match &self.token {
             Some(token) => (token.clone(), None),

@@ -1,6 +1,6 @@
 //! Orders on their way to one receiver.
 //!
-//! Owns: the queue of one life of a receiver. Orders are numbered from 1 and given by every poll until one says that they
+//! Owns: the queue of one session of a receiver. Orders are numbered from 1 and given by every poll until one says that they
 //! were taken, so an answer that is lost on the way loses no order. What is called off before it was ever given is not
 //! given at all. The queue is bounded: a receiver that never says what it took is told to leave.
 
@@ -11,7 +11,7 @@ use windlass_core::barrier::{Order, Peer};
 
 use super::wire::{Numbered, Task};
 
-/// The orders of one life of a receiver.
+/// The orders of one session of a receiver.
 #[derive(Debug)]
 pub(super) struct Outbox {
     session: u64,
@@ -24,7 +24,7 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
-    /// For a life that serves so many models.
+    /// For a session that serves `models` models.
     pub(super) fn new(session: u64, models: usize) -> Outbox {
         let bell = watch::Sender::new(0);
         Outbox { session, queue: VecDeque::new(), last: 0, given: 0, most: 64 + 16 * models, bell }
@@ -84,12 +84,12 @@ impl Outbox {
         self.queue.is_empty()
     }
 
-    /// Rings at the next order, and at the end of this life.
+    /// Notified at the next order, and at the end of this session.
     pub(super) fn bell(&self) -> watch::Receiver<u64> {
         self.bell.subscribe()
     }
 
-    /// Whether it belongs to this life.
+    /// Whether it belongs to this session.
     pub(super) fn is_of(&self, peer: &Peer) -> bool {
         self.session == peer.session
     }

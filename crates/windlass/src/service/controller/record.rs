@@ -1,8 +1,7 @@
-//! What happened lately, for people: syncs, errors, and what trainers and receivers said about themselves.
+//! Recent history for people: syncs, errors, and the reports of trainers and receivers.
 //!
-//! Owns: the memory of the live page, of `windlass top` and of the metrics. Everything in it is bounded: [`SYNCS`] syncs of
-//! a set, [`SPANS`] spans of a sync and those of the newest [`WITH_SPANS`] only, [`ERRORS`] errors. Nothing here decides
-//! anything; the barrier does not look at it.
+//! Owns: the data behind the live page, `windlass top` and the metrics. All of it is bounded: [`SYNCS`] syncs per set,
+//! [`SPANS`] spans per sync for the newest [`WITH_SPANS`] syncs, [`ERRORS`] errors. The barrier does not use it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -13,13 +12,13 @@ use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use super::status::{ErrorEntry, Sync, SyncModel, SyncSpan, SyncState, Unix};
 use super::wire::{Doing, Join, Lane, NotifyVersion, Outcome, Report, Span};
 
-/// Syncs that are remembered of each set.
+/// Syncs kept per set.
 pub(super) const SYNCS: usize = 50;
-/// Of so many of them, the newest, what took how long is remembered too.
+/// Syncs whose spans are kept, newest first.
 pub(super) const WITH_SPANS: usize = 10;
-/// Spans that are remembered of one sync.
+/// Spans kept per sync.
 pub(super) const SPANS: usize = 200;
-/// Errors that are remembered.
+/// Errors kept.
 pub(super) const ERRORS: usize = 50;
 
 /// What is remembered.
@@ -40,17 +39,17 @@ pub(super) struct Trainer {
     released: Option<(Incarnation, Version)>,
     pub(super) delta_ratio: Option<f64>,
     pub(super) delta_sparsity: Option<f64>,
-    /// The life that said that it has ended.
+    /// The incarnation that left.
     left: Option<Incarnation>,
 }
 
 impl Trainer {
-    /// Whether this life has said that it has ended.
+    /// Whether this incarnation has left.
     pub(super) fn left(&self, incarnation: Incarnation) -> bool {
         self.left == Some(incarnation)
     }
 
-    /// The newest version that this life announced.
+    /// The newest version of this incarnation.
     pub(super) fn newest(&self, incarnation: Incarnation) -> Option<Version> {
         self.newest.filter(|(i, _)| *i == incarnation).map(|(_, v)| v)
     }
@@ -130,7 +129,7 @@ impl Record {
 
     // ---- trainers ---------------------------------------------------------------------------------
 
-    /// A trainer has ended; an error names the life that has taken over since.
+    /// A trainer has ended; an error names the incarnation that has superseded it.
     pub(super) fn left(&mut self, now: Millis, identity: &Identity) -> Result<(), Incarnation> {
         let Some(trainer) = self.trainers.get_mut(&identity.model_id) else { return Ok(()) };
         match trainer.newest {
@@ -365,7 +364,7 @@ impl Entry {
         Entry { at, fates: Vec::new(), sync }
     }
 
-    /// Puts spans on the controller's clock: whoever sent them says how long ago they were.
+    /// Converts spans to the controller's clock: senders give times as durations ago.
     fn add_spans(&mut self, now: Millis, model: &ModelId, who: &str, spans: &[Span]) {
         let sent = now as f64 - self.at as f64;
         for span in spans {

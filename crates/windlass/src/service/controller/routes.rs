@@ -1,4 +1,4 @@
-//! The controller's endpoints: what is said to it becomes an event, and what it waits for becomes an answer.
+//! The controller's endpoints: requests become events of the barrier, and its outcomes become answers.
 //!
 //! Owns: the checks of what comes in that the types do not make, and the statuses. Every length and number from outside is
 //! bounded here or by its type before it goes further. Must not: keep anything.
@@ -8,8 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{FromRequest, Query, Request, State};
+use axum::extract::{FromRequest, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -32,21 +31,21 @@ use super::wire::{
 };
 use super::{events, metrics, openapi, page};
 use crate::service::control::HttpControl;
-use crate::service::http::Failure;
+use crate::service::http::{Failure, Params};
 
 /// How long a request's body may take to arrive.
 const BODY: Duration = Duration::from_secs(5);
-/// Longer than the barrier lets anybody wait.
+/// Longer than the barrier's longest wait.
 const NEVER: Duration = Duration::from_hours(24 * 30);
 /// How long a gate waits that does not say.
 const GATE: u64 = 30_000;
-/// How long an agent may take to show its life.
+/// Timeout of an agent's answer about its incarnation.
 const ASK: Duration = Duration::from_secs(10);
-/// How long an agent may take to say what it has, in which its trainer waits.
+/// Timeout of an agent's answer about its versions; the trainer waits meanwhile.
 const RECALL: Duration = Duration::from_secs(3);
 /// The most bytes of what a trainer says about an eval.
 const MAX_WORDS: usize = 64 << 10;
-/// The longest name of somebody who waits.
+/// The longest name of a waiter.
 const MAX_WHO: usize = 200;
 /// The longest ago that something in a message may be: ten days.
 const MAX_AGO: f64 = 864_000_000.0;
@@ -75,7 +74,7 @@ pub(super) fn routes(hub: Arc<Hub>) -> Router {
         .with_state(hub)
 }
 
-/// Counts answers by their status. Goes around everything else.
+/// Counts answers by status. The outermost layer.
 pub(super) async fn count(State(hub): Shared, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     hub.with(|state, _| state.counters.answered(response.status().as_u16()));
@@ -97,10 +96,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
                 ..Failure::new(Kind::Timeout, message)
             });
         };
-        let Json(mut value) = read.map_err(|r: JsonRejection| Failure {
-            status: Some(r.status()),
-            ..Failure::new(Kind::Invalid, r.body_text())
-        })?;
+        let Json(mut value) = read?;
         whole_numbers(&mut value);
         serde_json::from_value(value).map(Body).map_err(|e| Failure {
             status: Some(StatusCode::UNPROCESSABLE_ENTITY),
@@ -144,9 +140,9 @@ fn invalid(message: impl Into<String>) -> Failure {
     Failure::new(Kind::Invalid, message)
 }
 
-/// The controller is told to end while somebody waits.
+/// The answer to a waiting request when the controller ends.
 fn ending() -> Failure {
-    let failure = Failure::new(Kind::PeerLost, "the controller is ending: ask again when it is back");
+    let failure = Failure::new(Kind::PeerLost, "the controller is shutting down: retry when it is back");
     Failure { status: Some(StatusCode::SERVICE_UNAVAILABLE), ..failure }
 }
 
@@ -173,7 +169,7 @@ fn check_share(name: &str, value: Option<f64>, most: f64) -> Result<(), Failure>
     }
 }
 
-/// An answer that somebody waits for. Whoever stops waiting takes the wait with him.
+/// A pending answer. Dropping it cancels the wait.
 struct Waiting {
     hub: Arc<Hub>,
     id: WaitId,
@@ -252,7 +248,7 @@ async fn notify_version(
     })?;
     let Some((id, channel)) = wait else { return Ok(Json(answer)) };
     let mut waiting = Waiting { hub: Arc::clone(&hub), id, answer: channel };
-    // The barrier gives the load and the eval a time each; whoever asked gave one for both.
+    // The barrier has a timeout each for load and eval; the request has one for both.
     let most = notify.timeout_ms.map_or(NEVER, Duration::from_millis);
     let outcome = match within(&hub, begun + most.min(NEVER), waiting.answer()).await? {
         Some(Ok(Answer::Notify(outcome))) => outcome,
@@ -295,16 +291,16 @@ async fn recall(hub: &Hub, notify: &NotifyVersion) {
         Ok(Ok(can)) if can.age.is_some_and(|age| age.incarnation == notify.incarnation) => {
             hub.change(|state, now| state.recall(now, notify, &can.versions));
         }
-        // Another life, whose own notify asks, or an earlier release.
+        // Another incarnation, whose own notify asks, or an earlier release.
         Ok(Ok(_)) => {}
         Ok(Err(error)) => {
-            tracing::info!(%model_id, %error, "its agent does not say which versions it has; the next notify asks again");
+            tracing::info!(%model_id, %error, "the agent did not report its versions; the next notify asks again");
         }
-        Err(error) => tracing::error!(%model_id, %error, "its agent was not asked"),
+        Err(error) => tracing::error!(%model_id, %error, "the agent could not be asked"),
     }
 }
 
-/// The life that the agent of a notify shows.
+/// The incarnation that the agent of a notify shows.
 async fn shown_by_agent(hub: &Hub, notify: &NotifyVersion) -> Result<Incarnation, Failure> {
     let agent = HttpControl::new(&notify.sender_endpoint, hub.token.clone());
     let agent = agent.map_err(|e| invalid(format!("sender_endpoint: {e}")))?;
@@ -327,11 +323,7 @@ async fn trainer_left(State(hub): Shared, Body(left): Body<TrainerLeft>) -> Resu
     Ok(Json(Done { ok: true }))
 }
 
-async fn service_version(
-    State(hub): Shared,
-    query: Result<Query<Gate>, QueryRejection>,
-) -> Result<Json<Service>, Failure> {
-    let Query(gate) = query.map_err(|r| invalid(r.body_text()))?;
+async fn service_version(State(hub): Shared, Params(gate): Params<Gate>) -> Result<Json<Service>, Failure> {
     let lineage = match (&gate.model_id, gate.incarnation) {
         (Some(model), Some(incarnation)) => Some((model.clone(), incarnation)),
         (None, Some(_)) => return Err(invalid("incarnation without model_id: name the model it belongs to")),
@@ -343,7 +335,7 @@ async fn service_version(
     let set = known_set(&hub, &gate, begun + timeout).await?;
     if let Some(at_least) = gate.at_least {
         let left = timeout.saturating_sub(begun.elapsed()).as_millis() as u64;
-        let who = super::record::cut(gate.who.as_deref().unwrap_or("somebody who does not say"), MAX_WHO);
+        let who = super::record::cut(gate.who.as_deref().unwrap_or("unnamed"), MAX_WHO);
         let (id, channel) = hub.change(|state, now| {
             state.wait(now, who, |id| Event::GateWait {
                 id,

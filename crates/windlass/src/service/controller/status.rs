@@ -50,10 +50,10 @@ pub struct Status {
     pub waiting: Vec<WaitStatus>,
 }
 
-/// Somebody who waits.
+/// A client that waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitStatus {
-    /// What he calls himself.
+    /// Name the waiter gave itself.
     pub who: String,
     /// At the gate, for the load of what was announced, or for an eval.
     pub what: Awaited,
@@ -169,7 +169,7 @@ pub enum SyncState {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyncModel {
     pub model_id: ModelId,
-    /// Which life of its publisher.
+    /// Incarnation of its publisher.
     pub incarnation: Incarnation,
     /// When it was announced, in milliseconds after the first announcement of the sync.
     pub announced_ms: f64,
@@ -200,7 +200,7 @@ pub struct SyncSpan {
 pub struct TrainerStatus {
     pub model_id: ModelId,
     pub set: SetName,
-    /// The life that counts.
+    /// The current incarnation.
     pub incarnation: Incarnation,
     /// The newest version it announced.
     pub version: Option<Version>,
@@ -227,7 +227,7 @@ pub struct TrainerStatus {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReceiverStatus {
     pub receiver: ReceiverId,
-    /// Which of its lives.
+    /// Its session.
     pub session: u64,
     pub host: String,
     pub release: String,
@@ -277,7 +277,7 @@ pub struct HeldStatus {
 /// What engines hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Held {
-    /// Of which life of the publisher.
+    /// Incarnation of the publisher.
     pub incarnation: Incarnation,
     pub version: Version,
 }
@@ -307,10 +307,10 @@ pub fn required_text(required: Required) -> String {
     }
 }
 
-/// What the document is made from, beside the barrier's snapshot.
+/// Inputs of the document besides the barrier's snapshot.
 pub(super) struct About<'a> {
     pub(super) record: &'a Record,
-    /// After how long a silence somebody may be dead.
+    /// Silence after which a client may be dead.
     pub(super) heartbeat: Millis,
     /// The point in time of the barrier's zero.
     pub(super) base: Unix,

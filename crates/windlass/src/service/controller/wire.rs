@@ -1,8 +1,7 @@
-//! What travels between the controller and everybody else: the JSON bodies of its endpoints.
+//! The JSON bodies of the controller's endpoints.
 //!
-//! Owns: the types, and nothing that happens with them. The service answers with them, receivers and clients read them;
-//! `/openapi.json` is made from them. Answers may gain fields in later minor versions, so unknown ones are ignored when
-//! an answer is read; in a request an unknown field is an error.
+//! Owns: the types only. `/openapi.json` describes them. Later minor versions may add fields to answers, so readers ignore
+//! unknown ones; in a request an unknown field is an error.
 //!
 //! | endpoint | request | answer |
 //! |---|---|---|
@@ -19,29 +18,29 @@
 //! | `GET /metrics` | – | Prometheus text |
 //! | `GET /openapi.json`, `GET /`, `GET /healthz` | – | without a token |
 //!
-//! # Who calls whom
+//! # Direction of calls
 //!
-//! Only the controller listens. Receivers hold a poll open, which is their heartbeat too, and orders come as its
-//! answers: nobody needs a port for the controller to reach. An order is given again until a poll says that it was taken
-//! ([`Poll::after`]), so an answer that is lost on the way loses no order.
+//! Only the controller listens. Receivers hold a poll open, which is also their heartbeat, and get orders as its answers:
+//! receivers and trainers need no port that the controller can reach. The controller repeats an order until a poll
+//! acknowledges it ([`Poll::after`]), so that a lost answer loses no order.
 //!
-//! # What is refused
+//! # Failures
 //!
 //! Every failure is `{"ok": false, "error": {"kind", "message", "advice"}}` with the status of its kind
-//! ([`Kind::row`]). What a caller must tell apart:
+//! ([`Kind::row`]). Statuses that a caller must distinguish:
 //!
 //! | status | what it means | what to do |
 //! |---|---|---|
-//! | 404 | to a receiver: it is not a member (it was silent, or the controller restarted) | join again, with a greater session |
-//! | 409 | a word of an earlier session, order or incarnation | drop it; with an earlier session or incarnation, stop |
-//! | 504 | a gate or a synchronous notify: its time is over, and the message says what it waited for | ask again, if there is time |
-//! | 503 | the controller is ending | ask again |
-//! | 429, 507 | too much at once | wait |
+//! | 404 | to a receiver: it is not a member (it missed its heartbeat, or the controller restarted) | join again, with a greater session |
+//! | 409 | a message of an earlier session, order or incarnation | drop it; with an earlier session or incarnation, stop |
+//! | 504 | a gate or a synchronous notify timed out; the message says what is missing | retry, if there is time |
+//! | 503 | the controller is shutting down | retry |
+//! | 429, 507 | a limit is reached | wait |
 //!
 //! # Time
 //!
-//! Clocks of hosts differ. A [`Span`] says how long ago something began and ended when it was sent, and the controller
-//! puts it on its own clock.
+//! Hosts' clocks differ. A [`Span`] gives start and end as durations before the message was sent, and the controller
+//! converts them to its own clock.
 
 use std::fmt;
 
@@ -51,15 +50,15 @@ use windlass_core::barrier::{Order, Peer, Phase, Served, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 
-/// The most spans of one message.
+/// Maximum number of spans in a message.
 pub const MAX_SPANS: usize = 16;
 
-/// Something that took time, as the sender saw it.
+/// A timed step, on the sender's clock.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Span {
     pub lane: Lane,
-    /// What it was, in a word or two: `offload`, `seal`, `pull delta`, `pause`, `load`.
+    /// Name of the step: `offload`, `seal`, `pull delta`, `pause`, `load`.
     pub what: String,
     /// How long before the message was sent it began, in milliseconds.
     pub began_ms_ago: f64,
@@ -75,7 +74,7 @@ pub struct Span {
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
     Trainer,
-    /// The agent beside it.
+    /// The trainer's agent.
     Agent,
     /// The way to a receiver, and what it does to its image.
     Wire,
@@ -99,7 +98,7 @@ impl fmt::Display for Lane {
 #[serde(deny_unknown_fields)]
 pub struct NotifyVersion {
     pub model_id: ModelId,
-    /// Which life of its publisher; without it, or with 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
+    /// Incarnation of the publisher; if absent or 0, the one that the agent shows ([`NotifyVersion::SHOWN`]).
     #[serde(default = "shown")]
     pub incarnation: Incarnation,
     pub version: Version,
@@ -108,7 +107,7 @@ pub struct NotifyVersion {
     /// Answer when the version is served, not at once.
     #[serde(default)]
     pub sync: bool,
-    /// Run an eval on it, with these words for whoever runs it, and answer with its result. Implies `sync`.
+    /// Run an eval on this version, with this text for the runner, and answer with its result. Implies `sync`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<Value>,
     /// How long a synchronous answer may take to the load; the controller's longest wait if not given.
@@ -126,7 +125,7 @@ pub struct NotifyVersion {
 }
 
 impl NotifyVersion {
-    /// No life in particular: the one that the agent shows. Lives are counted from 1.
+    /// Stands for the incarnation that the agent shows. Incarnations count from 1.
     pub const SHOWN: Incarnation = Incarnation(0);
 }
 
@@ -165,16 +164,16 @@ pub struct Gate {
     /// The lowest version that will do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at_least: Option<Version>,
-    /// On behalf of this model's trainer. Together with `incarnation`, versions of an earlier life never open the gate.
+    /// Waits on behalf of this model's trainer. With `incarnation`, versions of an earlier one never open the gate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_id: Option<ModelId>,
-    /// Which life of that trainer; a superseded one is refused with 409.
+    /// Incarnation of that trainer; a superseded one is refused with 409.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incarnation: Option<Incarnation>,
     /// How long to wait; half a minute if not given, and never longer than the controller's longest wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// What people call whoever waits, such as its host and process; shown by `GET /status`.
+    /// Name of the waiter, such as its host and process; shown by `GET /status`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }
@@ -184,7 +183,7 @@ pub struct Gate {
 #[serde(deny_unknown_fields)]
 pub struct TrainerLeft {
     pub model_id: ModelId,
-    /// Which life of it. One that a newer life has superseded is refused with 409.
+    /// Its incarnation. A superseded one is refused with 409.
     pub incarnation: Incarnation,
 }
 
@@ -212,7 +211,7 @@ pub struct Service {
     pub blocked: String,
 }
 
-/// A receiver begins a life.
+/// A receiver joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Join {
@@ -234,11 +233,11 @@ pub struct Join {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
     pub ok: bool,
-    /// After this long without a word from it, it is out.
+    /// Heartbeat timeout.
     pub heartbeat_ms: u64,
     /// How long a poll should ask to wait.
     pub poll_ms: u64,
-    /// The longest rest between two attempts to reach the controller when it is away. One that was restarted waits for its
+    /// Maximum backoff between attempts to reach the controller. A restarted controller waits for its
     /// receivers for several of them.
     pub rejoin_ms: u64,
     /// How many versions an agent's history must reach back for every order to be carried out.
@@ -311,7 +310,7 @@ pub struct Orders {
     pub orders: Vec<Numbered>,
 }
 
-/// An order with its place in the queue of one receiver's life.
+/// An order with its position in the queue of one session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Numbered {
     /// What the next poll's `after` may be.
@@ -398,7 +397,7 @@ pub enum Outcome {
     },
 }
 
-/// Somebody can run evals.
+/// A runner offers to run evals.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TakeEval {
@@ -410,7 +409,7 @@ pub struct TakeEval {
     pub timeout_ms: u64,
 }
 
-/// An eval to be run now. Whoever took it answers with [`EvalDone`]; one that does not is given to nobody else, and the
+/// An eval to be run now. The runner answers with [`EvalDone`]. If it does not, no other runner gets the eval, and the
 /// notify ends at its deadline.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalTask {

@@ -4,7 +4,7 @@
 //! Owns: [`Baseline`], the tensors that an engine is known to have, and [`link`]. Engines end, or answer wrongly, when a
 //! tensor is missing or does not fit, and have no way back, so nothing of this may be found out while one is paused.
 //!
-//! The tensors of an engine are, whichever is there first: those of the checkpoint in `--config`; those of the checkpoint
+//! The tensors of an engine are, whichever is there first: those of the checkpoint in `--model-dir`; those of the checkpoint
 //! that the engine itself was started from, if that is a directory on this host; those that it took before. Every one of
 //! them must be in the image with its shape and dtype; where the engine itself was asked, in any dtype, because an engine
 //! may be told to cast what it loads. Tensors of the image that the engine does not have (value heads)

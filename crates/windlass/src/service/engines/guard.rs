@@ -327,7 +327,7 @@ impl Lines {
 }
 
 /// The guard's process.
-pub fn child(session: &Session) -> Result<(), Error> {
+pub(crate) fn child(session: &Session) -> Result<(), Error> {
     let mut line = String::new();
     let read = io::stdin().lock().take(MAX_LINE).read_line(&mut line);
     read.map_err(Error::io("read", Path::new("standard input")))?;
@@ -336,7 +336,7 @@ pub fn child(session: &Session) -> Result<(), Error> {
     })?;
     // The receiver's end and a polite signal mean the same.
     let alone = session.cancel().clone();
-    session.with_parent({
+    Session::with_parent({
         let alone = alone.clone();
         move || alone.set()
     })?;

@@ -60,7 +60,7 @@ const SHOWN: usize = 20;
 
 impl Prove {
     /// Compares, and prints what came of it. Answers the exit code.
-    pub fn run(&self, session: &Session) -> Result<u8, Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<u8, Error> {
         let name = self.engine.name();
         let unsupported = |why: &str| EngineError::Unsupported { engine: name.clone(), why: why.into() };
         match self.engine.dialect {
@@ -96,7 +96,7 @@ impl Prove {
         let label = Label::from(view.known());
         check_versions(&name, label, &answer.workers)?;
         let sums = windlass_data::seal::sums_of_all(
-            crate::kernels(),
+            windlass_data::simd::kernels(),
             view.manifest(),
             view.data(),
             (self.threads, &stop),

@@ -1,27 +1,27 @@
-//! HTTP as all services of Windlass speak it: bounded, authenticated, with errors that say what to do.
+//! The HTTP server of all services: bounded, authenticated, with errors that carry advice.
 //!
 //! Owns: the accept loop with its limits, the check of the token, the rate limit, and the JSON form of errors. Called
-//! by the agent and the controller with a router. Must not: know what the endpoints do.
+//! by the agent and the controller with a router. Must not: know the endpoints.
 //!
 //! | bound | value |
 //! |---|---|
-//! | connections | [`Limits::connections`]; see `places` for who goes when there are more |
+//! | connections | [`Limits::connections`]; see `connections` for which is closed when there are more |
 //! | time to send a request's head | [`Limits::head`] |
 //! | time of a request, its body included | [`Limits::request`], on top of [`Limits::poll`] |
-//! | time that a peer may take none of an answer | [`Limits::stall`] |
+//! | time without progress while a peer reads an answer | [`Limits::stall`] |
 //! | head | 64 KiB |
 //! | body | [`Limits::body`] |
 //! | large bodies at a time, in bytes | [`Limits::bodies`]; the next one waits |
 //! | requests per second with the token, all connections together | [`Limits::rate`], with bursts of twice that |
-//! | the same without it | [`Limits::strangers`] |
+//! | the same without the token | [`Limits::strangers`] |
 //!
-//! With a certificate every connection is inside TLS. Its handshake must be over within [`Limits::head`] and counts as a
-//! connection from its first byte on. A request without TLS is answered with an error that says so, and nothing else.
+//! With a certificate, every connection uses TLS. The handshake must finish within [`Limits::head`]; the connection counts
+//! from its first byte. A request without TLS is answered with an error that says so.
 //!
-//! Requests and connections with the token and those without are counted apart: strangers cannot use up what receivers need.
-//! Of a request without the token the body is not read.
+//! Requests and connections with and without the token are counted separately, so that strangers cannot exhaust the limits
+//! of receivers. The server does not read the body of a request without the token.
 
-mod places;
+mod connections;
 
 use std::convert::Infallible;
 use std::io;
@@ -31,8 +31,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use axum::body::{Body, HttpBody as _};
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::body::HttpBody as _;
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{DefaultBodyLimit, FromRequest, FromRequestParts, Query, Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -40,6 +42,7 @@ use axum::{Json, Router};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -50,28 +53,28 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_data::tls::Certificate;
 
-use self::places::{Place, Places};
+use self::connections::{Connections, Slot};
 use crate::service::token;
 
 /// The bounds of a service.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Connections at a time.
-    pub connections: usize,
+    pub(crate) connections: usize,
     /// How long a request's head may take to arrive.
-    pub head: Duration,
+    pub(crate) head: Duration,
     /// How long a request may take.
-    pub request: Duration,
-    /// How much longer one may take that waits for something.
-    pub poll: Duration,
-    /// How long a peer may take none of what is sent to it.
-    pub stall: Duration,
-    pub body: usize,
-    /// Bytes of the bodies that are larger than 64 KiB and in memory at a time.
-    pub bodies: usize,
-    pub rate: f64,
+    pub(crate) request: Duration,
+    /// Additional time for long polls.
+    pub(crate) poll: Duration,
+    /// How long a peer may read nothing of an answer.
+    pub(crate) stall: Duration,
+    pub(crate) body: usize,
+    /// Total bytes of bodies larger than 64 KiB in memory.
+    pub(crate) bodies: usize,
+    pub(crate) rate: f64,
     /// Requests per second without the token.
-    pub strangers: f64,
+    pub(crate) strangers: f64,
 }
 
 impl Default for Limits {
@@ -90,22 +93,22 @@ impl Default for Limits {
     }
 }
 
-/// The longest that a long-poll of an agent may ask to wait.
-pub const MAX_POLL: Duration = Duration::from_secs(60);
+/// The longest wait of an agent's long poll.
+pub(crate) const MAX_POLL: Duration = Duration::from_secs(60);
 
 /// A failed request.
 #[derive(Debug)]
-pub struct Failure {
+pub(crate) struct Failure {
     /// What sort of failure.
-    pub kind: Kind,
-    pub message: String,
+    pub(crate) kind: Kind,
+    pub(crate) message: String,
     /// The status, where it is not that of the kind.
-    pub status: Option<StatusCode>,
+    pub(crate) status: Option<StatusCode>,
 }
 
 impl Failure {
     /// A failure of a kind, with its status.
-    pub fn new(kind: Kind, message: impl Into<String>) -> Failure {
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Failure {
         Failure { kind, message: message.into(), status: None }
     }
 }
@@ -119,6 +122,42 @@ impl IntoResponse for Failure {
             "error": { "kind": self.kind, "message": self.message, "advice": self.kind.advice() },
         });
         (self.status.unwrap_or(status), Json(body)).into_response()
+    }
+}
+
+impl From<JsonRejection> for Failure {
+    fn from(r: JsonRejection) -> Failure {
+        Failure { status: Some(r.status()), ..Failure::new(Kind::Invalid, r.body_text()) }
+    }
+}
+
+impl From<QueryRejection> for Failure {
+    fn from(r: QueryRejection) -> Failure {
+        Failure::new(Kind::Invalid, r.body_text())
+    }
+}
+
+/// A request's body as JSON. A body that is not `T` is answered with a [`Failure`].
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Body<T>, Failure> {
+        let Json(value) = Json::from_request(request, state).await?;
+        Ok(Body(value))
+    }
+}
+
+/// A request's query. A query that is not `T` is answered with a [`Failure`].
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Params<T>, Failure> {
+        let Query(value) = Query::from_request_parts(parts, state).await?;
+        Ok(Params(value))
     }
 }
 
@@ -139,7 +178,7 @@ const UNIT: u64 = 1 << 10;
 /// The longest head of a request.
 const HEAD: usize = 64 << 10;
 
-/// So many requests a second.
+/// A token bucket of requests per second.
 struct Bucket {
     rate: f64,
     room: Mutex<(f64, Instant)>,
@@ -150,7 +189,7 @@ impl Bucket {
         Bucket { rate, room: Mutex::new((rate, Instant::now())) }
     }
 
-    /// Takes one request out of the bucket.
+    /// Admits a request if the rate allows it.
     fn admit(&self) -> bool {
         let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -166,7 +205,7 @@ impl Bucket {
 
 /// Puts the token, the rate, the time and the size limits in front of a router. `/healthz` and the paths in `open` need
 /// no token.
-pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
+pub(crate) fn guarded(router: Router, open: &'static [&'static str], token: Token, limits: Limits) -> Router {
     let (known, strangers) = (Bucket::new(limits.rate), Bucket::new(limits.strangers));
     let bodies = Semaphore::new(limits.bodies.max(limits.body) / UNIT as usize + 1);
     let guard = Arc::new(Guard { token, open, limits, known, strangers, bodies });
@@ -186,12 +225,12 @@ pub fn guarded(router: Router, open: &'static [&'static str], token: Token, limi
 async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     let given = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
     let known = token::accepts(&guard.token, given);
-    if let Some(place) = request.extensions().get::<Arc<Place>>().filter(|_| known) {
-        place.accept();
+    if let Some(slot) = request.extensions().get::<Arc<Slot>>().filter(|_| known) {
+        slot.accept();
     }
     let bucket = if known { &guard.known } else { &guard.strangers };
     if !bucket.admit() {
-        let failure = Failure::new(Kind::Exhausted, "too many requests at once: wait a second");
+        let failure = Failure::new(Kind::Exhausted, "too many requests: wait a second");
         let mut response = Failure { status: Some(StatusCode::TOO_MANY_REQUESTS), ..failure }.into_response();
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         return response;
@@ -200,23 +239,23 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
     if !known && path != "/healthz" && !guard.open.contains(&path) {
         let failure = Failure::new(
             Kind::Denied,
-            "the token is missing or wrong: send that of this service as `Authorization: Bearer …`",
+            "the token is missing or wrong: send this service's token as `Authorization: Bearer …`",
         );
         let mut response = Failure { status: Some(StatusCode::UNAUTHORIZED), ..failure }.into_response();
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         if !request.body().is_end_stream() {
-            // Its body is not read, so nothing can come after it.
+            // The body is not read, so the connection cannot be reused.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         return response;
     }
     let most = guard.limits.request + guard.limits.poll;
-    // How long it is at most; one without a length may be as long as is allowed.
+    // A body without a length counts as the longest allowed.
     let longest = guard.limits.body as u64;
     let length = request.body().size_hint().upper().unwrap_or(longest).min(longest);
     let answer = async {
         let units = u32::try_from(length / UNIT).unwrap_or(u32::MAX);
-        // Held until the request is answered. Never closed, so it is had in the end.
+        // Held until the request is answered. The semaphore is never closed.
         let _room = if length > SMALL { guard.bodies.acquire_many(units).await.ok() } else { None };
         next.run(request).await
     };
@@ -227,7 +266,7 @@ async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) ->
 }
 
 /// Binds the first free port of a range on one address; port 0 means any.
-pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
+pub(crate) async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener> {
     let mut last = None;
     for port in ports.0..=ports.1 {
         match TcpListener::bind(SocketAddr::new(address, port)).await {
@@ -238,18 +277,18 @@ pub async fn bind(address: IpAddr, ports: (u16, u16)) -> io::Result<TcpListener>
     Err(last.unwrap_or_else(|| io::Error::other("the port range is empty")))
 }
 
-/// What a client without TLS is told on a port with it. Whatever it has sent, others may have read.
+/// The answer to a client without TLS on a TLS port. Others may have read its token.
 fn without_tls() -> Router {
     Router::new().fallback(async || {
-        let message = "this port speaks TLS: use https:// in place of http://, and take another token if this one went \
-                       over a network that is not trusted";
+        let message = "this port speaks TLS: use https:// instead of http://, and change the token if this one was sent \
+                       over an untrusted network";
         let mut response = Failure::new(Kind::Invalid, message).into_response();
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         response
     })
 }
 
-/// Whether a connection begins as a request without TLS does: with a letter. Waits for its first byte.
+/// Whether a connection begins like a request without TLS: with a letter. Waits for the first byte.
 async fn begins_plain(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0];
     match stream.peek(&mut first).await? {
@@ -258,8 +297,8 @@ async fn begins_plain(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// A stream whose writes fail once the peer has taken nothing for [`Limits::stall`]: one that sends requests and never
-/// reads the answers would hold its connection for ever.
+/// A stream whose writes fail once the peer has read nothing for [`Limits::stall`]. Otherwise a peer that never reads its
+/// answers would hold the connection forever.
 struct Moving {
     stream: TcpStream,
     most: Duration,
@@ -318,17 +357,17 @@ impl AsyncWrite for Moving {
     }
 }
 
-/// Each receiver has connections, and each connection a descriptor: as many as the system allows.
+/// Raises the descriptor limit to the maximum: every connection of a receiver needs a descriptor.
 pub(crate) fn raise_descriptors() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, "cannot raise the number of descriptors; few receivers may be all that can connect");
+        tracing::warn!(%error, "cannot raise the descriptor limit; only a few receivers may be able to connect");
     }
 }
 
 /// Serves until `ended` is true, then gives open requests `grace`. With a certificate, inside TLS.
-pub async fn serve(
+pub(crate) async fn serve(
     listener: TcpListener,
     tls: Option<&Certificate>,
     router: Router,
@@ -336,7 +375,7 @@ pub async fn serve(
     mut ended: watch::Receiver<bool>,
     grace: Duration,
 ) {
-    let places = Places::new(limits.connections);
+    let connections = Connections::new(limits.connections);
     let tls = tls.map(|certificate| TlsAcceptor::from(certificate.http()));
     let mut tasks = JoinSet::new();
     loop {
@@ -348,21 +387,21 @@ pub async fn serve(
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept connections");
-                // Perhaps there are no descriptors left.
-                places.shed();
+                // The descriptors may be exhausted.
+                connections.shed();
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
-        let Some(place) = places.take(peer.ip()) else { continue };
-        let place = Arc::new(place);
+        let Some(slot) = connections.take(peer.ip()) else { continue };
+        let slot = Arc::new(slot);
         let _ = stream.set_nodelay(true);
         let (router, tls, ended) = (router.clone(), tls.clone(), ended.clone());
         while tasks.try_join_next().is_some() {}
         tasks.spawn(async move {
             let end = Ending { ended, grace };
-            let service = Served { router, place: Arc::clone(&place) };
-            // What went wrong on a connection concerns the peer alone.
+            let service = Served { router, slot: Arc::clone(&slot) };
+            // Errors of a connection concern its peer only.
             let conversation = async {
                 match tls {
                     Some(tls) => secret(stream, tls, service, limits, end).await,
@@ -371,21 +410,21 @@ pub async fn serve(
             };
             tokio::select! {
                 () = conversation => {}
-                () = place.shed() => {}
+                () = slot.shed() => {}
             }
         });
     }
     drop(listener);
-    // Each ends by itself within the grace; what does not is dropped with the set.
+    // Connections end within the grace period; the rest is dropped with the set.
     let all = async { while tasks.join_next().await.is_some() {} };
     let _ = tokio::time::timeout(grace + Duration::from_millis(100), all).await;
 }
 
-/// What answers the requests of one connection, and its place among the others.
+/// The service of one connection, and its slot.
 #[derive(Clone)]
 struct Served {
     router: Router,
-    place: Arc<Place>,
+    slot: Arc<Slot>,
 }
 
 impl hyper::service::Service<hyper::Request<Incoming>> for Served {
@@ -394,12 +433,12 @@ impl hyper::service::Service<hyper::Request<Incoming>> for Served {
     type Future = <TowerToHyperService<Router> as hyper::service::Service<hyper::Request<Incoming>>>::Future;
 
     fn call(&self, mut request: hyper::Request<Incoming>) -> Self::Future {
-        request.extensions_mut().insert(Arc::clone(&self.place));
+        request.extensions_mut().insert(Arc::clone(&self.slot));
         TowerToHyperService::new(self.router.clone()).call(request)
     }
 }
 
-/// When a connection ends, and how long it has for that.
+/// The signal to end a connection, and its grace period.
 struct Ending {
     ended: watch::Receiver<bool>,
     grace: Duration,
@@ -451,14 +490,14 @@ where
     }
 }
 
-/// Returns when the value is true, or nobody can set it any more.
+/// Returns when the value is true, or the sender is gone.
 async fn until(ended: &mut watch::Receiver<bool>) {
     let _ = ended.wait_for(|e| *e).await;
 }
 
 /// A body of bytes.
-pub fn octets(bytes: Vec<u8>) -> Response {
-    ([(header::CONTENT_TYPE, "application/octet-stream")], Body::from(bytes)).into_response()
+pub(crate) fn octets(bytes: Vec<u8>) -> Response {
+    ([(header::CONTENT_TYPE, "application/octet-stream")], bytes).into_response()
 }
 
 #[cfg(test)]
@@ -574,7 +613,7 @@ mod tests {
     fn silent_connections_are_closed_and_more_than_allowed_are_not_kept() {
         let service = Service::start(Limits { head: Duration::from_secs(600), ..small() });
         let mut silent: Vec<TcpStream> = (0..3).map(|_| service.connect()).collect();
-        // They are not in the way of whoever has the token: the oldest is closed instead, long before its time is over.
+        // They do not block clients with the token: the oldest is closed, long before its timeout.
         for _ in 0..2 {
             assert_eq!(service.ask("GET /healthz", b""), Some(200));
         }
@@ -666,7 +705,7 @@ mod tests {
         let mut deaf = service.connect();
         let token = format!("authorization: Bearer {TOKEN}");
         deaf.write_all(format!("GET /long HTTP/1.1\r\nhost: h\r\n{token}\r\n\r\n").as_bytes()).unwrap();
-        // Its first bytes: it has the one place.
+        // Its first bytes: it has the one slot.
         let mut first = [0; 8];
         deaf.read_exact(&mut first).unwrap();
         let until = Instant::now() + Duration::from_secs(10);

@@ -1,18 +1,18 @@
 //! A receiver that follows a controller: `windlass receive --controller`.
 //!
-//! Owns: one life with the controller after the other ([`run`]): joining, asking for orders, saying how they went and
-//! taking leave; a stager and a loader for each model ([`super::model`]), and the thread that delivers reports. Must not:
-//! end, or stop serving, because the controller is away: what is served stays, what is being fetched is fetched, and the
-//! controller is waited for with a pause that grows, and that is said once. Once it was joined nothing that it or the
-//! network says ends this, but that another receiver lives under the same name.
+//! Owns: consecutive sessions with the controller ([`run`]): joining, polling for orders, reporting and leaving; a stager
+//! and a loader per model ([`super::model`]), and the thread that delivers reports. Must not: end, or stop serving, because
+//! the controller is unreachable: the served version stays, fetches continue, and the receiver retries with a growing
+//! backoff, which it reports once. After the first join, only one thing ends the receiver: another receiver with the same
+//! name.
 //!
-//! # Lives
+//! # Sessions
 //!
-//! A life begins with a join, under a session that is greater than any before, and with what is served: what all engines
-//! of a model say that they hold, or, without engines, what the image holds by permission. It ends when the controller
-//! does not know it (it was restarted, or nothing was heard from here for too long), and when what is served becomes
-//! something else than the controller was told, such as by an engine that was restarted. Then the next one begins, and
-//! the controller finds its way from there. Reports of an earlier life are not delivered.
+//! A session begins with a join. Its number is greater than that of every earlier session, and the join names the served
+//! version: the version that all engines of a model report, or, without engines, the version that the image may show. The
+//! session ends when the controller does not know it (after a restart, or a missed heartbeat), and when the served version
+//! changes without an order, for example because an engine restarted. Then the next session begins. Reports of an earlier
+//! session are not delivered.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver as Inbox, RecvTimeoutError, channel};
@@ -27,9 +27,9 @@ use windlass_core::identity::ModelId;
 use windlass_data::stop::Stop;
 
 use super::Receive;
-use super::model::{EngineLoad, EngineLoads, Model, Opening, Sending, Took};
+use super::model::{EngineLoad, EngineLoads, Interval, Model, Opening, Sending};
+use super::rendezvous::Rendezvous;
 use super::retry::CONFIRM;
-use super::together::Together;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::controller::client::{ControllerClient, ControllerError};
@@ -38,22 +38,21 @@ use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 
 /// The controller that a receiver follows.
 #[derive(Clone, Debug)]
-pub struct Controlled {
-    pub url: String,
-    pub token: Token,
+pub(crate) struct Controlled {
+    pub(crate) url: String,
+    pub(crate) token: Token,
     /// The token of the agents that its orders name.
-    pub agents: Token,
-    /// What it calls this receiver. Stays the same across restarts.
-    pub id: ReceiverId,
+    pub(crate) agents: Token,
+    /// Name of this receiver; stable across restarts.
+    pub(crate) id: ReceiverId,
     /// The models that this receiver serves.
-    pub models: Vec<ModelId>,
+    pub(crate) models: Vec<ModelId>,
 }
 
-/// How long to rest before a controller that is away is asked again: at first, and at most until one has said how long
-/// at most ([`Joined::rejoin_ms`]). A controller that was restarted waits for those who join again, but not for long.
+/// First and maximum backoff before the controller is asked again, until a controller has set the maximum
+/// ([`Joined::rejoin_ms`]). A restarted controller waits for its receivers, but not for long.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(500));
-/// The longest rest and the longest poll that a controller can ask for, and the longest silence that it can allow:
-/// whatever it says, it is heard of again.
+/// Upper bounds for the backoff, the poll and the heartbeat timeout that a controller sets.
 const REJOIN: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_mins(10);
@@ -117,7 +116,7 @@ pub(super) fn run(
     })
 }
 
-/// Whether the same may succeed in a while: nobody answered, or it is too busy, or about to end. A certificate that is not
+/// Whether a retry may succeed: the controller did not answer, is too busy, or is about to end. A certificate that is not
 /// trusted stays so.
 fn passes(e: &ControllerError) -> bool {
     match e.status() {
@@ -156,7 +155,7 @@ fn engines_of(
     Engines::start(&specs, &options, place, &teller).map(|engines| Some((engines, loads)))
 }
 
-/// What is said about a controller that is away, once.
+/// Reports an unreachable controller, once.
 #[derive(Debug, Default)]
 struct Away {
     told: bool,
@@ -169,7 +168,7 @@ struct Member<'a> {
     link: &'a ControllerClient,
     id: &'a ReceiverId,
     models: &'a [Model],
-    /// The session that counts; 0 between two lives.
+    /// The current session; 0 between two sessions.
     life: &'a AtomicU64,
     /// The controller did not want a report of a load: it and this receiver may mean different orders.
     doubt: &'a AtomicBool,
@@ -181,13 +180,13 @@ struct Member<'a> {
     longest: Duration,
 }
 
-/// Why a life ended.
+/// Why a session ended.
 enum End {
     /// It was told to end, or has what it should get.
     Enough,
     /// Another one must begin.
     Again(String),
-    /// Somebody else has begun one under this name.
+    /// Another receiver has joined under this name.
     Taken(ControllerError),
 }
 
@@ -238,7 +237,7 @@ impl Member<'_> {
         })
     }
 
-    /// Begins a life. `None` if it was told to end before that.
+    /// Begins a session. `None` if the receiver was stopped before that.
     fn join(&mut self, before: bool) -> Result<Option<Joined>, Error> {
         let (mut refused, mut step) = (0, Duration::from_hours(1).as_nanos() as u64);
         loop {
@@ -269,12 +268,12 @@ impl Member<'_> {
                     return Ok(Some(joined));
                 }
                 Err(ControllerError::Refused { kind: Kind::Stale, .. }) => {
-                    // The clock was ahead in an earlier life, by years maybe: some twenty attempts get past any.
+                    // The clock was ahead in an earlier session, perhaps by years: about twenty attempts get past any offset.
                     self.last_session = self.last_session.saturating_add(step);
                     step = step.saturating_mul(2);
                     self.rest(PAUSE.0);
                 }
-                // Nothing was served by its orders yet: whoever started this is told what is wrong. A flipped bit is not
+                // No order has succeeded yet: the user is told what is wrong. A flipped bit is not
                 // said several times.
                 Err(e) if !before && !passes(&e) && !self.stop.is_set() => {
                     refused += 1;
@@ -299,7 +298,7 @@ impl Member<'_> {
         Peer { receiver: self.id.clone(), session: self.last_session }
     }
 
-    /// One life: asks for orders until it ends.
+    /// One session: polls for orders until it ends.
     fn live(&mut self, joined: &Joined) -> End {
         let (mut after, mut taken) = (0, None);
         self.doubt.store(false, Ordering::Release);
@@ -336,7 +335,7 @@ impl Member<'_> {
                 }
                 Err(_) if self.stop.is_set() => return End::Enough,
                 Err(e @ ControllerError::Refused { kind: Kind::Stale, .. }) => {
-                    // A flipped bit makes the controller say so, too, and one in somebody else's join makes a receiver of
+                    // A flipped bit makes the controller say so, too, and one in another receiver's join makes a receiver of
                     // this name that is silent. Both have passed by then.
                     let silence = Duration::from_millis(joined.heartbeat_ms).min(SILENCE);
                     if taken.get_or_insert_with(Instant::now).elapsed() > silence * 2 {
@@ -363,11 +362,11 @@ impl Member<'_> {
             }
             Task::Load { order, set, identities } => {
                 let ours: Vec<_> = identities.iter().filter_map(|i| Some((model(&i.model_id)?, i))).collect();
-                let together = Arc::new(Together::new(ours.len()));
+                let rendezvous = Arc::new(Rendezvous::new(ours.len()));
                 for (model, identity) in ours {
                     let identities = vec![identity.clone()];
                     let load = Task::Load { order: *order, set: set.clone(), identities };
-                    model.take_load(&load, *order, &together);
+                    model.take_load(&load, *order, &rendezvous);
                 }
             }
             Task::Live { set, live, why, .. } => {
@@ -425,7 +424,7 @@ impl Member<'_> {
         // The flag that ended everything else must not end this.
         let left = self.link.leave(&self.peer(), &Stop::after(FAREWELL));
         if let Err(error) = left {
-            tracing::debug!(%error, "the controller was not told of the end");
+            tracing::debug!(%error, "could not tell the controller that this receiver ends");
         }
     }
 }
@@ -441,7 +440,7 @@ struct Reporter<'a> {
 }
 
 impl Reporter<'_> {
-    /// Until nobody can have anything to report any more.
+    /// Until all senders of reports are gone.
     fn run(&self, inbox: &Inbox<Sending>) {
         loop {
             match inbox.recv_timeout(Stop::GLANCE * 10) {
@@ -461,7 +460,7 @@ impl Reporter<'_> {
     fn deliver(&self, sending: &Sending) -> bool {
         let (mut pause, mut refused) = (PAUSE.0, 0);
         while self.life.load(Ordering::Acquire) == sending.session {
-            let spans = sending.took.iter().take(MAX_SPANS).map(Took::span).collect();
+            let spans = sending.intervals.iter().take(MAX_SPANS).map(Interval::span).collect();
             let report = Report {
                 peer: Peer { receiver: self.id.clone(), session: sending.session },
                 order: sending.answer.order,
@@ -480,7 +479,7 @@ impl Reporter<'_> {
                 }
                 // The order is not open any more, or not ours: the controller knows better.
                 Err(error @ ControllerError::Refused { kind: Kind::Stale | Kind::NotFound, .. }) => {
-                    tracing::info!(%error, order = %report.order, "a report was not wanted");
+                    tracing::info!(%error, order = %report.order, "the controller rejected a report as outdated");
                     if matches!(report.outcome, Outcome::Loaded) {
                         self.doubt.store(true, Ordering::Release);
                     }
@@ -488,7 +487,7 @@ impl Reporter<'_> {
                 }
                 Err(error) => {
                     if !self.stop.is_set() {
-                        tracing::warn!(%error, order = %report.order, "a report was not taken; the order runs into its deadline");
+                        tracing::warn!(%error, order = %report.order, "the controller did not accept a report; the order will time out");
                     }
                     return false;
                 }

@@ -1,35 +1,36 @@
-//! `windlass receive`: keeps images of models on this host at the newest versions of their publishers.
+//! `windlass receive`: keeps local images of models up to date with their publishers.
 //!
-//! Owns: one thread for each publisher, the loop of waiting and syncing, and what is said about it. Engines read the
-//! image in place under map leases. Must not: end because a publisher is away; it is waited for, with a rest that
-//! grows, and that is said. A publisher that cannot be followed from the beginning (a wrong token, no space for its image)
-//! is given up at once, and said; the others are followed on. Once it was followed, nothing ends that (`retry`).
+//! Owns: one thread per publisher, its loop of waiting and syncing, and its output. Engines read the image in place under
+//! map leases. Must not: end because a publisher is unreachable; the receiver retries with a growing backoff and reports
+//! it. If a publisher cannot be followed at the start (a wrong token, no space for its image), the receiver gives it up and
+//! reports it, and follows the others. After the first success no failure ends that (`retry`).
 //!
-//! In JSON mode every version is a line of its own: `{"event":"synced", …}` with the fields of
+//! In JSON mode every version is one line: `{"event":"synced", …}` with the fields of
 //! [`windlass_data::receiver::Synced`].
 //!
-//! With engines, every whole version is loaded by each of them when it is free ([`crate::service::engines`]), while the next one
-//! is fetched; the events of that are lines too. A receiver that is to get some versions ends when its engines have them.
+//! With engines, each engine loads complete versions as it becomes free ([`crate::service::engines`]) while the receiver
+//! fetches the next one; these events are lines too. With `--versions` or `--until`, the receiver ends when its engines have
+//! loaded the versions.
 //!
-//! With a controller (`member`) it is told which version to bring here when, and when to load it, for several models at
-//! once; it names the agents, too.
+//! With a controller (`member`), orders say which version to stage from which agent and when to load it, for several
+//! models.
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | `member` | the life with a controller |
+//! | `member` | sessions with a controller |
 //! | `model` | one model's image and engines, and the threads that work for them |
-//! | `together` | the models of one load order, which are loaded together |
-//! | `desk` | a controller's orders about one model, and what to do next |
-//! | `retry` | rests after failures that pass |
+//! | `rendezvous` | the models of one load order wait for each other |
+//! | `order_queue` | a controller's orders about one model, and the next step |
+//! | `retry` | backoff after transient failures |
 //!
-//! Being told to end is the regular end of a receiver that runs for ever, and exit code 0; one that was to get some
-//! versions and did not is interrupted.
+//! A receiver without an end exits with code 0 when it is interrupted. With `--versions` or `--until`, an interrupt before the
+//! last version is a failure.
 
-mod desk;
 mod member;
 mod model;
+mod order_queue;
+mod rendezvous;
 mod retry;
-mod together;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,12 +59,12 @@ use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 
-pub use self::member::Controlled;
-use self::retry::{Attempts, Standing, patiently};
+pub(crate) use self::member::Controlled;
+use self::retry::{Attempts, Standing, retry_transient};
 
 /// Who is followed.
 #[derive(Clone, Debug)]
-pub enum Publisher {
+pub(crate) enum Publisher {
     /// The agent at an endpoint, and its token.
     Endpoint(String, Token),
     /// Whatever agent serves a region on this host, and the token if that is in no file.
@@ -71,62 +72,62 @@ pub enum Publisher {
 }
 
 impl Publisher {
-    fn control(&self, patience: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
+    fn control(&self, timeout: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
         let control = match self {
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(control.with_trust(trust.cloned()).with_patience(patience))
+        Ok(control.with_trust(trust.cloned()).with_timeout(timeout))
     }
 }
 
 /// The checked arguments of `receive`.
 #[derive(Clone, Debug)]
-pub struct Receive {
-    pub publishers: Vec<Publisher>,
+pub(crate) struct Receive {
+    pub(crate) publishers: Vec<Publisher>,
     /// Regions on this host whose slots are read in place.
-    pub in_place: Vec<PathBuf>,
+    pub(crate) in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
-    pub dir: PathBuf,
+    pub(crate) dir: PathBuf,
     /// What people call this receiver.
-    pub name: String,
+    pub(crate) name: String,
     /// How to be served.
-    pub mode: RequestMode,
+    pub(crate) mode: RequestMode,
     /// Streams of a transfer.
-    pub streams: Option<u16>,
+    pub(crate) streams: Option<u16>,
     /// Threads for sums and deltas.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// How long one transfer may take.
-    pub timeout: Duration,
+    pub(crate) timeout: Duration,
     /// End after this many new versions of each model.
-    pub versions: Option<u64>,
+    pub(crate) versions: Option<u64>,
     /// End once this version is there.
-    pub until: Option<u64>,
+    pub(crate) until: Option<u64>,
     /// The image is readable by the group.
-    pub group: bool,
+    pub(crate) group: bool,
     /// End when standard input ends: the parent is gone.
-    pub with_parent: bool,
+    pub(crate) with_parent: bool,
     /// The engines that load what is received, and how.
-    pub engines: Option<(Vec<ModelEngine>, EngineOptions)>,
-    /// Whom to trust among agents and controllers; those whom the system trusts if not given.
-    pub trust: Option<Trust>,
+    pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// Authorities to trust for agents and controllers; by default the system's.
+    pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
-    pub controller: Option<Controlled>,
+    pub(crate) controller: Option<Controlled>,
 }
 
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// The deltas that are kept beside the image for engines, which may be some versions behind it.
+/// Deltas kept with the image for engines that are some versions behind it.
 const KEEP: Limits = Limits { count: 16, bytes: 1 << 30 };
 
 impl Receive {
     /// Receives until it is told to end, or has what it should get.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let stop = session.cancel();
         if self.with_parent {
             let stop = stop.clone();
-            session.with_parent(move || stop.set())?;
+            Session::with_parent(move || stop.set())?;
         }
         self.check_dir()?;
         let endless = self.versions.is_none() && self.until.is_none();
@@ -213,10 +214,10 @@ impl Receive {
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
         let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
         let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
-        let mut model_id = patiently(Standing::New, session, stop, name)?;
+        let mut model_id = retry_transient(Standing::New, session, stop, name)?;
         // Everything else is checked against the name, and one flipped bit makes another name.
         loop {
-            let again = patiently(Standing::Proven, session, stop, name)?;
+            let again = retry_transient(Standing::Proven, session, stop, name)?;
             if std::mem::replace(&mut model_id, again) == model_id {
                 break;
             }
@@ -243,7 +244,7 @@ impl Receive {
         let (mut got, mut attempts) = (0, Attempts::default());
         let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
         while !self.enough(got, receiver.current()) {
-            let news = patiently(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
+            let news = retry_transient(Standing::Proven, session, stop, || receiver.wait_newer(stop))?;
             stop.check().map_err(|_| Error::Cancelled)?;
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
@@ -284,18 +285,18 @@ impl Receive {
 
     /// Follows a region on this host without copying: takes each new version under a map lease, and verifies it.
     fn mapped(&self, dir: &Path, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let mut region = patiently(Standing::New, session, stop, || local::attach(dir))?;
+        let mut region = retry_transient(Standing::New, session, stop, || local::attach(dir))?;
         let (mut seen, mut got) = (0, 0);
         let mut known: Option<Known> = None;
         let mut heard = Instant::now();
         while !self.enough(got, known.as_ref()) {
             stop.check().map_err(|_| Error::Cancelled)?;
             if heard.elapsed() > SILENCE {
-                // Nobody says so when a publisher dies; its successor makes another region in the same place, once
-                // this one has been let go of.
+                // No message tells that a publisher died; its successor creates another region in the same place, once
+                // this one has been released.
                 let was = region.incarnation();
                 drop(region);
-                region = patiently(Standing::Proven, session, stop, || local::attach(dir))?;
+                region = retry_transient(Standing::Proven, session, stop, || local::attach(dir))?;
                 heard = Instant::now();
                 seen = if region.incarnation() == was { seen } else { 0 };
             }
@@ -310,13 +311,13 @@ impl Receive {
                 Ok(lease) => lease,
                 Err(e) if e.kind() == Kind::Stale => continue,
                 Err(e) => {
-                    tracing::warn!(error = %e, "the slot cannot be leased now");
+                    tracing::warn!(error = %e, "cannot lease the slot");
                     region.wait(bell, stop.nap());
                     continue;
                 }
             };
             let found = windlass_data::seal::sums_of_all(
-                crate::kernels(),
+                windlass_data::simd::kernels(),
                 region.manifest(),
                 lease.data(),
                 (self.threads, stop),
@@ -388,7 +389,7 @@ fn bring(
             receiver.show(vec![fetched], stop)
         }
         Err(error) => {
-            tracing::info!(version = to.1, %error, "the delta could not be fetched by itself");
+            tracing::info!(version = to.1, %error, "could not fetch the delta separately");
             receiver.sync(stop)
         }
     }

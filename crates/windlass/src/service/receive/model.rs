@@ -1,8 +1,8 @@
 //! One model of a receiver that follows a controller: its image, its engines, and the two threads that work for them.
 //!
-//! Owns: the [`Desk`] of the model and everything that carries out what it says: the stager fetches, the loader applies
-//! and lets the engines load, both at the same time. Called by [`super::member`], which brings orders and takes reports
-//! away. Must not: speak to the controller.
+//! Owns: the [`OrderQueue`] of the model and the threads that carry out its steps: the stager fetches; the loader applies
+//! and has the engines load, concurrently. Called by [`super::member`], which passes orders in and reports out. Must not:
+//! talk to the controller.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
@@ -26,8 +26,8 @@ use windlass_data::receiver::{
 use windlass_data::stop::Stop;
 use windlass_data::tls::Trust;
 
-use super::desk::{Answer, Desk, Loading, Stage, Staging};
-use super::together::Together;
+use super::order_queue::{Answer, Loading, OrderQueue, StageOrder, Staging};
+use super::rendezvous::Rendezvous;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::control::HttpControl;
@@ -38,9 +38,9 @@ use crate::service::engines::{Engines, Label};
 /// meanwhile reads what is in its region first.
 const SHOWN_WITHIN: Duration = Duration::from_secs(5);
 
-/// Something that took time.
+/// A step that took time.
 #[derive(Clone, Debug)]
-pub(super) struct Took {
+pub(super) struct Interval {
     lane: Lane,
     what: &'static str,
     began: Instant,
@@ -48,15 +48,15 @@ pub(super) struct Took {
     bytes: Option<u64>,
 }
 
-impl Took {
-    fn of(lane: Lane, what: &'static str, ended: Instant, ms: f64, bytes: Option<u64>) -> Took {
+impl Interval {
+    fn of(lane: Lane, what: &'static str, ended: Instant, ms: f64, bytes: Option<u64>) -> Interval {
         let span = Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default();
-        Took { lane, what, began: ended.checked_sub(span).unwrap_or(ended), ended, bytes }
+        Interval { lane, what, began: ended.checked_sub(span).unwrap_or(ended), ended, bytes }
     }
 
     /// As it is told now.
     pub(super) fn span(&self) -> Span {
-        // One clock for both: what took no time must not end before it began.
+        // One clock for both: a step of no duration must not end before it began.
         let now = Instant::now();
         let ago = |at: Instant| now.saturating_duration_since(at).as_secs_f64() * 1e3;
         let (began_ms_ago, ended_ms_ago) = (ago(self.began), ago(self.ended));
@@ -72,7 +72,7 @@ pub(super) struct Sending {
     pub(super) session: u64,
     pub(super) answer: Answer,
     pub(super) mode: Option<&'static str>,
-    pub(super) took: Vec<Took>,
+    pub(super) intervals: Vec<Interval>,
     pub(super) pause_ms: Option<f64>,
 }
 
@@ -90,7 +90,7 @@ pub(super) type EngineLoads = Arc<Mutex<Vec<EngineLoad>>>;
 
 /// What threads share about a model.
 struct State {
-    desk: Desk<Fetched>,
+    orders: OrderQueue<Fetched>,
     session: u64,
     /// How far the pull under way is.
     progress: Option<StatusHandle>,
@@ -99,7 +99,7 @@ struct State {
     /// Ends the wait for engines, and for the other models of the order.
     settling: Option<Stop>,
     /// Where the models of the last load order meet.
-    together: Option<(Order, Arc<Together>)>,
+    rendezvous: Option<(Order, Arc<Rendezvous>)>,
     /// What the controller takes for served here.
     claimed: Option<Identity>,
     /// What was found to be served when that was last looked at.
@@ -157,7 +157,7 @@ pub(super) struct Opening<'a> {
     pub(super) index: usize,
     pub(super) config: ReceiverConfig,
     pub(super) token: &'a Token,
-    /// Whom to trust among them.
+    /// Authorities to trust for them.
     pub(super) trust: Option<&'a Trust>,
     /// What this receiver is called by the controller.
     pub(super) name: &'a str,
@@ -173,19 +173,19 @@ impl Model {
     ) -> Result<Model, Error> {
         let Opening { id, index, config, token, trust, name, session, stop } = opening;
         let timeout = config.transfer_timeout;
-        let receiver = Receiver::open(config, Arc::new(Nobody), None, stop)?;
+        let receiver = Receiver::open(config, Arc::new(NoAgent), None, stop)?;
         let known = receiver.current().map(|k| k.identity.clone());
         if let Some(image) = receiver.current() {
             let event = json!({ "event": "found", "receiver": name, "image": image });
             session.event(&event, || format!("{id}: found version {}", image.identity.version));
         }
         let state = State {
-            desk: Desk::new(known, room(&receiver)),
+            orders: OrderQueue::new(known, room(&receiver)),
             session: 0,
             progress: None,
             pulling: None,
             settling: None,
-            together: None,
+            rendezvous: None,
             claimed: None,
             seen: None,
             unsent: 0,
@@ -235,16 +235,16 @@ impl Model {
                 incarnation: label.incarnation,
                 version: label.version,
             }),
-            None => state.desk.serves().cloned(),
+            None => state.orders.serves().cloned(),
         }
     }
 
     /// A new session begins: no order of the last one counts. Answers what is served.
     pub(super) fn begin(&self, session: u64) -> Option<Identity> {
         let mut state = self.state();
-        state.desk.rejoined();
-        if let Some((_, together)) = state.together.take() {
-            together.fail(self.id.as_str());
+        state.orders.rejoined();
+        if let Some((_, rendezvous)) = state.rendezvous.take() {
+            rendezvous.fail(self.id.as_str());
         }
         state.session = session;
         let truth = self.truth(&state);
@@ -253,10 +253,10 @@ impl Model {
         truth
     }
 
-    /// Whether something else is served than the controller was told, and nobody is about to tell it.
+    /// Whether the controller does not know the served version and no report about it is pending.
     pub(super) fn differs(&self) -> Option<String> {
         let mut state = self.state();
-        if state.desk.is_loading() || state.unsent > 0 {
+        if state.orders.is_loading() || state.unsent > 0 {
             return None;
         }
         let truth = self.truth(&state);
@@ -281,13 +281,13 @@ impl Model {
                 state.claimed = claimed.filter(|c| c.incarnation >= identity.incarnation);
             }
             Task::Abandon { order, .. } => {
-                if let Some((_, together)) = state.together.as_ref().filter(|(o, _)| o == order) {
-                    together.fail(self.id.as_str());
+                if let Some((_, rendezvous)) = state.rendezvous.as_ref().filter(|(o, _)| o == order) {
+                    rendezvous.fail(self.id.as_str());
                 }
             }
             Task::Load { .. } | Task::Live { .. } => {}
         }
-        if state.desk.take(task)
+        if state.orders.take(task)
             && let Some(stop) = &state.pulling
         {
             stop.set();
@@ -297,12 +297,12 @@ impl Model {
     }
 
     /// Takes in a load order, whose models meet before their engines are told. One that is at it gives up.
-    pub(super) fn take_load(&self, task: &Task, order: Order, together: &Arc<Together>) {
+    pub(super) fn take_load(&self, task: &Task, order: Order, rendezvous: &Arc<Rendezvous>) {
         let mut state = self.state();
         if let Some(stop) = &state.settling {
             stop.set();
         }
-        if let Some((_, before)) = state.together.replace((order, Arc::clone(together))) {
+        if let Some((_, before)) = state.rendezvous.replace((order, Arc::clone(rendezvous))) {
             before.fail(self.id.as_str());
         }
         drop(state);
@@ -329,13 +329,13 @@ impl Model {
     /// How many loads succeeded, and the version of the last one.
     pub(super) fn loads(&self) -> (u64, Option<Version>) {
         let state = self.state();
-        (state.loads, state.desk.loaded().map(|i| i.version))
+        (state.loads, state.orders.loaded().map(|i| i.version))
     }
 
     /// What it is doing, for people, and whether that will have changed soon.
     pub(super) fn doing(&self) -> (Doing, bool) {
         let mut state = self.state();
-        let (mut stage, about) = state.desk.about();
+        let (mut stage, about) = state.orders.about();
         let version = about.map(|i| i.version);
         let status = state.progress.as_ref().map(StatusHandle::get);
         let (mut bytes, mut of_bytes, mut rate) = (0, 0, 0.0);
@@ -402,11 +402,11 @@ impl Model {
                     return;
                 }
                 let now = Instant::now();
-                if let Some(step) = state.desk.next_stage(now) {
+                if let Some(step) = state.orders.next_stage(now) {
                     break step;
                 }
                 let ripe =
-                    state.desk.ripe().map_or(Stop::GLANCE * 20, |at| at.saturating_duration_since(now));
+                    state.orders.ripe().map_or(Stop::GLANCE * 20, |at| at.saturating_duration_since(now));
                 state = self.rest(state, ripe.max(Stop::GLANCE));
             };
             let stop = Stop::after(self.timeout);
@@ -437,53 +437,58 @@ impl Model {
     /// The agent of an order.
     fn control(
         &self,
-        stage: &Stage,
+        stage: &StageOrder,
         last: &mut Option<(String, Arc<HttpControl>)>,
     ) -> Result<Arc<HttpControl>, Error> {
         if let Some((_, control)) = last.as_ref().filter(|(url, _)| *url == stage.endpoint) {
             return Ok(Arc::clone(control));
         }
         let control = HttpControl::new(&stage.endpoint, self.token.clone())?;
-        let control = Arc::new(control.with_trust(self.trust.clone()).with_patience(self.timeout));
+        let control = Arc::new(control.with_trust(self.trust.clone()).with_timeout(self.timeout));
         self.receiver().turn_to(Arc::clone(&control) as Arc<dyn Control>);
         *last = Some((stage.endpoint.clone(), Arc::clone(&control)));
         Ok(control)
     }
 
     /// Waits a while for the agent to have a version, without holding anything.
-    fn await_version(stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<(), Error> {
+    fn await_version(stage: &StageOrder, control: &HttpControl, stop: &Stop) -> Result<(), Error> {
         let Identity { incarnation, version, .. } = &stage.identity;
-        let patience = stop.with_timeout(SHOWN_WITHIN);
+        let deadline = stop.with_timeout(SHOWN_WITHIN);
         let mut info = control.version(None, stop).map_err(ReceiverError::from)?;
         while info.incarnation == *incarnation && info.version.is_none_or(|v| v < *version) {
             stop.check()?;
-            if patience.is_set() {
+            if deadline.is_set() {
                 let (endpoint, newest) = (stage.endpoint.clone(), info.version);
                 return Err(Error::NotShown { identity: stage.identity.clone(), endpoint, newest });
             }
             let before = version.checked_sub(1).map(|v| (*incarnation, v));
             let before = before.unwrap_or((Incarnation(incarnation.0.saturating_sub(1)), Version::MAX));
-            match control.version(Some(before), &patience) {
+            match control.version(Some(before), &deadline) {
                 Ok(shown) => info = shown,
                 // The last word counts.
-                Err(e) if patience.is_set() && e.kind() == Kind::Timeout => {}
+                Err(e) if deadline.is_set() && e.kind() == Kind::Timeout => {}
                 Err(e) => return Err(ReceiverError::from(e).into()),
             }
         }
         Ok(())
     }
 
-    fn fetch(&self, stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<Option<Fetched>, Error> {
+    fn fetch(
+        &self,
+        stage: &StageOrder,
+        control: &HttpControl,
+        stop: &Stop,
+    ) -> Result<Option<Fetched>, Error> {
         Self::await_version(stage, control, stop)?;
         let to = (stage.identity.incarnation, stage.identity.version);
-        let last = self.state().desk.last().map(Fetched::known);
+        let last = self.state().orders.last().map(Fetched::known);
         let start = self.receiver().fetch(last.as_ref(), to, stop)?;
         match start {
             Start::Delta(fetch) => {
                 self.state().progress = Some(fetch.status());
                 Ok(Some(fetch.run(stop)?))
             }
-            // Image bytes are the newest. Whoever serves something does not give it up for a version that it was not told
+            // Image bytes are the newest. A receiver that serves a version does not give it up for one that it was not told
             // to bring here: it would be out of the pool until all the others are there.
             Start::Whole { why, newest } if newest > stage.identity.version && self.serves_life(stage) => {
                 Err(Error::Plane {
@@ -493,19 +498,19 @@ impl Model {
                 })
             }
             Start::Whole { why, .. } => {
-                tracing::info!(identity = %stage.identity, why, "no delta serves; the image is fetched");
+                tracing::info!(identity = %stage.identity, why, "no usable delta; fetching the full image");
                 Ok(None)
             }
         }
     }
 
     /// Whether something of the same incarnation is served here.
-    fn serves_life(&self, stage: &Stage) -> bool {
+    fn serves_life(&self, stage: &StageOrder) -> bool {
         let state = self.state();
         self.truth(&state).is_some_and(|i| i.incarnation == stage.identity.incarnation)
     }
 
-    fn fetched(&self, stage: &Stage, result: Result<Option<Fetched>, Error>, out: &Sender<Sending>) {
+    fn fetched(&self, stage: &StageOrder, result: Result<Option<Fetched>, Error>, out: &Sender<Sending>) {
         let now = Instant::now();
         let mut state = self.state();
         (state.progress, state.pulling) = (None, None);
@@ -515,14 +520,15 @@ impl Model {
                 let (base, known) = (fetched.base(), fetched.known());
                 let synced = fetched.synced().clone();
                 let delta = (&known.identity, fetched, synced.wire_bytes);
-                let answer = state.desk.fetched(stage.order, &base, delta, now);
+                let answer = state.orders.fetched(stage.order, &base, delta, now);
                 state.error = None;
                 drop(state);
-                let took = Took::of(Lane::Wire, "pull delta", now, synced.wire_ms, Some(synced.wire_bytes));
-                self.answer(out, session, answer, Some("delta"), vec![took]);
+                let interval =
+                    Interval::of(Lane::Wire, "pull delta", now, synced.wire_ms, Some(synced.wire_bytes));
+                self.answer(out, session, answer, Some("delta"), vec![interval]);
             }
             Ok(None) => {
-                state.desk.needs_whole(stage.order);
+                state.orders.needs_whole(stage.order);
                 drop(state);
             }
             Err(e) => self.stage_failed(state, stage, &e, out),
@@ -530,7 +536,12 @@ impl Model {
         self.changed.notify_all();
     }
 
-    fn whole(&self, stage: &Stage, control: &HttpControl, stop: &Stop) -> Result<(Synced, Identity), Error> {
+    fn whole(
+        &self,
+        stage: &StageOrder,
+        control: &HttpControl,
+        stop: &Stop,
+    ) -> Result<(Synced, Identity), Error> {
         Self::await_version(stage, control, stop)?;
         let mut receiver = self.receiver();
         self.state().progress = Some(receiver.status());
@@ -540,16 +551,16 @@ impl Model {
         Ok((synced, known))
     }
 
-    fn replaced(&self, stage: &Stage, result: Result<(Synced, Identity), Error>, out: &Sender<Sending>) {
+    fn replaced(&self, stage: &StageOrder, result: Result<(Synced, Identity), Error>, out: &Sender<Sending>) {
         let now = Instant::now();
         let room = room(&self.receiver());
         let mut state = self.state();
-        state.desk.set_room(room);
+        state.orders.set_room(room);
         (state.progress, state.pulling) = (None, None);
         let session = state.session;
         match result {
             Ok((synced, got)) => {
-                let answer = state.desk.replaced(stage.order, &got, now);
+                let answer = state.orders.replaced(stage.order, &got, now);
                 state.error = None;
                 drop(state);
                 let (what, mode) = match synced.mode {
@@ -557,18 +568,24 @@ impl Model {
                     "none" => ("compare", "held"),
                     _ => ("pull image", "full"),
                 };
-                let applied = Took::of(Lane::Wire, "apply", now, synced.apply_ms, None);
+                let applied = Interval::of(Lane::Wire, "apply", now, synced.apply_ms, None);
                 let pulled =
-                    Took::of(Lane::Wire, what, applied.began, synced.wire_ms, Some(synced.wire_bytes));
-                let took = if synced.apply_ms > 0.0 { vec![pulled, applied] } else { vec![pulled] };
-                self.answer(out, session, answer, Some(mode), took);
+                    Interval::of(Lane::Wire, what, applied.began, synced.wire_ms, Some(synced.wire_bytes));
+                let intervals = if synced.apply_ms > 0.0 { vec![pulled, applied] } else { vec![pulled] };
+                self.answer(out, session, answer, Some(mode), intervals);
             }
             Err(e) => self.stage_failed(state, stage, &e, out),
         }
         self.changed.notify_all();
     }
 
-    fn stage_failed(&self, state: MutexGuard<'_, State>, stage: &Stage, e: &Error, out: &Sender<Sending>) {
+    fn stage_failed(
+        &self,
+        state: MutexGuard<'_, State>,
+        stage: &StageOrder,
+        e: &Error,
+        out: &Sender<Sending>,
+    ) {
         drop(state);
         let image = self.receiver().held().map(|k| k.identity.clone());
         let mut state = self.state();
@@ -578,7 +595,7 @@ impl Model {
             Error::NotShown { .. } => Outcome::Absent { reason },
             _ => Outcome::Failed { phase, kind, reason },
         };
-        let answer = state.desk.stage_failed(stage.order, image, outcome);
+        let answer = state.orders.stage_failed(stage.order, image, outcome);
         if answer.is_some() {
             state.error = Some(text);
         }
@@ -596,7 +613,7 @@ impl Model {
                 if self.ended() {
                     return;
                 }
-                if let Some(step) = state.desk.next_load() {
+                if let Some(step) = state.orders.next_load() {
                     break step;
                 }
                 state = self.rest(state, Stop::GLANCE * 20);
@@ -605,22 +622,22 @@ impl Model {
             match step {
                 Loading::Missing(answer) => {
                     let session = state.session;
-                    if let Some((_, together)) = &state.together {
-                        together.fail(self.id.as_str());
+                    if let Some((_, rendezvous)) = &state.rendezvous {
+                        rendezvous.fail(self.id.as_str());
                     }
                     drop(state);
                     self.send(out, session, answer, None, Vec::new(), None);
                 }
                 Loading::Load { order, set, identity, apply } => {
-                    let (session, deltas) = (state.session, state.desk.take_deltas(apply));
-                    let together = state.together.as_ref().filter(|(o, _)| *o == order);
-                    let together = together.map(|(_, t)| Arc::clone(t));
+                    let (session, deltas) = (state.session, state.orders.take_deltas(apply));
+                    let rendezvous = state.rendezvous.as_ref().filter(|(o, _)| *o == order);
+                    let rendezvous = rendezvous.map(|(_, t)| Arc::clone(t));
                     drop(state);
                     let event = json!({
                         "event": "loading", "receiver": self.name, "order": order, "set": set, "identity": identity,
                     });
                     self.session.event(&event, || format!("{identity}: loading"));
-                    self.load((session, set), deltas, together.as_deref(), out);
+                    self.load((session, set), deltas, rendezvous.as_deref(), out);
                 }
             }
             self.changed.notify_all();
@@ -631,15 +648,15 @@ impl Model {
         &self,
         (session, set): (u64, SetName),
         deltas: Vec<Fetched>,
-        together: Option<&Together>,
+        rendezvous: Option<&Rendezvous>,
         out: &Sender<Sending>,
     ) {
         let began = Instant::now();
-        let (mut took, mut pause_ms) = (Vec::new(), None);
+        let (mut intervals, mut pause_ms) = (Vec::new(), None);
         let stop = Stop::after(self.timeout);
         self.state().settling = Some(stop.clone());
         let meet = || {
-            together.map_or(Ok(()), |t| t.meet(&stop)).map_err(|why| Error::Plane {
+            rendezvous.map_or(Ok(()), |t| t.meet(&stop)).map_err(|why| Error::Plane {
                 doing: "load the models of one order together",
                 kind: Kind::Stale,
                 source: why.into(),
@@ -649,23 +666,23 @@ impl Model {
             // The engines first, and the image while they serve.
             meet().and_then(|()| {
                 let ahead = self.lead(&deltas, &stop);
-                self.apply(deltas, &mut took).map(|known| (known, ahead))
+                self.apply(deltas, &mut intervals).map(|known| (known, ahead))
             })
         } else {
-            let applied = self.apply(deltas, &mut took);
-            if let (Err(_), Some(together)) = (&applied, together) {
-                together.fail(self.id.as_str());
+            let applied = self.apply(deltas, &mut intervals);
+            if let (Err(_), Some(rendezvous)) = (&applied, rendezvous) {
+                rendezvous.fail(self.id.as_str());
             }
             applied.and_then(|known| meet().map(|()| (known, Vec::new())))
         };
-        let result =
-            result.and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut took, &mut pause_ms));
+        let result = result
+            .and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut intervals, &mut pause_ms));
         let mut state = self.state();
         state.settling = None;
         let text = result.as_ref().err().map(Error::chain);
         state.loads += u64::from(result.is_ok());
         state.error.clone_from(&text);
-        let answer = state.desk.load_ended(result.map_err(|e| (e.kind(), e.chain())));
+        let answer = state.orders.load_ended(result.map_err(|e| (e.kind(), e.chain())));
         // The order of a session that is over is not answered; the next join says what is served.
         let answer = answer.filter(|_| state.session == session);
         if answer.is_none() {
@@ -682,7 +699,7 @@ impl Model {
                 });
                 self.session.event(&event, || format!("{identity}: loaded in {ms:.1} ms"));
             }
-            self.send(out, session, answer, None, took, pause_ms);
+            self.send(out, session, answer, None, intervals, pause_ms);
         }
     }
 
@@ -707,7 +724,7 @@ impl Model {
         known: &Known,
         ahead: Vec<EngineLoad>,
         stop: &Stop,
-        took: &mut Vec<Took>,
+        intervals: &mut Vec<Interval>,
         pause_ms: &mut Option<f64>,
     ) -> Result<(), Error> {
         let Some((engines, loads)) = &self.engines else { return Ok(()) };
@@ -718,16 +735,16 @@ impl Model {
         let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
         for load in ahead.iter().chain(&done).filter(|l| l.label == Label::from(known)) {
             if let Some(ms) = load.pause_ms {
-                took.push(Took::of(Lane::Engine, "pause", load.ended, ms, None));
+                intervals.push(Interval::of(Lane::Engine, "pause", load.ended, ms, None));
                 *pause_ms = Some(pause_ms.map_or(ms, |p| p.max(ms)));
             }
-            took.push(Took::of(Lane::Engine, "load", load.ended, load.load_ms, None));
+            intervals.push(Interval::of(Lane::Engine, "load", load.ended, load.load_ms, None));
         }
         settled
     }
 
     /// Brings the image to the version of a load.
-    fn apply(&self, deltas: Vec<Fetched>, took: &mut Vec<Took>) -> Result<Known, Error> {
+    fn apply(&self, deltas: Vec<Fetched>, intervals: &mut Vec<Interval>) -> Result<Known, Error> {
         let count = deltas.len();
         let (mut receiver, stop) = (self.receiver(), Stop::after(self.timeout));
         if count == 0 {
@@ -741,9 +758,9 @@ impl Model {
             };
             let ended = Instant::now();
             let image = receiver.held().map(|k| k.identity.clone());
-            self.state().desk.applied(count, image);
+            self.state().orders.applied(count, image);
             let synced = shown?;
-            took.push(Took::of(Lane::Wire, "apply", ended, synced.open_ms + synced.apply_ms, None));
+            intervals.push(Interval::of(Lane::Wire, "apply", ended, synced.open_ms + synced.apply_ms, None));
         }
         let known = receiver.current().cloned();
         known.ok_or_else(|| Error::Bug("a version was to be loaded from an image that is not whole".into()))
@@ -757,10 +774,10 @@ impl Model {
         session: u64,
         answer: Option<Answer>,
         mode: Option<&'static str>,
-        took: Vec<Took>,
+        intervals: Vec<Interval>,
     ) {
         if let Some(answer) = answer {
-            self.send(out, session, answer, mode, took, None);
+            self.send(out, session, answer, mode, intervals, None);
         }
     }
 
@@ -770,7 +787,7 @@ impl Model {
         session: u64,
         answer: Answer,
         mode: Option<&'static str>,
-        took: Vec<Took>,
+        intervals: Vec<Interval>,
         pause_ms: Option<f64>,
     ) {
         let (order, identity) = (answer.order, &answer.identity);
@@ -797,8 +814,8 @@ impl Model {
                 self.session.event(&event, || format!("{identity}: {reason}"));
             }
         }
-        // Nobody is there to take it when the receiver ends.
-        let _ = out.send(Sending { model: self.index, session, answer, mode, took, pause_ms });
+        // The channel is closed when the receiver ends.
+        let _ = out.send(Sending { model: self.index, session, answer, mode, intervals, pause_ms });
     }
 }
 
@@ -809,42 +826,42 @@ fn room(receiver: &Receiver) -> u64 {
 
 /// Before the first order there is no publisher to speak to.
 #[derive(Debug)]
-struct Nobody;
+struct NoAgent;
 
-impl Nobody {
+impl NoAgent {
     fn lost<T>(what: &'static str) -> Result<T, ControlError> {
         let why = "no order has named an agent yet".into();
-        Err(ControlError::Lost { peer: "nobody".into(), what, why, kind: Kind::NotFound })
+        Err(ControlError::Lost { peer: "no agent".into(), what, why, kind: Kind::NotFound })
     }
 }
 
-impl Control for Nobody {
+impl Control for NoAgent {
     fn peer(&self) -> String {
-        "nobody".into()
+        "no agent".into()
     }
 
     fn version(&self, _: Option<(Incarnation, Version)>, _: &Stop) -> Result<VersionInfo, ControlError> {
-        Nobody::lost("get the version")
+        NoAgent::lost("get the version")
     }
 
     fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
-        Nobody::lost("get the manifest")
+        NoAgent::lost("get the manifest")
     }
 
     fn sums(&self, _: &Identity, _: &Stop) -> Result<Vec<windlass_core::digest::BlockSum>, ControlError> {
-        Nobody::lost("get the sums")
+        NoAgent::lost("get the sums")
     }
 
     fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
-        Nobody::lost("register")
+        NoAgent::lost("register")
     }
 
     fn request(&self, _: &TransferRequest, _: &Stop) -> Result<TransferAnswer, ControlError> {
-        Nobody::lost("request a transfer")
+        NoAgent::lost("request a transfer")
     }
 
     fn done(&self, _: &TransferDone, _: &Stop) -> Result<(), ControlError> {
-        Nobody::lost("report a transfer")
+        NoAgent::lost("report a transfer")
     }
 }
 
@@ -856,7 +873,7 @@ mod tests {
     fn what_took_no_time_does_not_end_before_it_began() {
         let now = Instant::now();
         for ms in [0.0, 1e-6, 3.5, -1.0, f64::NAN, f64::INFINITY] {
-            let span = Took::of(Lane::Wire, "apply", now, ms, None).span();
+            let span = Interval::of(Lane::Wire, "apply", now, ms, None).span();
             assert!(span.began_ms_ago >= span.ended_ms_ago && span.ended_ms_ago >= 0.0, "{ms}: {span:?}");
         }
     }

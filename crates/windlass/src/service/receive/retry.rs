@@ -1,16 +1,16 @@
-//! What a receiver does about failures that pass: it rests, and tries again.
+//! How a receiver without a controller retries after transient failures.
 //!
-//! Owns: which failures pass ([`Passing`]), waiting for a publisher that is away ([`patiently`]), and the rests between two
-//! attempts at a version that could not be brought here ([`Attempts`]). Called by [`super::Receive`]; with a controller
-//! it is the controller that says when to try again. Must not: say over and over that it goes on as before: people are
-//! told at the first failure and then once a minute, programs whenever the rests have become longer.
+//! Owns: which failures are transient ([`Transient`]), waiting for an unreachable publisher ([`retry_transient`]), and the
+//! backoff between two attempts at a version ([`Attempts`]). Called by [`super::Receive`]; with a controller, the
+//! controller decides when to retry. Must not: repeat itself: people see the first failure and then one line a minute,
+//! programs get an event whenever the backoff grows.
 //!
 //! # What ends a receiver
 //!
-//! Until something has succeeded ([`Standing::New`]), a failure that does not pass does: whoever started the receiver is
-//! there to read it. What this host lacks does so at once, what somebody else said when it was said [`CONFIRM`] times in a
-//! row, for a flipped bit is not said twice. Once something has succeeded ([`Standing::Proven`]) nothing does: the same
-//! arguments worked, so it is the world that has changed, and it may change back. What this host lacks is tried seldom.
+//! Before the first success ([`Standing::New`]), a permanent failure ends the receiver, because its user is there to read
+//! it: a local failure at once, a failure that a peer reports after [`CONFIRM`] times in a row, because a flipped bit does
+//! not repeat. After a success ([`Standing::Proven`]) no failure ends it: the same arguments worked, so the environment has
+//! changed and may change back. Local failures are then retried with a longer backoff.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{Duration, Instant};
@@ -28,35 +28,35 @@ use windlass_data::stop::Stop;
 use crate::console::Session;
 use crate::error::Error;
 
-/// A publisher that is away: asking costs nothing, and when it is back nobody wants to wait.
+/// Backoff for an unreachable publisher: requests are cheap, and its return should be noticed soon.
 const AWAY: Span = Span { first_ms: 100, cap_ms: 5_000 };
-/// A version that could not be brought here: every attempt may cost the whole image.
+/// Backoff for a version that could not be fetched: every attempt may cost a full image.
 const FAILED: Span = Span { first_ms: 100, cap_ms: 60_000 };
-/// What this host lacks comes back when somebody makes room.
+/// Backoff for a lack of resources on this host.
 const LACKING: Span = Span { first_ms: 5_000, cap_ms: 60_000 };
-/// How often people are told that nothing has changed.
+/// How often people are reminded of a failure that lasts.
 const REMINDER: Duration = Duration::from_mins(1);
-/// How often something must be said in a row to be believed.
+/// How often in a row a peer must report a permanent failure before it is believed.
 pub(super) const CONFIRM: u32 = 3;
-/// How often a publisher is asked for something newer that cannot be waited for.
+/// Poll interval for publishers without long polls.
 const GLANCE: Duration = Duration::from_millis(500);
 
-/// A failure that may be over when the publisher is back.
-pub(super) trait Passing: std::error::Error + Into<Error> {
-    /// Whether it is.
-    fn passes(&self) -> bool;
-    /// Whether it is this host that lacks something.
-    fn is_ours(&self) -> bool;
+/// A failure that may be transient.
+pub(super) trait Transient: std::error::Error + Into<Error> {
+    /// Whether a retry may succeed.
+    fn is_transient(&self) -> bool;
+    /// Whether the cause is on this host.
+    fn is_local(&self) -> bool;
 }
 
-/// Whether what is tried has succeeded before.
+/// Whether the operation has succeeded before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
     New,
     Proven,
 }
 
-/// Failures in a row, and how many of them do not pass.
+/// Consecutive failures, and how many of them are permanent.
 #[derive(Clone, Copy, Debug, Default)]
 struct Failures {
     backoff: Backoff,
@@ -65,8 +65,8 @@ struct Failures {
 }
 
 impl Failures {
-    /// How long to rest after this failure, which is said if that has become longer; or the failure, if it is the end.
-    fn failed<E: Passing>(
+    /// The backoff after this failure, or the failure itself if it ends the receiver.
+    fn failed<E: Transient>(
         &mut self,
         error: E,
         standing: Standing,
@@ -74,18 +74,18 @@ impl Failures {
         session: &Session,
     ) -> Result<Duration, Error> {
         let text = crate::error::chain(&error);
-        let (passes, ours) = (error.passes(), error.is_ours());
+        let (is_transient, local) = (error.is_transient(), error.is_local());
         let error: Error = error.into();
-        self.firm = if passes { 0 } else { self.firm + 1 };
+        self.firm = if is_transient { 0 } else { self.firm + 1 };
         let span = match standing {
-            Standing::New if !passes && (ours || self.firm >= CONFIRM) => return Err(error),
-            Standing::Proven if !passes && ours => LACKING,
+            Standing::New if !is_transient && (local || self.firm >= CONFIRM) => return Err(error),
+            Standing::Proven if !is_transient && local => LACKING,
             Standing::New | Standing::Proven => span,
         };
         let rest = self.backoff.failed(span, salt());
         let due = self.told.is_none_or(|told| told.elapsed() >= REMINDER);
-        // What will be the end if it is said again is not told twice.
-        if (due || rest.longer && session.json()) && (passes || standing == Standing::Proven) {
+        // A failure that may end the receiver is reported once, at the end.
+        if (due || rest.longer && session.json()) && (is_transient || standing == Standing::Proven) {
             self.told = Some(Instant::now());
             let event = json!({
                 "event": "waiting", "kind": error.kind(), "error": text, "failures": rest.failures, "retry_ms": rest.ms,
@@ -99,8 +99,8 @@ impl Failures {
     }
 }
 
-impl Passing for ReceiverError {
-    fn passes(&self) -> bool {
+impl Transient for ReceiverError {
+    fn is_transient(&self) -> bool {
         if let ReceiverError::Image(ImageError::Region(RegionError::Live { .. })) = self {
             // An engine is reading the image that another layout takes the place of.
             return true;
@@ -115,15 +115,15 @@ impl Passing for ReceiverError {
         }
     }
 
-    fn is_ours(&self) -> bool {
+    fn is_local(&self) -> bool {
         matches!(self, ReceiverError::Image(_) | ReceiverError::Memory { .. })
     }
 }
 
-impl Passing for LocalError {
-    fn passes(&self) -> bool {
+impl Transient for LocalError {
+    fn is_transient(&self) -> bool {
         match self {
-            // Nobody listens there, or not any more.
+            // No process listens there, or not any more.
             LocalError::Io { source, .. } => source.kind() != std::io::ErrorKind::PermissionDenied,
             LocalError::Region(e) => {
                 matches!(e.kind(), Kind::NotFound | Kind::Stale | Kind::PeerLost | Kind::Timeout)
@@ -132,7 +132,7 @@ impl Passing for LocalError {
         }
     }
 
-    fn is_ours(&self) -> bool {
+    fn is_local(&self) -> bool {
         matches!(self, LocalError::TooLong { .. })
     }
 }
@@ -142,8 +142,8 @@ fn salt() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// Repeats what fails because the publisher is away, until it is back.
-pub(super) fn patiently<T, E: Passing>(
+/// Retries an operation while the publisher is unreachable.
+pub(super) fn retry_transient<T, E: Transient>(
     standing: Standing,
     session: &Session,
     stop: &Stop,
@@ -214,7 +214,7 @@ fn rest(control: &dyn Control, failed: Option<(Incarnation, Version)>, until: &S
         {
             return;
         }
-        // Whoever does not answer, or at once, is not asked all the time.
+        // Limits the rate of requests to a publisher that fails at once.
         let again = until.with_timeout(GLANCE.saturating_sub(asked.elapsed()));
         while !again.is_set() {
             std::thread::sleep(again.nap());
@@ -296,7 +296,7 @@ mod tests {
         rest(&same, failed, &until);
         assert!(until.is_set(), "it went on before its time, with nothing newer");
         assert_eq!(same.asked.load(Ordering::Relaxed), 1, "it asks all the time");
-        // An hour, which nobody waits for.
+        // One hour.
         let newer = Publisher { version: 8, after: 1, asked: AtomicU64::new(0) };
         let until = Stop::after(Duration::from_hours(1));
         rest(&newer, failed, &until);

@@ -21,11 +21,11 @@ const LINES: usize = 8;
 #[derive(Debug)]
 pub(super) struct Log {
     path: PathBuf,
-    /// For appending. Agents append too, so that nobody overwrites anybody.
+    /// Opened for appending, as by the agents, so that no process overwrites another's lines.
     file: File,
     /// Where the present agent began.
     start: u64,
-    /// Whether the name was ours to choose: then a log without a word is not left behind.
+    /// Whether the supervisor chose the name: then it removes an empty log.
     own: bool,
 }
 
@@ -137,6 +137,6 @@ mod tests {
         let own = Log::open(None, Path::new("region")).unwrap();
         let path = own.path().to_owned();
         drop(own);
-        assert!(!path.exists(), "what nobody asked for and nothing was said to does not");
+        assert!(!path.exists(), "without output, no log file appears");
     }
 }

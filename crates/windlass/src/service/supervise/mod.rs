@@ -1,18 +1,18 @@
-//! Keeps one agent running for a region, as long as this process lives and no longer.
+//! Keeps one agent running for a region, exactly as long as this process runs.
 //!
-//! Owns: the agent's process, the pipe by which it knows that we live, its log, and the thread that watches it.
-//! Called by whoever publishes: a trainer's first rank on a host, in Rust or through Python. Must not: touch the
+//! Owns: the agent's process, the pipe that tells it that this process runs, its log, and the watcher thread.
+//! Called by the publisher: a trainer's first rank on a host, in Rust or through Python. Must not: touch the
 //! region (the agent does), use a parent-death signal (it is sent when the *thread* that started the child ends), or
 //! leave a thread, a process or a descriptor behind.
 //!
 //! # The pipe
 //!
 //! The agent's standard input is a pipe whose writing end this process alone holds. Nothing is ever written to it:
-//! when the last holder of that end is gone, in whatever way, the agent reads the end of its input and ends by itself.
+//! when the last holder of that end exits, for any reason, the agent reads end of file and exits.
 //! A child of `fork` inherits the end and would keep the agent alive; it calls [`Supervisor::close_in_child`] first
 //! thing (programs that are started by `exec` never see it). One pipe serves all agents of one supervisor.
 //!
-//! # Life of an agent
+//! # Restarts
 //!
 //! ```text
 //! start ── says `listening` ──► found by `address`
@@ -22,8 +22,8 @@
 //! ```
 //!
 //! A restarted agent tries the ports of its predecessor first, because receivers know them, and then those it was
-//! told. It finds everything else in the region. One that cannot start at all is tried again all the same: ports get
-//! free, predecessors end. [`Supervisor::address`] tells what it said meanwhile.
+//! told. It finds everything else in the region. The supervisor retries an agent that cannot start: ports become
+//! free, predecessors exit. [`Supervisor::address`] reports its last error.
 //!
 //! The agent runs in a process group of its own, so that Ctrl-C in a terminal reaches the trainer alone, which may
 //! want to publish and clean up; in the directory and with the environment that this process had at
@@ -31,21 +31,21 @@
 //!
 //! # The log
 //!
-//! What the agent says on standard error is appended to a file of at most [`MAX_LOG`] bytes, which is not in the
+//! The agent's standard error is appended to a file of at most [`MAX_LOG`] bytes, which is not in the
 //! region's directory: that belongs to the region and is emptied with it.
 //!
 //! # Invariants and their tests (`tests/supervise.rs`; names with `test_` are in `tests/python/test_supervise.py`)
 //!
-//! - S-1 No agent outlives its supervisor, however that ends: `a_killed_supervisor_leaves_no_agent`,
+//! - SUPERVISE-1 No agent outlives its supervisor, however that ends: `a_killed_supervisor_leaves_no_agent`,
 //!   `test_a_killed_trainer_leaves_no_agent_even_if_its_forked_child_lives_on`, `a_stopped_supervisor_leaves_nothing`,
 //!   `an_agent_that_does_not_end_by_itself_is_ended`.
-//! - S-2 A killed agent comes back where it was, or else in its range:
+//! - SUPERVISE-2 A killed agent comes back where it was, or else in its range:
 //!   `a_killed_agent_comes_back_on_its_ports_and_receivers_go_on`,
 //!   `an_agent_whose_ports_were_taken_meanwhile_finds_others_of_its_range`.
-//! - S-3 An agent that is stopped is replaced, and publishing goes on meanwhile:
+//! - SUPERVISE-3 An agent that is stopped is replaced, and publishing goes on meanwhile:
 //!   `a_stopped_agent_is_replaced_and_publishing_goes_on`,
 //!   `a_killed_agent_does_not_hold_up_its_trainer_and_neither_does_a_stopped_one`.
-//! - S-4 What keeps an agent from starting is told, and trying goes on:
+//! - SUPERVISE-4 The supervisor reports why an agent cannot start, and retries:
 //!   `an_agent_that_cannot_start_says_why_and_is_tried_again`.
 
 mod error;
@@ -76,7 +76,7 @@ use crate::service::agent_address::AgentAddress;
 /// How often an agent may refuse in a row, for the same reason that lies in what it was asked, before that is said
 /// without waiting for the deadline.
 const REFUSALS: u32 = 5;
-/// The same where somebody else has what it needs, such as a port: the agent of a trainer that was just killed ends soon.
+/// The same if another process holds a resource, such as a port: the agent of a killed trainer exits soon.
 const TAKEN: u32 = 7;
 
 /// What to keep running.
@@ -175,7 +175,7 @@ pub struct Supervisor {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// How long an agent may take to end by itself where nobody says otherwise.
+/// Default grace period for an agent to exit by itself.
 const END_WITHIN: Duration = Duration::from_secs(5);
 
 impl Supervisor {
@@ -238,16 +238,16 @@ impl Supervisor {
         Ok(self.shared.state().status.clone())
     }
 
-    /// Ends the agent: by the end of its input, after `patience` or when `stop` is set by SIGTERM, a little later by
+    /// Ends the agent: by the end of its input, after `grace` or when `stop` is set by SIGTERM, a little later by
     /// SIGKILL. Returns when it is gone and so is the thread. Again is nothing.
-    pub fn stop(&self, patience: Duration, stop: &Stop) -> Result<(), SuperviseError> {
+    pub fn stop(&self, grace: Duration, stop: &Stop) -> Result<(), SuperviseError> {
         self.check_home()?;
-        self.end(patience, stop);
+        self.end(grace, stop);
         Ok(())
     }
 
-    fn end(&self, patience: Duration, stop: &Stop) {
-        let hurry = stop.with_timeout(patience);
+    fn end(&self, grace: Duration, stop: &Stop) {
+        let hurry = stop.with_timeout(grace);
         self.shared.change(|state| {
             state.end.get_or_insert_with(Stop::never);
         });
@@ -265,7 +265,7 @@ impl Supervisor {
         drop(state);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if thread.is_some_and(|t| t.join().is_err()) {
-            tracing::error!("the thread that watched the agent panicked");
+            tracing::error!("the watcher thread of the agent panicked");
         }
     }
 

@@ -158,7 +158,7 @@ impl Watch {
         {
             agent.listened = Some(Instant::now());
             self.again = port(&here.endpoint).map(|port| (port, here.data_port));
-            tracing::info!(endpoint = %here.endpoint, pid = here.pid, "the agent listens");
+            tracing::info!(endpoint = %here.endpoint, pid = here.pid, "the agent is listening");
             self.shared.change(|state| state.status.address = Some(here));
         }
     }
@@ -181,11 +181,11 @@ impl Watch {
             let same = state.status.last_error.as_ref() == Some(&what);
             // The same again and again is said once.
             if same {
-                tracing::debug!(%region, "the agent {what}; it is started again");
+                tracing::debug!(%region, "the agent {what}; restarting it");
             } else {
-                tracing::warn!(%region, "the agent {what}; it is started again until it listens");
+                tracing::warn!(%region, "the agent {what}; restarting it until it listens");
             }
-            // What was asked is wrong, or somebody else has it.
+            // The arguments are wrong, or another process holds the resource.
             let refused = matches!(kind, Some(Kind::Invalid | Kind::Exhausted));
             state.refusals = if refused { 1 + if same { state.refusals } else { 0 } } else { 0 };
             state.kind = kind;
@@ -205,7 +205,7 @@ impl Watch {
     }
 }
 
-/// Also after a panic, nobody waits for ever.
+/// Wakes all waiters, even after a panic.
 impl Drop for Watch {
     fn drop(&mut self) {
         self.shared.change(|state| {
@@ -258,7 +258,7 @@ impl Running {
     /// How it ended, if it does before `stop`.
     fn gone(&mut self, stop: &Stop) -> Option<String> {
         loop {
-            // Nobody wants to hear it any more, but an agent must not wait for us to listen.
+            // The lines are not needed any more, but a full pipe would block the agent.
             while self.next_line().is_some() {}
             match self.child.try_wait() {
                 Ok(Some(status)) => return Some(ended(status)),
@@ -272,7 +272,7 @@ impl Running {
         let _ = self.child.kill();
         // A process that hangs in the kernel dies when that lets it go; it is not waited for.
         if self.gone(&Stop::after(SIGNALLED * 4)).is_none() {
-            tracing::error!(pid = self.child.id(), "an agent that was killed is still there");
+            tracing::error!(pid = self.child.id(), "a killed agent is still running");
         }
     }
 }

@@ -1,16 +1,15 @@
 //! `windlass delta apply`.
 //!
-//! Every block is read, summed, changed aside, and compared with the sum that the delta gives for it before it is
-//! written; the whole is compared with the delta's target digest before it becomes visible. A base is right if
-//! its state digest is the delta's base digest, or its target digest: then there is nothing to change. Blocks
-//! alone cannot tell, because a dense record fits any block.
+//! Every block is read, hashed, changed in a buffer, and compared with the delta's hash for it before it is written. The
+//! result is compared with the delta's target digest before it becomes visible. The base must have the delta's base
+//! digest, or its target digest: then there is nothing to change. Block hashes alone do not suffice, because a dense record
+//! fits any block.
 //!
-//! *To a new place*: one pass into a temporary file (or directory) that is renamed at the end.
+//! *To a new path*: one pass into a temporary file (or directory), which is renamed at the end.
 //!
-//! *In place*: first a pass that only reads. It shows that the base is right, or that the [`Journal`] is that of
-//! this very update and every block is old, new or in the journal. Only then are blocks written, each after its
-//! new bytes are in the journal. So a wrong base is refused untouched, a finished one is left alone, and an
-//! interrupted run is finished by the next.
+//! *In place*: first a read-only pass. It verifies the base, or that the [`Journal`] belongs to this update and every block
+//! is old, new or in the journal. Only then are blocks written, each after its new bytes are in the journal. So a wrong
+//! base stays untouched, an updated one is left alone, and the next run finishes an interrupted update.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -32,13 +31,13 @@ use crate::tools::outfile::{OutDir, OutFile};
 
 /// The checked arguments of `delta apply`.
 #[derive(Debug)]
-pub struct Apply {
-    pub base: PathBuf,
-    pub delta: PathBuf,
+pub(crate) struct Apply {
+    pub(crate) base: PathBuf,
+    pub(crate) delta: PathBuf,
     /// Where the newer version goes; in place if not given.
-    pub output: Option<PathBuf>,
+    pub(crate) output: Option<PathBuf>,
     /// How many threads to use.
-    pub threads: usize,
+    pub(crate) threads: usize,
 }
 
 /// Blocks by what became of them.
@@ -65,12 +64,18 @@ impl Tally {
 
 impl Apply {
     /// Makes the newer version and prints what was done.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let layout = Layout::read(&self.base)?;
         let file = MappedFile::open(&self.delta)?;
         let delta = Delta::parse(file.bytes()).map_err(Error::content(&self.delta))?;
         delta.header.check(layout.manifest()).map_err(Error::content(&self.delta))?;
-        let job = Job { args: self, layout: &layout, delta: &delta, kernels: crate::kernels(), session };
+        let job = Job {
+            args: self,
+            layout: &layout,
+            delta: &delta,
+            kernels: windlass_data::simd::kernels(),
+            session,
+        };
         let (tally, output) = match &self.output {
             Some(output) => (job.to_new_place(output)?, output),
             None => (job.in_place()?, &self.base),
@@ -117,9 +122,9 @@ struct Job<'a> {
     session: &'a Session,
 }
 
-/// What a thread needs.
+/// The state of one worker thread.
 #[derive(Default)]
-struct Hand {
+struct Worker {
     applier: Applier,
     bytes: Vec<u8>,
     tally: Tally,
@@ -149,30 +154,30 @@ impl Job<'_> {
         }
         let progress = self.session.progress("applying", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
-        let hands =
-            work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
-                let (tile, sum) = self.read(&sources, i as u32, &mut hand.bytes)?;
-                hand.tally.current.add(tile.block.tensor, sum);
+        let workers =
+            work::each(self.args.threads, blocks, self.session.cancel(), Worker::default, |worker, i| {
+                let (tile, sum) = self.read(&sources, i as u32, &mut worker.bytes)?;
+                worker.tally.current.add(tile.block.tensor, sum);
                 let record = self.delta.find(tile.number);
                 let new_sum = match &record {
                     None => sum,
                     Some(record) => {
-                        match self.change(hand, &tile, record, sum)? {
-                            Outcome::Applied => hand.tally.applied += 1,
-                            Outcome::Skipped => hand.tally.skipped += 1,
+                        match self.change(worker, &tile, record, sum)? {
+                            Outcome::Applied => worker.tally.applied += 1,
+                            Outcome::Skipped => worker.tally.skipped += 1,
                             Outcome::Refetch => return Err(self.wrong_block(&tile)),
                         }
                         record.sum
                     }
                 };
-                hand.tally.state.add(tile.block.tensor, new_sum);
+                worker.tally.state.add(tile.block.tensor, new_sum);
                 let (shard, offset) = self.place(&tile);
                 let out = &files[shard];
-                out.file().write_all_at(&hand.bytes, offset).map_err(Error::io("write", out.target()))?;
-                progress.add(hand.bytes.len() as u64);
+                out.file().write_all_at(&worker.bytes, offset).map_err(Error::io("write", out.target()))?;
+                progress.add(worker.bytes.len() as u64);
                 Ok(())
             })?;
-        let tally = Tally::of(hands.into_iter().map(|h| h.tally));
+        let tally = Tally::of(workers.into_iter().map(|h| h.tally));
         self.check_target(tally.state)?;
         if self.whole(tally.current).is_none() {
             return Err(self.wrong_state(tally.current));
@@ -224,53 +229,58 @@ impl Job<'_> {
         let entries = self.delta.entries();
         let tile = |number| Tile::of(self.layout.manifest(), number).map_or(0, |t| t.bytes() as u64);
         let progress = self.session.progress("writing", entries.iter().map(|e| tile(e.block)).sum());
-        let hand = || (Hand::default(), journal.slot());
-        let hands =
-            work::each(self.args.threads, entries.len() as u64, self.session.cancel(), hand, |state, i| {
-                let (hand, slot) = state;
+        let worker = || (Worker::default(), journal.slot());
+        let workers = work::each(
+            self.args.threads,
+            entries.len() as u64,
+            self.session.cancel(),
+            worker,
+            |state, i| {
+                let (worker, slot) = state;
                 let record = self.delta.record(&entries[i as usize]);
-                let (tile, sum) = self.read(files, record.block, &mut hand.bytes)?;
-                progress.add(hand.bytes.len() as u64);
-                match self.change(hand, &tile, &record, sum)? {
+                let (tile, sum) = self.read(files, record.block, &mut worker.bytes)?;
+                progress.add(worker.bytes.len() as u64);
+                match self.change(worker, &tile, &record, sum)? {
                     Outcome::Skipped => {
-                        hand.tally.skipped += 1;
+                        worker.tally.skipped += 1;
                         return Ok(());
                     }
                     Outcome::Applied => {}
-                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut hand.bytes)? => {}
+                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut worker.bytes)? => {}
                     Outcome::Refetch => return Err(self.wrong_block(&tile)),
                 }
-                journal.note(*slot, tile.number, &hand.bytes)?;
+                journal.note(*slot, tile.number, &worker.bytes)?;
                 let (shard, offset) = self.place(&tile);
                 let path = &self.layout.shards()[shard].path;
-                files[shard].write_all_at(&hand.bytes, offset).map_err(Error::io("write", path))?;
-                hand.tally.applied += 1;
+                files[shard].write_all_at(&worker.bytes, offset).map_err(Error::io("write", path))?;
+                worker.tally.applied += 1;
                 Ok(())
-            })?;
-        Ok(Tally::of(hands.into_iter().map(|(h, _)| h.tally)))
+            },
+        )?;
+        Ok(Tally::of(workers.into_iter().map(|(h, _)| h.tally)))
     }
 
     /// The pass that only reads: whether writing all records now would give the target.
     fn check_in_place(&self, files: &[File], journal: &Journal) -> Result<Found, Error> {
         let progress = self.session.progress("checking", self.layout.manifest().data_bytes());
         let blocks = u64::from(self.delta.header.blocks);
-        let hands =
-            work::each(self.args.threads, blocks, self.session.cancel(), Hand::default, |hand, i| {
-                let (tile, sum) = self.read(files, i as u32, &mut hand.bytes)?;
-                progress.add(hand.bytes.len() as u64);
-                hand.tally.current.add(tile.block.tensor, sum);
+        let workers =
+            work::each(self.args.threads, blocks, self.session.cancel(), Worker::default, |worker, i| {
+                let (tile, sum) = self.read(files, i as u32, &mut worker.bytes)?;
+                progress.add(worker.bytes.len() as u64);
+                worker.tally.current.add(tile.block.tensor, sum);
                 let Some(record) = self.delta.find(tile.number) else {
-                    hand.tally.state.add(tile.block.tensor, sum);
+                    worker.tally.state.add(tile.block.tensor, sum);
                     return Ok(());
                 };
-                hand.tally.state.add(tile.block.tensor, record.sum);
-                match self.change(hand, &tile, &record, sum)? {
+                worker.tally.state.add(tile.block.tensor, record.sum);
+                match self.change(worker, &tile, &record, sum)? {
                     Outcome::Applied | Outcome::Skipped => Ok(()),
-                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut hand.bytes)? => Ok(()),
+                    Outcome::Refetch if self.recall(journal, &tile, &record, &mut worker.bytes)? => Ok(()),
                     Outcome::Refetch => Err(self.wrong_block(&tile)),
                 }
             })?;
-        let tally = Tally::of(hands.into_iter().map(|h| h.tally));
+        let tally = Tally::of(workers.into_iter().map(|h| h.tally));
         self.check_target(tally.state)?;
         match self.whole(tally.current) {
             Some(found) => Ok(found),
@@ -304,12 +314,12 @@ impl Job<'_> {
 
     fn change(
         &self,
-        hand: &mut Hand,
+        worker: &mut Worker,
         tile: &Tile,
         record: &Record<'_>,
         sum: BlockSum,
     ) -> Result<Outcome, Error> {
-        let outcome = hand.applier.apply(self.kernels, tile, record, sum, &mut hand.bytes);
+        let outcome = worker.applier.apply(self.kernels, tile, record, sum, &mut worker.bytes);
         outcome.map_err(Error::content(&self.args.delta))
     }
 

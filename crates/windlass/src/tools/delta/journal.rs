@@ -1,8 +1,8 @@
-//! What lets an interrupted update in place be finished.
+//! The journal with which an interrupted in-place update is finished.
 //!
 //! A block is written whole, but a process that is killed in the middle of a write leaves one that is neither
 //! old nor new, and the delta alone cannot mend it. So before a block is written to its place, its new bytes are
-//! written here, to a file `.NAME.windlass-journal` beside the base. The next run takes a torn block from
+//! written here, to a file `.NAME.windlass-journal` next to the base. The next run takes a torn block from
 //! there; whether a slot is whole is told by the sum in the delta's record. When all is done the file is
 //! removed.
 //!
@@ -41,7 +41,7 @@ const SLOT: u64 = SLOT_HEAD + BLOCK_UNITS * 8;
 
 /// The journal of an update in place of the checkpoint `path`, or of the directory that it is in, if one was
 /// begun and not finished.
-pub fn unfinished_update(path: &Path) -> Option<PathBuf> {
+pub(crate) fn unfinished_update(path: &Path) -> Option<PathBuf> {
     let path = path.canonicalize().ok()?;
     let journals = [Some(path.as_path()), path.parent()].into_iter().flatten();
     let journals = journals.filter_map(|p| beside(p, "journal").ok());
@@ -49,7 +49,7 @@ pub fn unfinished_update(path: &Path) -> Option<PathBuf> {
 }
 
 /// An error if the checkpoint `path` may be part old and part new.
-pub fn refuse_unfinished(path: &Path) -> Result<(), Error> {
+pub(crate) fn refuse_unfinished(path: &Path) -> Result<(), Error> {
     match unfinished_update(path) {
         Some(journal) => Err(Error::Unfinished { base: path.into(), journal }),
         None => Ok(()),
@@ -66,7 +66,7 @@ fn head_of(update: &DeltaHeader) -> [u8; HEAD as usize] {
 
 /// The journal of one base.
 #[derive(Debug)]
-pub struct Journal {
+pub(crate) struct Journal {
     file: File,
     path: PathBuf,
     /// The head, if an earlier run has begun to write.
@@ -78,7 +78,7 @@ pub struct Journal {
 
 impl Journal {
     /// Opens the journal of `base`, with what an interrupted run may have left in it, and locks it.
-    pub fn open(base: &Path) -> Result<Journal, Error> {
+    pub(crate) fn open(base: &Path) -> Result<Journal, Error> {
         // The real name, so that runs through different links meet.
         let base = base.canonicalize().map_err(Error::io("open", base))?;
         let path = beside(&base, "journal")?;
@@ -111,12 +111,12 @@ impl Journal {
     }
 
     /// Whether an earlier run has begun this very update.
-    pub fn is_of(&self, update: &DeltaHeader) -> bool {
+    pub(crate) fn is_of(&self, update: &DeltaHeader) -> bool {
         self.head == Some(head_of(update))
     }
 
     /// Says that blocks will be written now. What runs of another update left is given up.
-    pub fn begin(&mut self, update: &DeltaHeader) -> Result<(), Error> {
+    pub(crate) fn begin(&mut self, update: &DeltaHeader) -> Result<(), Error> {
         if self.is_of(update) {
             return Ok(());
         }
@@ -130,12 +130,12 @@ impl Journal {
     }
 
     /// A slot for a thread of this run. Those of earlier runs are kept until the end.
-    pub fn slot(&self) -> u64 {
+    pub(crate) fn slot(&self) -> u64 {
         self.next.fetch_add(SLOT, Ordering::Relaxed)
     }
 
     /// Notes what a block is about to become.
-    pub fn note(&self, slot: u64, block: u32, bytes: &[u8]) -> Result<(), Error> {
+    pub(crate) fn note(&self, slot: u64, block: u32, bytes: &[u8]) -> Result<(), Error> {
         let head = (u64::from(block) | (bytes.len() as u64) << 32).to_le_bytes();
         // The bytes first: a slot whose head is old and whose bytes are new has the sum of neither.
         self.file
@@ -145,7 +145,12 @@ impl Journal {
     }
 
     /// Puts what an earlier run noted for a block into `bytes`, if `right` says that it is whole.
-    pub fn recall(&self, block: u32, bytes: &mut [u8], right: impl Fn(&[u8]) -> bool) -> Result<bool, Error> {
+    pub(crate) fn recall(
+        &self,
+        block: u32,
+        bytes: &mut [u8],
+        right: impl Fn(&[u8]) -> bool,
+    ) -> Result<bool, Error> {
         for &(offset, len) in self.earlier.get(&block).into_iter().flatten() {
             if len as usize != bytes.len() {
                 continue;
@@ -162,23 +167,23 @@ impl Journal {
     }
 
     /// Where it is.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// Whether no run has begun to write.
-    pub fn is_fresh(&self) -> bool {
+    pub(crate) fn is_fresh(&self) -> bool {
         self.head.is_none()
     }
 
     /// Whether a block was noted, by this run or an earlier one, and so may have been written.
-    pub fn has_notes(&self) -> bool {
+    pub(crate) fn has_notes(&self) -> bool {
         // When in doubt, yes.
         self.file.metadata().map_or(true, |m| m.len() > HEAD)
     }
 
     /// Removes the journal: everything it was for is done, or nothing was begun.
-    pub fn remove(self) -> Result<(), Error> {
+    pub(crate) fn remove(self) -> Result<(), Error> {
         fs::remove_file(&self.path).map_err(Error::io("remove", &self.path))
     }
 }

@@ -22,7 +22,7 @@ use crate::tools::outfile::OutFile;
 
 /// How changes are coded; see [`windlass_core::delta`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Mode {
+pub(crate) enum Mode {
     /// Decodes without a pass over the old weights, and composes
     Plain,
     /// Smaller, block by block; needs the old weights to decode
@@ -33,24 +33,24 @@ pub enum Mode {
 
 /// The checked arguments of `delta make`.
 #[derive(Debug)]
-pub struct Make {
+pub(crate) struct Make {
     /// The older version.
-    pub base: PathBuf,
+    pub(crate) base: PathBuf,
     /// The newer version.
-    pub new: PathBuf,
+    pub(crate) new: PathBuf,
     /// The delta to write.
-    pub output: PathBuf,
+    pub(crate) output: PathBuf,
     /// How changes are coded.
-    pub mode: Mode,
+    pub(crate) mode: Mode,
     /// What the versions are called.
-    pub names: Names,
+    pub(crate) names: Names,
     /// How many threads to use.
-    pub threads: usize,
+    pub(crate) threads: usize,
 }
 
 impl Make {
     /// Writes the delta and prints what it is.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         [&self.base, &self.new].into_iter().try_for_each(|p| refuse_unfinished(p))?;
         let (base, new) = (Checkpoint::open(&self.base)?, Checkpoint::open(&self.new)?);
         same_layout((&self.base, base.manifest()), (&self.new, new.manifest()))?;
@@ -58,7 +58,7 @@ impl Make {
         let manifest = base.manifest();
         let (old, new) = (|t| base.tensor(t), |t| new.tensor(t));
         let pair = Pair { manifest, old: &old, new: &new, old_sums: None };
-        let kernels = crate::kernels();
+        let kernels = windlass_data::simd::kernels();
         let context = match self.mode {
             Mode::Plain => false,
             Mode::Context => true,

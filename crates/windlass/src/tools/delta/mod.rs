@@ -1,16 +1,14 @@
-//! `windlass delta`: what changed between two versions, as a file.
+//! `windlass delta`: the changes between two versions, as a file.
 //!
 //! | module | what it owns |
 //! |---|---|
 //! | [`make`] | `delta make` |
 //! | [`apply`] | `delta apply`, to a new place or in place |
-//! | [`journal`] | what lets an interrupted update in place be finished |
-//! | [`show`](mod@show) | `delta show` |
+//! | [`journal`] | the journal with which an interrupted in-place update is finished |
 
-pub mod apply;
-pub mod journal;
-pub mod make;
-pub mod show;
+pub(crate) mod apply;
+pub(crate) mod journal;
+pub(crate) mod make;
 
 use std::path::Path;
 
@@ -19,7 +17,7 @@ use windlass_core::manifest::Manifest;
 use crate::error::Error;
 
 /// Fails unless both manifests have the same tensors, and names the first that differs.
-pub fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), Error> {
+pub(crate) fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), Error> {
     if a.1.layout_hash() == b.1.layout_hash() {
         return Ok(());
     }
@@ -51,6 +49,6 @@ pub fn same_layout(a: (&Path, &Manifest), b: (&Path, &Manifest)) -> Result<(), E
 }
 
 /// Bits for each changed unit.
-pub fn bits_per_change(bytes: u64, changes: u64) -> f64 {
+pub(crate) fn bits_per_change(bytes: u64, changes: u64) -> f64 {
     if changes == 0 { 0.0 } else { bytes as f64 * 8.0 / changes as f64 }
 }

@@ -9,19 +9,19 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 use windlass_core::choose::{Backend, Choice, Cuda, Facts, Overrides, Peer, Placement, choose};
 
-/// The arena of packed IPC where nobody says how large buckets are.
+/// The arena of packed IPC with the default bucket size.
 const ARENA: u64 = 2 << 30;
 
 /// Engines at one place, and what follows.
 #[derive(Debug)]
-pub struct Asked {
+pub(crate) struct Asked {
     /// Where, as a phrase.
     engines: &'static str,
     choice: Result<Choice, String>,
 }
 
 /// What would be chosen for trainers with these GPUs, and a model of so many bytes if that is known.
-pub fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) -> Vec<Asked> {
+pub(crate) fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) -> Vec<Asked> {
     let has_gpus = !gpus.is_empty() && cuda.objection().is_none();
     let facts = |placement, engine_gpus: &[String], elastic| Facts {
         placement,
@@ -57,7 +57,7 @@ pub fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) -> Vec<As
 
 impl Asked {
     /// For machines.
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         match &self.choice {
             Ok(choice) => json!({ "engines": self.engines, "choice": choice }),
             Err(error) => json!({ "engines": self.engines, "error": error }),
@@ -65,7 +65,7 @@ impl Asked {
     }
 
     /// For people: the choice, its reason, and what would have been taken if something were not missing.
-    pub fn write(&self, out: &mut String) {
+    pub(crate) fn write(&self, out: &mut String) {
         let choice = match &self.choice {
             Ok(choice) => choice,
             Err(error) => {

@@ -24,7 +24,7 @@ const LONG_AGO: u64 = 1_700_000_000;
 const FIRST_PIDS: &str = "pid:[4026531836]";
 
 /// The processor.
-pub fn cpu() -> Check {
+pub(crate) fn cpu() -> Check {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     judge_cpu(cores, windlass_data::simd::kernels_name())
 }
@@ -33,16 +33,18 @@ fn judge_cpu(cores: usize, kernels: &str) -> Check {
     Check::ok("cpu", format!("{cores} cores, {kernels}"))
         .advise(
             kernels == "portable",
-            "no vector instructions are used; encoding and applying take several times as long",
+            "this CPU has no supported vector instructions; encoding and applying are several times slower",
         )
         .advise(
             cores < CORES,
-            format!("with fewer than {CORES} cores sealing does not keep up with memory; give Windlass more"),
+            format!(
+                "with fewer than {CORES} cores, sealing does not reach memory bandwidth; give Windlass more"
+            ),
         )
 }
 
 /// All other checks of the host.
-pub fn checks(system: &System) -> Vec<Check> {
+pub(crate) fn checks(system: &System) -> Vec<Check> {
     let mut checks = vec![descriptors(getrlimit(Resource::Nofile))];
     checks.extend(buffers(system));
     checks.extend([congestion(system), container(system), clock(system, SystemTime::now())]);
@@ -57,7 +59,7 @@ fn descriptors(limit: Rlimit) -> Check {
         _ => "raise it with `ulimit -n 65536`",
     };
     Check::ok(name, soft.to_string())
-        .advise(soft < DESCRIPTORS, format!("each receiver takes about eight; {raise}"))
+        .advise(soft < DESCRIPTORS, format!("each receiver uses about eight descriptors; {raise}"))
         .problem(soft < LEAST_DESCRIPTORS, Kind::Exhausted, format!("not enough for one transfer; {raise}"))
 }
 
@@ -124,7 +126,7 @@ fn clock(system: &System, now: SystemTime) -> Check {
     Check::ok("clock", format!("{source}, {seconds} s since 1970"))
         .advise(
             seconds < LONG_AGO,
-            "the clock is wrong; a trainer that starts anew after it is set back looks older than before",
+            "the clock is wrong; if it is set back, a restarted trainer gets an older incarnation than before",
         )
         .advise(
             matches!(source, "hpet" | "acpi_pm" | "jiffies"),

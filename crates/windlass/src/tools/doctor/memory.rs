@@ -8,7 +8,7 @@ use super::{Check, LEAST, ROOM};
 use crate::console::bytes;
 
 /// All checks of memory.
-pub fn checks(system: &System) -> Vec<Check> {
+pub(crate) fn checks(system: &System) -> Vec<Check> {
     vec![
         memory(system),
         cgroup(system),
@@ -22,7 +22,7 @@ pub fn checks(system: &System) -> Vec<Check> {
 }
 
 /// Memory that a measurement may use, if that is known.
-pub fn spare(system: &System) -> Option<u64> {
+pub(crate) fn spare(system: &System) -> Option<u64> {
     let group = system.group().map(|g| g.limit.saturating_sub(g.used));
     [system.available(), group].into_iter().flatten().min()
 }
@@ -63,7 +63,10 @@ fn cgroup(system: &System) -> Check {
         .problem(
             room < LEAST,
             Kind::Exhausted,
-            format!("only {} are left, and a region would be killed for memory; {raise}", bytes(room)),
+            format!(
+                "only {} are left, so the kernel would kill the process for a region; {raise}",
+                bytes(room)
+            ),
         )
 }
 
@@ -92,10 +95,8 @@ fn huge(system: &System) -> Check {
     let (name, path) = ("transparent huge pages", "/sys/kernel/mm/transparent_hugepage/enabled");
     let Some(chosen) = system.chosen(path) else { return Check::unknown(name) };
     let off = chosen == "never";
-    Check::ok(name, chosen).advise(
-        off,
-        format!("staging memory is mapped in pages of 4 KiB; `echo madvise > {path}` allows larger ones"),
-    )
+    Check::ok(name, chosen)
+        .advise(off, format!("staging memory uses 4 KiB pages; `echo madvise > {path}` allows larger ones"))
 }
 
 fn shared_huge(system: &System) -> Check {
@@ -104,13 +105,11 @@ fn shared_huge(system: &System) -> Check {
     let off = matches!(&*chosen, "never" | "deny");
     Check::ok(name, chosen).advise(
         off,
-        format!(
-            "regions are mapped in pages of 4 KiB, which costs misses and time to map; `echo advise > {path}`"
-        ),
+        format!("regions use 4 KiB pages, which costs TLB misses and mapping time; `echo advise > {path}`"),
     )
 }
 
-/// Windlass uses transparent huge pages only; memory set aside for others is missing. A tenth of it is worth a word.
+/// Windlass uses transparent huge pages only; memory reserved for other pages is lost. Advice starts at a tenth.
 fn reserved(system: &System) -> Check {
     let name = "reserved huge pages";
     let fields = ["HugePages_Total", "HugePages_Free", "Hugepagesize", "MemTotal"].map(|f| system.meminfo(f));
@@ -119,7 +118,7 @@ fn reserved(system: &System) -> Check {
     let value = if total == 0 { "none".into() } else { format!("{free} free of {total} ({})", bytes(size)) };
     Check::ok(name, value).advise(
         idle > memory / 10,
-        format!("{} lie idle in pages that Windlass cannot use; lower vm.nr_hugepages", bytes(idle)),
+        format!("{} are reserved in pages that Windlass cannot use; lower vm.nr_hugepages", bytes(idle)),
     )
 }
 
@@ -133,7 +132,7 @@ fn swap(system: &System) -> Check {
     let value = if total == 0 { "none".into() } else { format!("{} used of {}", bytes(used), bytes(total)) };
     Check::ok(name, value).advise(
         used > total / 100,
-        "memory is short enough to be swapped, and regions are swapped too; use less of it, or `swapoff -a`",
+        "the system is swapping, and regions can be swapped too; use less memory, or `swapoff -a`",
     )
 }
 
@@ -150,7 +149,7 @@ fn overcommit(system: &System) -> Check {
             };
             Check::ok(name, value).advise(
                 true,
-                "mappings count in full, also what is never touched; set vm.overcommit_memory=0, or leave room",
+                "mappings count in full, even pages that are never touched; set vm.overcommit_memory=0, or leave room",
             )
         }
         _ => Check::unknown(name),
@@ -247,7 +246,7 @@ mod tests {
         ]);
         assert!(advice(&huge(&system)).contains("echo madvise"));
         assert!(advice(&shared_huge(&system)).contains("echo advise"));
-        assert!(advice(&reserved(&system)).contains("200.00 KiB lie idle"));
+        assert!(advice(&reserved(&system)).contains("200.00 KiB are reserved"));
         assert!(advice(&swap(&system)).contains("swapoff"));
         assert!(advice(&overcommit(&system)).contains("vm.overcommit_memory=0"));
         let (_dir, system) = machine(&[

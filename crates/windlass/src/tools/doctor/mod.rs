@@ -1,4 +1,4 @@
-//! `windlass doctor`: what this machine can do, and what stands in the way.
+//! `windlass doctor`: checks this machine and gives advice.
 //!
 //! Owns: the list of checks, what is good enough and why, and one line of advice for each thing that is not.
 //! Called by `cli`. Must not: change anything on the machine (one file of no bytes is made in the region directory
@@ -8,25 +8,25 @@
 //!
 //! A check is `ok`, `advice` (Windlass works, but slower or for fewer receivers or smaller models than it could), or
 //! a `problem` (Windlass cannot be used here until it is solved). The exit code is that of the first problem's
-//! [`Kind`], 0 if there is none. Thresholds stand with their reasons beside the checks.
+//! [`Kind`], 0 if there is none. Thresholds and their reasons are next to the checks.
 //!
 //! | module | checks |
 //! |---|---|
 //! | [`host`] | cores, limits of descriptors and sockets, container, clock |
 //! | [`gpu`] | CUDA driver, devices, pinned memory, peer access, IPC, torch's allocator |
 //! | [`memory`] | memory, cgroup, locking, huge pages, swap, overcommit |
-//! | [`place`] | the region directory |
+//! | [`region_dir`] | the region directory |
 //! | [`speed`] | copying, reading two streams, loopback |
 //!
-//! [`choice`] checks nothing: it says which way weights would take from trainers here, and why.
+//! [`choice`] checks nothing: it explains which transport would be chosen for trainers on this machine.
 
-pub mod choice;
-pub mod gpu;
-pub mod host;
-pub mod memory;
-pub mod place;
-pub mod speed;
-pub mod system;
+pub(crate) mod choice;
+pub(crate) mod gpu;
+pub(crate) mod host;
+pub(crate) mod memory;
+pub(crate) mod region_dir;
+pub(crate) mod speed;
+pub(crate) mod system;
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -34,6 +34,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use windlass_core::error::Kind;
+use windlass_data::cuda::survey::Gpus;
 
 use crate::console::round;
 use crate::console::{Session, Table};
@@ -44,52 +45,51 @@ use system::System;
 /// Room that a region should have: two slots of the smallest models that people post-train, half a billion bf16
 /// parameters (1 GB) each.
 pub(crate) const ROOM: u64 = 2 << 30;
-/// Room without which nothing works: what an agent or a receiver needs beside the images.
+/// Minimum memory of an agent or a receiver without its images.
 pub(crate) const LEAST: u64 = 64 << 20;
 
 /// The checked arguments of `doctor`.
 #[derive(Debug)]
-pub struct Doctor {
+pub(crate) struct Doctor {
     /// Where regions would be.
-    pub region_dir: PathBuf,
+    pub(crate) region_dir: PathBuf,
     /// Bytes of the model that a choice is made for.
-    pub model_bytes: Option<u64>,
+    pub(crate) model_bytes: Option<u64>,
 }
 
-/// Whether something is as it should be.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// It is, or nobody knows.
+pub(crate) enum Verdict {
+    /// Good, or unknown.
     Ok,
-    /// It could be better, and how.
+    /// Can be improved, with advice.
     Advice(String),
-    /// Windlass cannot be used, and what to do.
+    /// Windlass cannot be used, with advice.
     Problem(Kind, String),
 }
 
-/// One thing that was looked at.
+/// One check.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Check {
-    pub name: Cow<'static, str>,
-    pub value: String,
-    /// What to think of it.
-    pub verdict: Verdict,
+pub(crate) struct Check {
+    pub(crate) name: Cow<'static, str>,
+    pub(crate) value: String,
+    pub(crate) verdict: Verdict,
 }
 
 impl Check {
-    /// Something that is as it should be.
-    pub fn ok(name: impl Into<Cow<'static, str>>, value: impl Into<String>) -> Check {
+    /// A check without findings.
+    pub(crate) fn ok(name: impl Into<Cow<'static, str>>, value: impl Into<String>) -> Check {
         Check { name: name.into(), value: value.into(), verdict: Verdict::Ok }
     }
 
-    /// Something that cannot be found out.
-    pub fn unknown(name: impl Into<Cow<'static, str>>) -> Check {
+    /// A value that cannot be determined.
+    pub(crate) fn unknown(name: impl Into<Cow<'static, str>>) -> Check {
         Check::ok(name, "unknown")
     }
 
     /// This check, with a line of advice where `needed`.
     #[must_use]
-    pub fn advise(mut self, needed: bool, advice: impl Into<String>) -> Check {
+    pub(crate) fn advise(mut self, needed: bool, advice: impl Into<String>) -> Check {
         if needed && self.verdict == Verdict::Ok {
             self.verdict = Verdict::Advice(advice.into());
         }
@@ -98,7 +98,7 @@ impl Check {
 
     /// This check, a problem where `needed`.
     #[must_use]
-    pub fn problem(mut self, needed: bool, kind: Kind, advice: impl Into<String>) -> Check {
+    pub(crate) fn problem(mut self, needed: bool, kind: Kind, advice: impl Into<String>) -> Check {
         if needed {
             self.verdict = Verdict::Problem(kind, advice.into());
         }
@@ -132,14 +132,14 @@ impl Check {
 
 impl Doctor {
     /// Looks at everything, prints it, and gives the exit code.
-    pub fn run(&self, session: &Session) -> Result<u8, Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<u8, Error> {
         let system = System::here();
         let mut checks = vec![host::cpu()];
         checks.extend(memory::checks(&system));
-        checks.extend(place::checks(&self.region_dir, system.available()));
+        checks.extend(region_dir::checks(&self.region_dir, system.available()));
         checks.extend(host::checks(&system));
-        let gpus = gpu::Gpus::look(&system);
-        checks.extend(gpus.checks());
+        let gpus = system.gpus();
+        checks.extend(gpu::checks(&gpus));
         let speed = Speed::measure(memory::spare(&system), session.cancel())?;
         checks.extend(speed.checks());
         let (found, cuda) = gpus.side();
@@ -159,7 +159,7 @@ fn exit_code(checks: &[Check]) -> u8 {
 
 fn report(
     checks: &[Check],
-    gpus: &gpu::Gpus,
+    gpus: &Gpus,
     choices: &[choice::Asked],
     speed: &Speed,
     session: &Session,

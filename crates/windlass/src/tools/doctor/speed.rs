@@ -16,14 +16,14 @@ use crate::tools::limits;
 use windlass_data::stop::Stop;
 
 /// Streams of a transfer if nothing else is said.
-pub const STREAMS: usize = 6;
+pub(crate) const STREAMS: usize = 6;
 
 /// Time for each measurement, but for the round that it ends in.
 const BUDGET: Duration = Duration::from_millis(100);
 /// Image measured on, where there is memory for it: larger than the caches of most machines.
 const IMAGE: u64 = 128 << 20;
 /// A stream on this machine that stands still for so long is broken.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Any server of the last ten years copies faster with two cores; so does a link of 40 Gbit/s.
 const SLOW_COPY: f64 = 5.0;
@@ -34,17 +34,17 @@ const SLOW_LOOPBACK: f64 = 1.0;
 
 /// What was measured, or why not.
 #[derive(Debug)]
-pub struct Speed {
-    pub copy: io::Result<f64>,
+pub(crate) struct Speed {
+    pub(crate) copy: io::Result<f64>,
     /// Reading two streams of memory in step.
-    pub read2: io::Result<f64>,
+    pub(crate) read2: io::Result<f64>,
     /// `sendfile` to `recv` over [`STREAMS`] connections to this machine itself.
-    pub loopback: io::Result<f64>,
+    pub(crate) loopback: io::Result<f64>,
 }
 
 impl Speed {
     /// Measures, using at most a fifth of the memory that is to `spare`.
-    pub fn measure(spare: Option<u64>, cancel: &Stop) -> Result<Speed, Error> {
+    pub(crate) fn measure(spare: Option<u64>, cancel: &Stop) -> Result<Speed, Error> {
         let len = spare.map_or(IMAGE, |s| (s / 16).min(IMAGE)) as usize;
         // What it is filled with makes no difference, but pages that were never written to are all the same one.
         let (Some(mut a), Some(mut b)) = (filled(len), filled(len)) else {
@@ -66,7 +66,7 @@ impl Speed {
         // Half of it, as the file is memory too.
         let (sent, into) = (&b[..len / 2], &mut a[..len / 2]);
         let loopback = match in_memory(sent) {
-            Ok(file) => middle(BUDGET, cancel, || limits::loopback(STREAMS, &file, into, PATIENCE))?,
+            Ok(file) => middle(BUDGET, cancel, || limits::loopback(STREAMS, &file, into, TIMEOUT))?,
             Err(e) => Err(e),
         };
         let figure = |time: io::Result<Duration>, len| time.map(|time| rate(time, len));
@@ -75,8 +75,8 @@ impl Speed {
     }
 
     /// The checks of what was measured.
-    pub fn checks(&self) -> Vec<Check> {
-        let machine = "see whether others use it now, or whether few of its memory channels are filled";
+    pub(crate) fn checks(&self) -> Vec<Check> {
+        let machine = "check for other load on the machine, and for empty memory channels";
         let memory = |name, rate: &io::Result<f64>, bar| match rate {
             Ok(rate) => Check::ok(name, gbps(*rate)).advise(
                 *rate < bar,
@@ -97,7 +97,7 @@ impl Speed {
             Ok(rate) => {
                 return Check::ok(name, format!("{}, {STREAMS} streams", gbps(*rate))).advise(
                     *rate < SLOW_LOOPBACK,
-                    "TCP within this machine is slow; a sandbox's network stack or a firewall's rules may cost it",
+                    "loopback TCP is slow; a sandbox's network stack or firewall rules may be the cause",
                 );
             }
             Err(e) => e,

@@ -7,22 +7,17 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Component, Path, PathBuf};
-use std::sync::mpsc;
-use std::time::Duration;
 
 use windlass_data::cuda::CudaError;
-use windlass_data::cuda::probe::{self, Survey};
-use windlass_data::stop::Stopped;
+use windlass_data::cuda::probe::Survey;
+use windlass_data::cuda::survey::{Gpus, probe_with_timeout};
 
 /// Files there are small; what is longer is cut.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// How long the driver may take: it looks for every GPU of the machine, and a broken one can make it wait for ever.
-const DRIVER_PATIENCE: Duration = Duration::from_secs(30);
-
 /// The files of a machine, its CUDA driver and the environment of this process.
 #[derive(Debug)]
-pub struct System {
+pub(crate) struct System {
     root: PathBuf,
     env: fn(&str) -> Option<OsString>,
     gpus: fn() -> Result<Survey, CudaError>,
@@ -30,57 +25,48 @@ pub struct System {
 
 /// A cgroup's memory: the tightest limit on the way up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Group {
+pub(crate) struct Group {
     /// The most it may have.
-    pub limit: u64,
+    pub(crate) limit: u64,
     /// What it has and cannot give back.
-    pub used: u64,
+    pub(crate) used: u64,
 }
 
 impl System {
     /// This machine.
-    pub fn here() -> System {
-        System { root: "/".into(), env: |name| std::env::var_os(name), gpus: survey }
+    pub(crate) fn here() -> System {
+        System { root: "/".into(), env: |name| std::env::var_os(name), gpus: probe_with_timeout }
     }
 
-    /// The machine whose `/proc` and `/sys` are below `root`, with an empty environment and no CUDA driver.
-    pub fn at(root: &Path) -> System {
-        System {
-            root: root.to_owned(),
-            env: |_| None,
-            gpus: || Err(CudaError::NoDriver { said: String::new() }),
-        }
-    }
-
-    /// What the CUDA driver says.
-    pub fn gpus(&self) -> Result<Survey, CudaError> {
-        (self.gpus)()
+    /// The GPUs and their driver.
+    pub(crate) fn gpus(&self) -> Gpus {
+        Gpus::look(&self.root, self.env, self.gpus)
     }
 
     /// An environment variable.
-    pub fn env(&self, name: &str) -> Option<OsString> {
+    pub(crate) fn env(&self, name: &str) -> Option<OsString> {
         (self.env)(name)
     }
 
     /// The contents of a file, if it is there and is text. `path` begins with a slash.
-    pub fn read(&self, path: &str) -> Option<String> {
+    pub(crate) fn read(&self, path: &str) -> Option<String> {
         let mut text = String::new();
         File::open(self.path(Path::new(path))).ok()?.take(MAX_BYTES).read_to_string(&mut text).ok()?;
         Some(text)
     }
 
     /// The first number in a file.
-    pub fn number(&self, path: &str) -> Option<u64> {
+    pub(crate) fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.split_whitespace().next()?.parse().ok()
     }
 
     /// Whether something is there.
-    pub fn exists(&self, path: &Path) -> bool {
+    pub(crate) fn exists(&self, path: &Path) -> bool {
         self.path(path).exists()
     }
 
     /// Where a link leads to.
-    pub fn link(&self, path: &str) -> Option<String> {
+    pub(crate) fn link(&self, path: &str) -> Option<String> {
         std::fs::read_link(self.path(Path::new(path))).ok()?.into_os_string().into_string().ok()
     }
 
@@ -89,7 +75,7 @@ impl System {
     }
 
     /// A field of `/proc/meminfo`: bytes where the kernel says kB, else as it is.
-    pub fn meminfo(&self, field: &str) -> Option<u64> {
+    pub(crate) fn meminfo(&self, field: &str) -> Option<u64> {
         let text = self.read("/proc/meminfo")?;
         let mut words =
             text.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'))?.split_whitespace();
@@ -98,12 +84,12 @@ impl System {
     }
 
     /// Memory that can be had without swapping.
-    pub fn available(&self) -> Option<u64> {
+    pub(crate) fn available(&self) -> Option<u64> {
         self.meminfo("MemAvailable")
     }
 
     /// The chosen word of a file such as `always [madvise] never`.
-    pub fn chosen(&self, path: &str) -> Option<String> {
+    pub(crate) fn chosen(&self, path: &str) -> Option<String> {
         let text = self.read(path)?;
         let word = text.split_whitespace().find_map(|w| w.strip_prefix('[')?.strip_suffix(']'))?;
         Some(word.to_owned())
@@ -111,7 +97,7 @@ impl System {
 
     /// The memory limit that this process is nearest to, of its cgroup or one above it. `None` if there is none, or
     /// none that can be seen. Both versions of cgroups are looked for, as machines may have both mounted.
-    pub fn group(&self) -> Option<Group> {
+    pub(crate) fn group(&self) -> Option<Group> {
         let text = self.read("/proc/self/cgroup")?;
         let mut found: Vec<Group> = Vec::new();
         for line in text.lines() {
@@ -152,20 +138,6 @@ impl System {
     }
 }
 
-/// Asks the driver, on a thread of its own, so that one that never answers is left behind.
-pub fn survey() -> Result<Survey, CudaError> {
-    let stage = "looking at the GPUs";
-    let late = |_| CudaError::Stopped { stage, stopped: Stopped::Deadline };
-    let (answer, answered) = mpsc::sync_channel(1);
-    let asked = std::thread::Builder::new().name("gpu-survey".into()).spawn(move || {
-        let _ = answer.send(probe::survey());
-    });
-    match asked {
-        Ok(_left) => answered.recv_timeout(DRIVER_PATIENCE).map_err(late)?,
-        Err(_) => probe::survey(),
-    }
-}
-
 /// What a version of cgroups calls its files and fields.
 struct GroupFiles {
     limit: &'static str,
@@ -200,6 +172,15 @@ pub(crate) mod tests {
     }
 
     impl System {
+        /// The machine whose `/proc` and `/sys` are below `root`, with an empty environment and no CUDA driver.
+        pub(crate) fn at(root: &Path) -> System {
+            System {
+                root: root.to_owned(),
+                env: |_| None,
+                gpus: || Err(CudaError::NoDriver { said: String::new() }),
+            }
+        }
+
         /// The same machine with GPUs.
         pub(crate) fn with_gpus(self, gpus: fn() -> Result<Survey, CudaError>) -> System {
             System { gpus, ..self }

@@ -14,7 +14,7 @@ use windlass_core::barrier::{Awaited, Mode, Phase};
 
 /// Whether to use colours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Style {
+pub(crate) enum Style {
     Plain,
     /// With colours and weights.
     Colour,
@@ -22,7 +22,7 @@ pub enum Style {
 
 impl Style {
     /// Colours on a terminal, unless `NO_COLOR` is set.
-    pub fn of_stdout() -> Style {
+    pub(crate) fn of_stdout() -> Style {
         let plain = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
         if std::io::stdout().is_terminal() && !plain { Style::Colour } else { Style::Plain }
     }
@@ -43,7 +43,7 @@ enum Tone {
 
 /// A place to draw in.
 #[derive(Clone, Copy, Debug)]
-pub struct Frame<'a> {
+pub(crate) struct Frame<'a> {
     url: &'a str,
     rows: usize,
     columns: usize,
@@ -90,12 +90,12 @@ impl Columns {
 
 impl<'a> Frame<'a> {
     /// A frame of this many rows and columns.
-    pub fn new(url: &'a str, (rows, columns): (usize, usize), style: Style) -> Frame<'a> {
+    pub(crate) fn new(url: &'a str, (rows, columns): (usize, usize), style: Style) -> Frame<'a> {
         Frame { url, rows, columns: columns.max(40), style }
     }
 
     /// The document as text. `lost` says why it is not of now.
-    pub fn draw(&self, status: &Status, lost: Option<&str>) -> String {
+    pub(crate) fn draw(&self, status: &Status, lost: Option<&str>) -> String {
         let mut head = self.head(status, lost);
         for set in &status.sets {
             head.push(String::new());
@@ -103,7 +103,9 @@ impl<'a> Frame<'a> {
         }
         if status.sets.is_empty() {
             head.push(String::new());
-            head.push("  Nothing has been announced yet: a trainer does it with notify_version.".into());
+            head.push(
+                "  No version has been announced yet: trainers announce versions with notify_version.".into(),
+            );
         }
         head.extend(self.waiting(status));
         let errors = self.errors(status);
@@ -124,9 +126,7 @@ impl<'a> Frame<'a> {
         let up = took(status.now.saturating_sub(status.started) as f64);
         let line = format!("windlass {}  {}  up {up}  {errors}", clean(&status.release), self.url);
         let mut lines = vec![self.tone(Tone::Strong, &self.cut(&line))];
-        lines.extend(
-            lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; asking again", clean(why))))),
-        );
+        lines.extend(lost.map(|why| self.tone(Tone::Bad, &self.cut(&format!("{}; retrying", clean(why))))));
         lines
     }
 
@@ -353,7 +353,7 @@ fn receiver_rows(table: &mut Columns, receiver: &ReceiverStatus, now: u64) {
     }
 }
 
-/// What a receiver does with a model, in a few words.
+/// A receiver's activity for a model, as short text.
 fn doing_of(receiver: &ReceiverStatus, held: &HeldStatus) -> String {
     let loading = receiver.places.iter().any(|p| p.loading.is_some() && p.models.contains(&held.model_id));
     let mut text = match &held.doing {
@@ -402,7 +402,7 @@ fn version(version: Option<u64>) -> String {
 }
 
 /// A time for people, from milliseconds.
-pub fn took(ms: f64) -> String {
+pub(crate) fn took(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
         ms if ms < 1e3 => format!("{ms:.0} ms"),
@@ -422,7 +422,7 @@ fn ago(now: u64, at: u64) -> String {
 }
 
 /// Without characters that a terminal would obey.
-pub fn clean(text: &str) -> String {
+pub(crate) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '·' } else { c }).collect()
 }
 
@@ -594,6 +594,6 @@ policy  strict  serving version 7  2 of 3 live  latency 200 ms  paused 9.2 ms  w
         assert!(text.contains("notify_version") && text.contains("windlass receive --controller"), "{text}");
         let status: Status = serde_json::from_value(document).unwrap();
         let lost = Frame::new("http://c:1", (24, 80), Style::Plain).draw(&status, Some("it is\x07 gone"));
-        assert!(lost.lines().nth(1).unwrap().starts_with("it is· gone; asking again"), "{lost}");
+        assert!(lost.lines().nth(1).unwrap().starts_with("it is· gone; retrying"), "{lost}");
     }
 }

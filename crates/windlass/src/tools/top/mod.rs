@@ -4,8 +4,8 @@
 //! for once per interval and drawn by [`frame`]; on a terminal in place, otherwise one frame after the other. A controller
 //! that cannot be reached is told above the last frame and asked again, except with `--once`, which fails.
 
-pub mod frame;
-pub mod trace;
+pub(crate) mod frame;
+pub(crate) mod trace;
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -27,19 +27,19 @@ const PLAIN: (usize, usize) = (usize::MAX, 1000);
 
 /// The checked arguments of `top`.
 #[derive(Debug)]
-pub struct Top {
-    pub controller: ControllerClient,
+pub(crate) struct Top {
+    pub(crate) controller: ControllerClient,
     /// One frame, not many.
-    pub once: bool,
+    pub(crate) once: bool,
     /// The time between two frames.
-    pub interval: Duration,
+    pub(crate) interval: Duration,
     /// Where to write the syncs as a trace, instead of showing anything.
-    pub trace: Option<PathBuf>,
+    pub(crate) trace: Option<PathBuf>,
 }
 
 impl Top {
     /// Shows frames until Ctrl-C.
-    pub fn run(&self, session: &Session) -> Result<(), Error> {
+    pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         if let Some(file) = &self.trace {
             return self.write_trace(file, session);
         }
@@ -72,7 +72,7 @@ impl Top {
         self.controller.status(session.cancel())
     }
 
-    /// Frame after frame, for files and pipes. Ends with an interrupt, or with whoever read it.
+    /// Prints frame after frame, for files and pipes, until an interrupt or a closed pipe.
     fn list(&self, session: &Session) -> Result<(), Error> {
         loop {
             match self.next(session)? {
@@ -110,7 +110,7 @@ impl Top {
         }
     }
 
-    /// Asks once more. A controller that is away may come back; one that refuses would go on refusing.
+    /// Polls again. An unreachable controller may come back; a refusal is final.
     fn next(&self, session: &Session) -> Result<Next, Error> {
         match self.ask(session) {
             Ok(status) => Ok(Next::Status(Box::new(status))),

@@ -1,7 +1,7 @@
 //! The syncs of a controller as a trace that timeline viewers open (Perfetto, `chrome://tracing`, Speedscope).
 //!
 //! Owns: the translation of [`Status`] into the Trace Event Format: one process for each set, one thread for each lane and
-//! whoever is in it, a complete event for each span, and an instant event where a version was served. Times are
+//! its members, a complete event for each span, and an instant event where a version was served. Times are
 //! microseconds since the oldest of them. Must not: ask or write anything.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use crate::service::controller::status::{SetStatus, Status};
 use crate::service::controller::wire::Lane;
 
 /// Every span that the controller still knows.
-pub fn events(status: &Status) -> Value {
+pub(crate) fn events(status: &Status) -> Value {
     let syncs = status.sets.iter().flat_map(|set| &set.syncs);
     let starts = syncs.flat_map(|sync| {
         let spans = sync.spans.iter().map(|span| sync.at as f64 + span.from_ms);

@@ -1,0 +1,257 @@
+"""The transfer backend ``windlass`` of vLLM, driven through vLLM's own routes.
+
+Owns: :class:`WindlassWeightTransferEngine`, one per worker. Called by vLLM (``--weight-transfer-config
+'{"backend": "windlass"}'``). Must not: keep a thread, or touch a weight before everything has been checked.
+
+``init_info`` says where weights come from:
+
+- ``{"image": DIR}``: an image that a sidecar (``windlass receive``) keeps on this host;
+- ``{"endpoint": URL, "token": ..., "image_dir": DIR}``: an agent; the first worker of the host pulls into an image
+  below ``image_dir`` when it is told of a version, and the others wait for it; ``tls_ca`` names a file with those to
+  trust where the URL begins with ``https://``;
+- ``{"sync_info": {...}, "strategy": {...}, "rank_offset": n}``: any strategy, such as a broadcast.
+
+``update_info`` is ``{"order": {...}}`` for the first two (see :class:`windlass.load.LoadOrder`; with an endpoint the
+``image`` may be left out) and ``{"request": {...}}`` for the third.
+
+``start_weight_update`` touches nothing. ``update_weights`` raises if an order is refused: then the weights are those of
+before, and the server can be resumed. It also raises if a load was cut short: then the worker says ``dirty`` in its
+report, and the server must stay paused until a whole load succeeds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from windlass.engines.vllm.extension import live_of
+from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout
+from windlass.load.order import LoadOrder, Report
+from windlass.load.receiving import Receiving
+from windlass.receive.receiver import Receiver
+
+__all__ = ["WindlassInitInfo", "WindlassUpdateInfo", "WindlassWeightTransferEngine"]
+
+log = logging.getLogger("windlass")
+
+
+@dataclass
+class WindlassInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where weights come from; see the module."""
+
+    image: str | None = None
+    endpoint: str | None = None
+    token: str | None = field(default=None, repr=False)
+    tls_ca: str | None = None
+    image_dir: str | None = None
+    model_id: str | None = None
+    sync_info: dict[str, Any] | None = field(default=None, repr=False)
+    strategy: dict[str, Any] | None = None
+    rank_offset: int = 1
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        ways = [self.image is not None, self.endpoint is not None, self.sync_info is not None]
+        if sum(ways) != 1:
+            raise WindlassInvalid(
+                "init_info names none or several of image, endpoint and sync_info: give one of them",
+                name="bad_value",
+            )
+        if self.endpoint is not None and not self.image_dir:
+            raise WindlassInvalid(
+                "init_info has an endpoint and no image_dir: name a directory for the image"
+            )
+
+
+@dataclass
+class WindlassUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What to load; see the module."""
+
+    order: dict[str, Any] | None = None
+    request: dict[str, Any] | None = None
+
+
+class WindlassWeightTransferEngine(
+    WeightTransferEngine[WindlassInitInfo, WindlassUpdateInfo]  # type: ignore[misc]
+):
+    """One worker's side of the backend ``windlass``."""
+
+    init_info_cls = WindlassInitInfo
+    update_info_cls = WindlassUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._info: WindlassInitInfo | None = None
+        self._receiving: Receiving | None = None
+        self._pulling: _Pulling | None = None
+
+    def init_transfer_engine(self, init_info: WindlassInitInfo) -> None:
+        """Joins what there is to join. Again replaces what was joined before."""
+        self.shutdown()
+        self._info = init_info
+        if init_info.sync_info is not None:
+            self._receiving = Receiving(
+                self._live(), init_info.sync_info, init_info.strategy or {}, init_info.rank_offset
+            )
+        elif init_info.endpoint is not None:
+            self._pulling = _Pulling(init_info)
+
+    def start_weight_update(self) -> None:
+        """Touches no weight: an order that is refused must leave the engine as it was."""
+        if self._info is None:
+            raise WindlassInvalid(
+                "nobody said where weights come from: call /init_weight_transfer_engine first"
+            )
+        if self._receiving is not None:
+            self._receiving.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Carries out an order or receives what a request announces."""
+        # Not vLLM's own: that one needs an accelerator.
+        info = self.parse_update_info(update_info)
+        self.receive_weights(info)
+        # A request is answered when its copies are started: the end of the update waits for them.
+        if self.device.type != "cpu" and info.request is None:
+            torch.accelerator.synchronize(self.device)
+
+    def receive_weights(self, update_info: WindlassUpdateInfo) -> None:
+        """See :meth:`update_weights`."""
+        if update_info.request is not None:
+            if self._receiving is None:
+                raise WindlassInvalid("update_info has a request, and init_info named no strategy")
+            self._receiving.update(update_info.request)
+        elif update_info.order is not None:
+            self._carry_out(update_info.order)
+        else:
+            raise WindlassInvalid("update_info has neither an order nor a request")
+
+    def finish_weight_update(self) -> None:
+        """Post-processes what a strategy brought; orders are finished by themselves."""
+        if self._receiving is not None:
+            self._receiving.finish()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+        report = self.report()
+        if report.state == "dirty":
+            raise WindlassError(
+                "the weights are not whole: load a version again before generation is resumed"
+            )
+
+    def shutdown(self) -> None:
+        """Lets go of groups, connections and images."""
+        receiving, self._receiving = self._receiving, None
+        pulling, self._pulling = self._pulling, None
+        self._info = None
+        for end in (receiving, pulling):
+            if end is not None:
+                end.close()
+
+    def report(self) -> Report:
+        """What this worker says of itself."""
+        told: Report = self._live().report()
+        return told
+
+    def _live(self) -> Any:
+        own = None if self.model is self._default_model else self.model_config
+        return live_of(self.model, self.vllm_config, own)
+
+    def _carry_out(self, plain: dict[str, Any]) -> None:
+        assert self._info is not None
+        if self._pulling is not None:
+            plain = self._pulling.bring(plain)
+        elif self._info.image is not None:
+            plain = {"image": self._info.image, **plain}
+        report = self._live().load(LoadOrder.from_dict(plain))
+        if report.state == "dirty" and report.error is not None:
+            raise report.error.error()
+
+
+class _Pulling:
+    """Brings versions from an agent to this host: one worker pulls, the others wait."""
+
+    def __init__(self, info: WindlassInitInfo) -> None:
+        assert info.image_dir is not None
+        self._info = info
+        self._directory = Path(info.image_dir)
+        self._lock: int | None = None
+        self._receiver: Receiver | None = None
+
+    def bring(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """The order, once its version is in the image."""
+        order = dict(plain)
+        name = order.get("model_id") or self._info.model_id
+        if not isinstance(name, str):
+            raise WindlassInvalid("the order has no model_id")
+        order.setdefault("image", str(self._directory / name))
+        until = time.monotonic() + float(order.get("timeout", self._info.timeout))
+        version = int(order["version"])
+        if self._is_first():
+            if self._receiver is None:
+                self._receiver = Receiver(
+                    self._directory,
+                    endpoint=self._info.endpoint,
+                    token=self._info.token,
+                    tls_ca=self._info.tls_ca,
+                    timeout=max(1.0, until - time.monotonic()),
+                )
+            self._receiver.wait(version, max(1.0, until - time.monotonic()))
+        else:
+            self._await(order["image"], version, until)
+        return order
+
+    def _is_first(self) -> bool:
+        """Whether this worker is the one that pulls: the first on the host to ask, for as long as it lives."""
+        if self._lock is not None:
+            return True
+        from windlass import _windlass
+
+        _windlass.make_place(self._directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(self._directory / ".puller", flags, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        self._lock = lock
+        return True
+
+    def _await(self, image: str, version: int, until: float) -> None:
+        from windlass import _windlass
+
+        while True:
+            left = until - time.monotonic()
+            try:
+                held = _windlass.open_image(image, 5.0, max(0.0, min(left, 5.0)))
+                have: int | None = held.version
+                held.finish()
+            except WindlassError:
+                have = None
+            if have is not None and have >= version:
+                return
+            if left <= 0:
+                raise WindlassTimeout(
+                    f"version {version} did not come into the image {image!r}, which has {have}",
+                    "see the log of the worker that pulls",
+                )
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
