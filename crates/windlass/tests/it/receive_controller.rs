@@ -735,7 +735,7 @@ fn a_receiver_says_what_keeps_it_from_following_a_controller() {
     let (code, said) = run(&["--model=a", "--model=b", "--engine=vllm=http://127.0.0.1:1", &token]);
     assert!(code != 0 && said.contains("--engine a:vllm=http://127.0.0.1:1"), "{said}");
     let (code, said) = run(&["--model=a", "--engine=b:vllm=http://127.0.0.1:1", &token]);
-    assert!(code != 0 && said.contains("which no --model names"), "{said}");
+    assert!(code != 0 && said.contains("is for model b, but no --model names it"), "{said}");
 }
 
 #[test]
