@@ -28,19 +28,19 @@ use crate::memory::{Memory, lend};
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct Publisher {
     region: Arc<Region>,
-    publisher: Mutex<publish::Publisher>,
+    inner: Mutex<publish::Publisher>,
     home: Home,
 }
 
 impl Publisher {
     fn of(publisher: publish::Publisher) -> Publisher {
         let region = Arc::clone(publisher.region());
-        Publisher { region, publisher: Mutex::new(publisher), home: Home::here() }
+        Publisher { region, inner: Mutex::new(publisher), home: Home::here() }
     }
 
     fn publisher(&self) -> Result<MutexGuard<'_, publish::Publisher>, Failure> {
         self.home.check("publisher")?;
-        Ok(self.publisher.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -212,7 +212,7 @@ impl Publisher {
     fn newest_number(&self) -> PyResult<Option<u64>> {
         self.home.check("publisher")?;
         // A caller that holds the interpreter does not wait for a call that is under way.
-        Ok(match self.publisher.try_lock() {
+        Ok(match self.inner.try_lock() {
             Ok(publisher) => publisher.newest(),
             Err(_) => self.region.state().active.map(|s| s.version),
         })

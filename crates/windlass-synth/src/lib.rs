@@ -1,6 +1,6 @@
 //! Synthetic images that change from step to step the way trained ones do.
 //!
-//! Owns: the weights and the steps of a synthetic language model, and its shapes ([`shapes`]): those of a decoder of a
+//! Owns: the weights and the steps of a synthetic language model, and its shapes: those of a decoder of a
 //! given size. Called by the demo and the benchmarks. A crate of its own, so that builds for tests optimise it: it is
 //! arithmetic for every element of a model. Must not: read or write files, keep state between calls, or depend on the
 //! number of threads.

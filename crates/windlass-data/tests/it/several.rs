@@ -24,6 +24,7 @@ use windlass_data::history::Limits;
 use windlass_data::receiver::{Control, ControlError, Event, Receiver};
 use windlass_data::serve::{Peer, Server, ServerConfig};
 use windlass_data::stop::Stop;
+use windlass_data::tcp::SenderConfig;
 
 /// Large enough for many stripes of the smallest size.
 fn wide_manifest() -> Manifest {
@@ -93,7 +94,9 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
         Manifest::new(vec![TensorSpec::new("w", Dtype::U8, [40 << 20])], std::collections::BTreeMap::new())
             .unwrap();
     let history = Limits { count: 8, bytes: 256 << 20 };
-    let config = ServerConfig { history, stripe_bytes: 1 << 20, ..quick_server() };
+    // The line rests while two versions are made, which may take long on a busy machine: the pull must not be given up.
+    let tcp = SenderConfig::default();
+    let config = ServerConfig { history, stripe_bytes: 1 << 20, tcp, ..quick_server() };
     let mut publisher = Publisher::with(manifest, None, config);
     Noise(9).fill_fast(&mut publisher.data);
     publisher.publish(1);
@@ -113,7 +116,8 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
     });
     assert_eq!((synced.laps, synced.mode), (1, "fuzzy"), "{synced:?}");
     assert_eq!(publisher.server().counters().tickets_delta.load(Ordering::Relaxed), 1, "{synced:?}");
-    assert_eq!(image_bytes(&receiver), publisher.data);
+    assert_eq!(synced.image.as_ref().map(|i| i.identity.version), Some(3), "{synced:?}");
+    assert!(image_bytes(&receiver) == publisher.data, "{synced:?}");
 }
 
 /// A holder of a part that can be away.

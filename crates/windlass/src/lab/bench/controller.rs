@@ -125,15 +125,21 @@ impl Served {
     }
 
     async fn connect(&self) -> Result<Connection, Error> {
-        let stream = TcpStream::connect(&self.address).await;
-        let stream = stream.map_err(Error::io("connect to", self.address.as_ref()))?;
-        let _ = stream.set_nodelay(true);
-        Ok(Connection { stream, token: self.token.clone(), input: Vec::new() })
+        let (address, token) = (self.address.clone(), self.token.clone());
+        let stream = connect(&address).await.map_err(Error::io("connect to", address.as_ref()))?;
+        Ok(Connection { address, stream, token, input: Vec::new() })
     }
+}
+
+async fn connect(address: &str) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(address).await?;
+    let _ = stream.set_nodelay(true);
+    Ok(stream)
 }
 
 /// A connection that is kept, with one request at a time.
 struct Connection {
+    address: String,
     stream: TcpStream,
     token: String,
     input: Vec<u8>,
@@ -159,8 +165,14 @@ impl Connection {
 
     async fn exchange<T: DeserializeOwned>(&mut self, path: &str, request: &str) -> Result<T, Error> {
         let answer = async {
-            self.write(request.as_bytes()).await?;
-            self.read().await
+            match self.ask(request).await {
+                // The controller closes a connection that was idle for a while. Every request here may be repeated.
+                Err(e) if closed(&e) && self.input.is_empty() => {
+                    self.stream = connect(&self.address).await?;
+                    self.ask(request).await
+                }
+                answer => answer,
+            }
         };
         let answer = tokio::time::timeout(TIMEOUT, answer).await.map_err(|_| Error::Deadline)?;
         let (status, body) = answer.map_err(|e| failed(format!("{path}: {e}")))?;
@@ -169,6 +181,11 @@ impl Connection {
             return Err(failed(format!("{path}: status {status}: {}", text())));
         }
         serde_json::from_slice(&body).map_err(|e| failed(format!("{path}: {e}: {}", text())))
+    }
+
+    async fn ask(&mut self, request: &str) -> io::Result<(u16, Vec<u8>)> {
+        self.write(request.as_bytes()).await?;
+        self.read().await
     }
 
     async fn write(&self, mut bytes: &[u8]) -> io::Result<()> {
@@ -209,6 +226,11 @@ impl Connection {
             }
         }
     }
+}
+
+fn closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 /// A receiver that moves no weights.

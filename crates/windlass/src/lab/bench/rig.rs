@@ -88,7 +88,7 @@ pub(crate) struct Publisher<'a> {
     cancel: &'a Stop,
     pub(crate) region: Arc<Region>,
     pub(crate) server: Arc<Server>,
-    publisher: publish::Publisher,
+    writer: publish::Publisher,
     instance: String,
 }
 
@@ -112,8 +112,8 @@ impl<'a> Publisher<'a> {
         tls: Option<Certificate>,
     ) -> Result<Publisher<'a>, Error> {
         let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
-        let publisher = publish::Publisher::new(Arc::clone(&region), 0);
-        let publisher = publisher.map_err(failed!("write the region"))?;
+        let writer = publish::Publisher::new(Arc::clone(&region), 0);
+        let writer = writer.map_err(failed!("write the region"))?;
         region.report();
         let host = Host::new("127.0.0.1").map_err(|e| Error::Bug(e.to_string()))?;
         let mut serving = ServerConfig {
@@ -126,7 +126,7 @@ impl<'a> Publisher<'a> {
         let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
         let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
         let instance = registered.instance_id;
-        Ok(Publisher { config, cancel, region, server: Arc::new(server), publisher, instance })
+        Ok(Publisher { config, cancel, region, server: Arc::new(server), writer, instance })
     }
 
     /// A deadline that no healthy bench reaches.
@@ -150,7 +150,7 @@ impl<'a> Publisher<'a> {
                 })
             })
         };
-        self.publisher.copy(version, &stop, write).map_err(publish_failed)
+        self.writer.copy(version, &stop, write).map_err(publish_failed)
     }
 
     /// Waits until a version is sealed and served; answers its digest.
