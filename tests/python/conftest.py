@@ -19,6 +19,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent.parent / "python"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+# What torch compiles for DeepSpeed stays in this tree. A process that is killed while it compiles leaves a lock behind, for
+# which all later ones would wait; the first process of a run removes it.
+EXTENSIONS = HERE.parent.parent / "target" / "torch-extensions"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    for lock in EXTENSIONS.glob("**/lock"):
+        lock.unlink(missing_ok=True)
 # Where tests run in the background of a script, Ctrl-C is ignored, and every process that they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
