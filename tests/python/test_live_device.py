@@ -665,3 +665,29 @@ def test_an_order_that_failed_does_not_keep_the_next_one_from_being_staged(
     assert (told["error"], told["staging"], told["unknown_layout"]) == (None, False, False)
     assert extension.windlass_check(worker, following)["error"] is None
     bench.check(bench.live.load(LoadOrder.from_dict(following)), "sparse")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "often", ""])
+def test_a_wrong_verify_every_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("WINDLASS_VERIFY_EVERY", text)
+    session = reference.ReferenceSession(reference.plain("tiny", "cpu", 1))
+    with pytest.raises(
+        WindlassInvalid, match=f"WINDLASS_VERIFY_EVERY is {text!r}: expected a whole number from 1"
+    ):
+        Live(session)
+    assert Live(session, verify_every=3)
+
+
+def test_the_environment_can_have_every_version_verified(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_VERIFY_EVERY", "1")
+    bench = make()
+    bench.live = Live(reference.ReferenceSession(bench.model))
+    loop = Loop(bench)
+    loop.take("session")
+    for _ in range(3):
+        loop.announce()
+        bench.calls()
+        loop.take("sparse")
+        assert bench.calls().count("digest") == 1

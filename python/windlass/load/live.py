@@ -68,7 +68,7 @@ __all__ = ["Live", "Session"]
 
 log = logging.getLogger("windlass")
 
-#: After so many sparse loads one is compared wholly with the image.
+#: Before every so many sparse loads the weights are compared with the version that they should be.
 VERIFY_EVERY = 50
 #: How many elements a sparse load looks at before it trusts the weights.
 SAMPLE = 4096
@@ -84,7 +84,9 @@ class Live:
     """The weights of one worker.
 
     ``session`` is the engine's own way to load, ``rank`` the worker's among those of its engine, and ``engine`` its
-    name and version. ``extras`` says what happens to tensors that the engine does not take.
+    name and version. ``extras`` says what happens to tensors that the engine does not take. Before every Nth sparse load,
+    ``verify_every``, the weights are compared with the version that they should be; both come from the environment
+    (``WINDLASS_EXTRAS``, ``WINDLASS_VERIFY_EVERY``) if they are not given.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Live:
         engine: str = "",
         extras: Extras | None = None,
         threads: int = 1,
-        verify_every: int = VERIFY_EVERY,
+        verify_every: int | None = None,
     ) -> None:
         chosen = extras or os.environ.get("WINDLASS_EXTRAS", "ignore")
         if chosen not in ("ignore", "error"):
@@ -105,7 +107,7 @@ class Live:
         self._engine = engine
         self._extras = chosen
         self._threads = threads
-        self._verify_every = max(1, verify_every)
+        self._verify_every = _verify_every() if verify_every is None else max(1, verify_every)
         self._worker = secrets.token_hex(8)
         self._live: LiveVersion | None = None
         #: The state digest of that version.
@@ -851,3 +853,11 @@ def _left(until: float) -> float:
 
 def _since(began: float) -> float:
     return (time.monotonic() - began) * 1e3
+
+
+def _verify_every() -> int:
+    """How often the environment asks for a comparison."""
+    text = os.environ.get("WINDLASS_VERIFY_EVERY", str(VERIFY_EVERY))
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise WindlassInvalid(f"WINDLASS_VERIFY_EVERY is {text!r}: expected a whole number from 1")
+    return int(text)
