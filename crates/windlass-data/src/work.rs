@@ -1,7 +1,7 @@
 //! Work on many blocks with several threads.
 //!
-//! Owns: the threads of a pass over an image, which end before the call returns, and how far work that nobody waits for steps back. Called by [`crate::seal`], by
-//! whoever applies deltas, and by the commands. [`each`] is for work without order; [`in_order`] is for output
+//! Owns: the threads of a pass over an image, which end before the call returns, and the priority of background work. Called
+//! by [`crate::seal`], by the code that applies deltas, and by the commands. [`each`] is for work without order; [`in_order`] is for output
 //! that must not depend on the number of threads. Both look at their [`Stop`] before every block, end early on
 //! failure, and report the failure with the lowest index, so that the same input gives the same error whatever
 //! the number of threads. Errors are the caller's own type, which must be able to say why work was stopped.
@@ -13,22 +13,23 @@ use crate::stop::{Stop, Stopped};
 
 /// The most consecutive blocks that a thread claims at once.
 const HANDFUL: u64 = 16;
-/// How far work that nobody waits for steps back, in steps of `nice`: a third of the processor where others want all of it.
+/// The `nice` value of background work: a third of a core where another thread wants all of it.
 const NICE: i32 = 5;
 
-/// Of so many threads, those that work for nobody who waits: the others are left to who computes on this host.
+/// How many of a process's threads do background work. A trainer and a receiver on one host then take at most half of its
+/// cores, and the engine beside them keeps the rest.
 pub fn fewer(threads: usize) -> usize {
-    threads.div_ceil(2)
+    threads.div_ceil(4)
 }
 
-/// From here on this thread and those that it starts let others go first. There is no way back.
+/// Lowers the priority of this thread and of those that it starts, for good.
 pub fn step_back() {
     if let Err(error) = rustix::process::nice(NICE) {
         tracing::debug!(%error, "the background work keeps its priority");
     }
 }
 
-/// Does work that nobody waits for in a thread that lets others go first ([`step_back`]), and waits for it.
+/// Runs background work in a thread of lower priority ([`step_back`]), and waits for it.
 ///
 /// # Panics
 /// If the work does.
