@@ -22,7 +22,7 @@ greedy answers must be equal; compiled servers of one checkpoint differ among th
 | step to visible | the same | the sidecar says that the server serves the version |
 | engine pause | the end of the last step with the old weights | the next one may begin, as the server measured it |
 | trainer alone | `offload()` is called after the server has ended | it returns |
-| tokens a second | ``--seconds`` in which the trainer steps every two and publishes nothing | as long, with a version every two |
+| tokens a second | the trainer steps every two seconds and publishes every other step, twice ``--seconds`` long | the two seconds after a step that is published, beside those after one that is not |
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--offload-mode", choices=("delta", "copy", "auto"), default="delta")
     parser.add_argument("--clients", type=needs.whole(1), default=8, help="requests at the same time")
     parser.add_argument(
-        "--seconds", type=needs.whole(0), default=60, help="how long tokens are counted, with and without"
+        "--seconds",
+        type=needs.whole(0),
+        default=60,
+        help="how long tokens are counted, with and without each",
     )
     parser.add_argument("--prefix-cache", choices=("reset", "keep"), default="reset")
     parser.add_argument("--eager", action="store_true", help="no compilation, and compare tokens at the end")
@@ -326,25 +329,34 @@ class Requests:
                 self.failure = f"{type(e).__name__}: {e}"
                 return
 
-    def rate(self, seconds: float, meanwhile: Any) -> dict[str, Any]:
-        """Tokens a second, over so many, while something else is done every two; all of them, and those of each twentieth of a
-        second after that began."""
-        began, first, starts = time.perf_counter(), len(self.times), []
-        while (elapsed := time.perf_counter() - began) < seconds:
-            starts.append(began + elapsed)
-            meanwhile()
-            passed = time.perf_counter() - began
-            time.sleep(max(0.0, min(2.0 - (passed - elapsed), seconds - passed)))
+    def rates(self, seconds: float, without: Any, with_: Any) -> dict[str, dict[str, Any]]:
+        """Tokens a second in the two seconds after each of two things begins, and in each part of those. The two take turns
+        for so many seconds each, so that a change of load concerns both alike."""
+        starts: dict[str, list[float]] = {"without": [], "with": []}
+        for turn in range(2 * max(1, round(seconds / 2.0))):
+            began = time.perf_counter()
+            starts["with" if turn % 2 else "without"].append(began)
+            (with_ if turn % 2 else without)()
+            left = began + 2.0 - time.perf_counter()
+            if left < 0:
+                say(
+                    f"WARNING: a step and what follows took {2.0 - left:.1f} s, more than the 2 s that are counted"
+                )
+            time.sleep(max(0.0, left))
             if self.failure:
                 raise RuntimeError(f"a request failed meanwhile: {self.failure}")
-        ended = time.perf_counter()
-        times, counts = self.times[first:], [0] * BINS
-        for at in times:
-            last = bisect.bisect_right(starts, at) - 1
-            if last >= 0 and (bin_ := int((at - starts[last]) * BINS / 2.0)) < BINS:
-                counts[bin_] += 1
-        by_time = [count * BINS / 2.0 / len(starts) for count in counts]
-        return {"rate": len(times) / (ended - began), "by_time": by_time}
+        found = {}
+        for what, begins in starts.items():
+            tokens, counts = [], [0] * BINS
+            for at in begins:
+                first, last = bisect.bisect_left(self.times, at), bisect.bisect_left(self.times, at + 2.0)
+                tokens.append(last - first)
+                for token in self.times[first:last]:
+                    counts[int((token - at) * BINS / 2.0)] += 1
+            by_time = [count * BINS / 2.0 / len(begins) for count in counts]
+            rate = sum(tokens) / (2.0 * len(begins))
+            found[what] = {"rate": rate, "tokens": tokens, "by_time": by_time}
+        return found
 
     def __enter__(self) -> Requests:
         return self
@@ -438,8 +450,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
             timed = rows[2:]
             if given.seconds:
                 # The trainer's own steps go on, as they do on a GPU that both share: what is compared is publishing.
-                rates["without"] = requests.rate(given.seconds, lambda: step(model, given.share))
-                rates["with"] = requests.rate(given.seconds, sync)
+                rates = requests.rates(given.seconds, lambda: step(model, given.share), sync)
                 say_rates(rates)
             proved = prove(engine, token, home / "images" / "policy", version)
             requests_made = requests.tokens
@@ -490,7 +501,12 @@ def say_rates(rates: dict[str, dict[str, Any]]) -> None:
     shown = ", ".join(f"{sum(lost[i : i + 4]):.0f}" for i in range(0, BINS, 4))
     say(f"tokens fewer in each 0.2 s after a step: {shown}")
     ratio = with_["rate"] / without["rate"]
-    say(f"{with_['rate']:.0f} tokens/s with a version every 2 s, {without['rate']:.0f} without: {ratio:.3f}")
+    pairs = [b - a for a, b in zip(without["tokens"], with_["tokens"], strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 / 2.0 / without["rate"] if len(pairs) > 1 else 1.0
+    say(
+        f"{with_['rate']:.0f} tokens/s in the 2 s after a step that is published, {without['rate']:.0f} after one that is not: "
+        f"{ratio:.3f}, standard error {error:.3f}"
+    )
 
 
 def offload_alone(given: argparse.Namespace, manager: Any, model: Any, version: int) -> float:
