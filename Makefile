@@ -62,7 +62,7 @@ rust: ## the Rust tests and doc tests
 	$(CARGO) test $(DEV) --no-fail-fast
 
 loom: ## every interleaving of the region's header protocol
-	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" $(CARGO) test -p windlass-data --locked --lib flip::models
+	CARGO_TARGET_DIR=target/loom $(CARGO) test --manifest-path loom/Cargo.toml --locked
 
 soak: ## 10,000 faults of every kind in the whole system, 1,000 syncs over a bad network, a tensor of 3 GiB (FAULTS=n, SYNCS=n, WINDLASS_SEED=n)
 	WINDLASS_FAULTS=$(FAULTS) $(CARGO) test --locked -p windlass --test it -- soak:: --nocapture
@@ -76,6 +76,7 @@ bench: ## measure every part beside the limits of this machine
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) fmt --manifest-path loom/Cargo.toml --check
 	$(CARGO) clippy $(DEV) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(MAKE) --no-print-directory lint-py
@@ -83,6 +84,7 @@ lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and th
 fmt: fmt-py ## format all code
 	$(CARGO) fmt --all
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml
+	$(CARGO) fmt --manifest-path loom/Cargo.toml
 
 layers: ## forbidden dependencies, `unsafe` and `async` outside their places
 	$(PYTHON) scripts/layers.py --self-test

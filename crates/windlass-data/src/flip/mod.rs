@@ -106,7 +106,7 @@
 
 #[cfg(all(loom, test))]
 mod models;
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;
 
 use std::sync::atomic::{AtomicU64, Ordering};
