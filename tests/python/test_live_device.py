@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import Receiver, WeightManager
+from windlass import Follower, Receiver, WeightManager
 from windlass.engines.vllm import extension
 from windlass.engines.vllm.staging import Staging
 from windlass.errors import (
@@ -691,3 +691,52 @@ def test_the_environment_can_have_every_version_verified(
         bench.calls()
         loop.take("sparse")
         assert bench.calls().count("digest") == 1
+
+
+def test_a_follower_takes_live_weights_by_the_best_way(make: Callable[[], Bench]) -> None:
+    bench = make()
+    loop = Loop(bench)
+    follower = Follower(bench.receiver, bench.live, loop.pause)
+    assert follower.live is None and not follower.fenced
+    run = follower.run(patience=5.0)
+    found = next(run)
+    assert (found.version, found.mode, follower.live) == (0, "session", (found.incarnation, 0))
+    for version in (1, 2):
+        loop.announce()
+        bench.calls()
+        found = next(run)
+        assert (found.version, found.mode) == (version, "sparse") and "apply" in bench.calls()
+        assert found.digest is not None and found.pause_ms >= found.load_ms > 0
+    assert follower.step(0.05) is None and loop.paused == 3
+
+
+def test_a_follower_whose_live_weights_cannot_be_loaded_is_fenced_until_they_are(
+    make: Callable[[], Bench],
+) -> None:
+    bench = make()
+    loop = Loop(bench)
+    follower = Follower(bench.receiver, bench.live, loop.pause)
+    assert follower.step(60.0) is not None
+    loop.announce()
+
+    class Broken:
+        def load(self, tensors: Any) -> None:
+            raise RuntimeError("a broken session")
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setitem(bench.plan.fails, "apply", WindlassCorrupt("apply fails"))
+        broken.setitem(bench.plan.fails, "dense", WindlassCorrupt("dense fails"))
+        broken.setattr(bench.live._session, "load", Broken().load)
+        with pytest.raises(WindlassCorrupt, match="could not be loaded, and the weights are a mixture"):
+            follower.step(60.0)
+    assert follower.fenced and follower.live is None and not loop.is_going
+    bench.plan.fails.clear()
+    loaded = follower.step(60.0)
+    assert loaded is not None and loaded.version == 1
+    assert not follower.fenced and loop.is_going and follower.live == (loaded.incarnation, 1)
+
+
+def test_a_follower_of_live_weights_takes_no_stage(make: Callable[[], Bench]) -> None:
+    bench = make()
+    with pytest.raises(WindlassInvalid, match="live weights stage by themselves"):
+        Follower(bench.receiver, bench.live, stage=lambda image: None)

@@ -78,7 +78,7 @@ def test_receivers_follow_versions_that_are_handed_out_by_delta(home: str) -> No
                     assert image.digest == wm.wait_delta_ready(version)
         status = told(wm)
         assert status["counters"]["joined"] == 5
-        assert status["counters"]["sealed_early"] == 5
+        assert status["counters"]["sealed_by_delta"] == 5
         assert status["contradiction"] is None
 
 

@@ -35,7 +35,7 @@ def test_the_snippet_for_an_engine_on_a_gpu_follows_every_version(tmp_path: Path
         scope = {"endpoint": wm.endpoint, "token": token, "last": 3, "print": tell}
         snippet = found.group(1).replace("/dev/shm/images", str(tmp_path / "images"))
         exec(compile(snippet, str(GUIDE), "exec"), scope)
-    assert [line.split(" in ")[0] for line in told] == [
+    assert [line.rpartition(", ")[0] for line in told] == [
         "version 1, loaded session",
         "version 2, loaded sparse",
         "version 3, loaded sparse",

@@ -61,6 +61,7 @@ from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, Loa
 from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
+from windlass.load.take import take
 from windlass.load.trace import trace
 from windlass.receive.receiver import Tensors
 
@@ -122,6 +123,12 @@ class Live:
         self._told_extras: list[str] | None = None
         self._loads: dict[str, int] = {}
         self._told_why = ""
+
+    def take(
+        self, receiver: Any, pause: Any, timeout: float = 60.0, load_timeout: float = 600.0
+    ) -> Report | None:
+        """:func:`windlass.load.take` of these weights."""
+        return take(self, receiver, pause, timeout, load_timeout)
 
     # What a driver asks.
 

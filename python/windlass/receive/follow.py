@@ -1,8 +1,9 @@
-"""An engine of your own that follows a publisher: two callbacks.
+"""An engine of your own that follows a publisher: its weights, and how it is paused.
 
-Owns: :class:`Follower`, the order in which a version comes into an engine (pull, stage, pause, load, resume) and what
-happens when a load fails. vLLM and SGLang have loaders of their own; this is for everything else. Must not: know what an engine
-is, or run in the background: the caller's thread does the work, in :meth:`Follower.step` or :meth:`Follower.run`.
+Owns: :class:`Follower`, the order in which a version comes into an engine (pull, stage, pause, load, resume), what
+happens when a load fails, and the retries of :meth:`Follower.run`. vLLM and SGLang have loaders of their own; this is for
+everything else. Must not: know what an engine is, or run in the background: the caller's thread does the work, in
+:meth:`Follower.step` or :meth:`Follower.run`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from windlass import _windlass
 from windlass.errors import (
     WindlassCorrupt,
     WindlassError,
+    WindlassInvalid,
     WindlassNotFound,
     WindlassPeerLost,
     WindlassTimeout,
@@ -29,6 +31,8 @@ from windlass.receive.receiver import Image, Receiver
 __all__ = ["Follower", "Loaded"]
 
 log = logging.getLogger("windlass")
+
+Pause = Callable[[], AbstractContextManager[Any]]
 
 #: The first and the longest rest of :meth:`Follower.run` after a failure; each one in a row is twice as long as the one
 #: before, less up to a quarter of it.
@@ -44,7 +48,8 @@ class Loaded:
     version: int
     incarnation: int
     digest: str | None
-    #: How the image came by it: "full", "delta", "fuzzy", or "none" if it was there already.
+    #: How the image came by it: "full", "delta", "fuzzy", or "none" if it was there already. Of live weights
+    #: (:class:`windlass.load.Live`) how they were written: "sparse", "dense" or "session".
     mode: str
     #: How long the engine stood still.
     pause_ms: float
@@ -60,10 +65,19 @@ class Loaded:
         return numbers(prefix, self, ("version", "pause_ms", "load_ms"))
 
 
+@runtime_checkable
+class LiveWeights(Protocol):
+    """Weights that take versions over by themselves: :class:`windlass.load.Live`."""
+
+    def take(self, receiver: Receiver, pause: Pause, timeout: float = ...) -> Any:
+        """:func:`windlass.load.take`."""
+
+
 class Follower:
     """Keeps an engine at the newest version that a :class:`~windlass.Receiver` has.
 
-    ``load(image)`` puts a version into the engine: :attr:`Image.tensors` are the image's own memory, whole and proved
+    ``load`` is either the live weights of a torch model (:class:`windlass.load.Live`), which take each version by the best
+    way there is, on a GPU before the image has it; or a function. ``load(image)`` puts a version into the engine: :attr:`Image.tensors` are the image's own memory, whole and proved
     by the digest, valid until ``load`` returns. ``pause()`` gives a context manager that is entered before ``load`` and
     left after it; without one the engine is not paused. The pull goes on before the pause: the engine stands still for
     the load only. ``stage(image)`` is called before the pause as well, with the version that is about to be loaded, to do
@@ -81,11 +95,13 @@ class Follower:
     def __init__(
         self,
         receiver: Receiver,
-        load: Callable[[Image], Any],
-        pause: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        load: Callable[[Image], Any] | LiveWeights,
+        pause: Pause = contextlib.nullcontext,
         stage: Callable[[Image], Any] | None = None,
     ) -> None:
         self._receiver = receiver
+        if stage is not None and isinstance(load, LiveWeights):
+            raise WindlassInvalid("live weights stage by themselves: give Follower no stage=")
         self._load = load
         self._pause = pause
         self._stage = stage
@@ -107,19 +123,43 @@ class Follower:
 
         ``None`` if nothing newer came. An error leaves the engine as it was, unless it is :attr:`fenced`.
         """
+        if isinstance(self._load, LiveWeights):
+            return self._step_live(self._load, timeout)
         until = time.monotonic() + timeout
         mode = "none"
         while True:
             with contextlib.suppress(WindlassNotFound):  # nothing is published yet
                 mode = self._receiver.sync(max(0.1, until - time.monotonic()))["mode"]
             # What an engine has is not what its image has: the image may be ahead, or of an earlier run.
-            if self._receiver.version is not None and (loaded := self._take(mode)) is not None:
+            if self._receiver.version is not None and (loaded := self._take(self._load, mode)) is not None:
                 return loaded
             left = until - time.monotonic()
             if left <= 0 or self._receiver.wait_newer(left) is None:
                 return None
 
-    def _take(self, mode: str) -> Loaded | None:
+    def _step_live(self, weights: LiveWeights, timeout: float) -> Loaded | None:
+        paused = 0.0
+
+        @contextlib.contextmanager
+        def pause() -> Iterator[None]:
+            nonlocal paused
+            start = time.monotonic()
+            with self._pause():
+                self._live, self._fenced = None, True
+                yield
+            self._fenced = False
+            paused += time.monotonic() - start
+
+        report = weights.take(self._receiver, pause, timeout)
+        if report is None:
+            return None
+        live, last = report.live, report.last
+        self._live = (live.incarnation, live.version)
+        image = self._receiver.status().image
+        digest = image.digest if image is not None and image.identity.version == live.version else None
+        return Loaded(live.version, live.incarnation, digest, last.how, paused * 1e3, last.ms)
+
+    def _take(self, load: Callable[[Image], Any], mode: str) -> Loaded | None:
         with self._receiver.hold() as image:
             if (image.incarnation, image.version) == self._live:
                 return None
@@ -128,7 +168,7 @@ class Follower:
             with self._pause():
                 self._live = None
                 loading = time.monotonic()
-                self._load_whole(image)
+                self._load_whole(load, image)
                 loaded = time.monotonic()
         paused = time.monotonic() - start
         # Leaving the hold proved that the image was not taken back while it was read.
@@ -146,14 +186,14 @@ class Follower:
         except Exception as e:
             log.warning("version %d could not be staged, and is loaded nevertheless: %s", image.version, e)
 
-    def _load_whole(self, image: Image) -> None:
+    def _load_whole(self, load: Callable[[Image], Any], image: Image) -> None:
         self._fenced = True
         try:
-            self._load(image)
+            load(image)
         except Exception as first:
             log.warning("loading version %d failed, once more: %s", image.version, first)
             try:
-                self._load(image)
+                load(image)
             except Exception as e:
                 raise WindlassCorrupt(
                     f"version {image.version} could not be loaded, twice: {e}",
