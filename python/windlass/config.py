@@ -179,7 +179,9 @@ class TransferEngineConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SenderAgentConfig(Config):
-    """The agent that serves a trainer's region. ``ports`` is "0" for any, one port, or a range "18100-18110".
+    """The agent that serves a trainer's region. ``ports`` is "0" for any, one port, or a range "18100-18110" of which the agent
+    takes the first free one. ``data_ports`` is the same for data; without it the agent uses the range of ``ports``, or any port
+    if that is no range.
 
     ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; of the versions that are
     handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); ``threads`` is
@@ -190,7 +192,7 @@ class SenderAgentConfig(Config):
     bind: str = "127.0.0.1"
     advertise_host: str | None = None
     ports: str = "0"
-    data_ports: str = "0"
+    data_ports: str | None = None
     token_file: str | None = None
     history: int = 16
     history_bytes: int = 4 << 30
@@ -206,9 +208,10 @@ class SenderAgentConfig(Config):
             raise self._bad("bind", "an IP address such as '10.0.0.5', or '0.0.0.0' for all") from None
         self._by_core("advertise_host", _windlass.check_host)
         self._ports("ports")
-        self._ports("data_ports")
+        if self.data_ports is not None:
+            self._ports("data_ports")
         self._text("token_file", "log", optional=True)
-        self._count("history", 0, 1 << 20)
+        self._count("history", 1, 4096)
         self._count("history_bytes", 0, 1 << 62)
         self._count("check_every", 0, 1 << 32)
         self._count("threads", 1, 4096, optional=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import windlass
+from windlass.config import SenderAgentConfig
 from windlass.publish.supervise import AgentSupervisor
 
 if TYPE_CHECKING:
@@ -140,6 +141,14 @@ def test_an_agent_is_started_found_and_stopped(region: Path, home: Path) -> None
         agent.endpoint(PATIENCE)
 
 
+def test_data_has_a_port_of_the_range_of_requests_unless_it_has_its_own(region: Path) -> None:
+    agent = SenderAgentConfig(ports="28100-28199")
+    with AgentSupervisor(str(region), ports=agent.ports, data_ports=agent.data_ports) as supervisor:
+        endpoint = supervisor.endpoint(PATIENCE)
+        ports = [int(endpoint.rpartition(":")[2]), int(str(supervisor.status()["data_port"]))]
+    assert all(28100 <= port <= 28199 for port in ports) and ports[0] != ports[1], ports
+
+
 def test_a_killed_agent_comes_back_where_it_was(region: Path) -> None:
     with AgentSupervisor(region) as agent:
         endpoint = agent.endpoint(PATIENCE)
@@ -156,7 +165,8 @@ def test_a_killed_agent_comes_back_where_it_was(region: Path) -> None:
 
 FORKING = """
     import json, os, signal, sys
-    from windlass.publish.supervise import AgentSupervisor
+    from windlass.config import SenderAgentConfig
+from windlass.publish.supervise import AgentSupervisor
 
     agent = AgentSupervisor(sys.argv[1])
     agent.endpoint(30)
@@ -208,7 +218,8 @@ def test_a_forked_child_gets_a_clear_error_and_leaves_the_agent_alone(region: Pa
 
 WAITING = """
     import json, sys, time
-    from windlass.publish.supervise import AgentSupervisor
+    from windlass.config import SenderAgentConfig
+from windlass.publish.supervise import AgentSupervisor
 
     deaf = [sys.executable, "-c", "import time; time.sleep(1000)"]
     with AgentSupervisor(sys.argv[1], program=deaf) as agent:
@@ -271,7 +282,8 @@ def test_the_agent_is_found_where_only_the_search_path_leads_to_the_package(regi
     script = """
         import json, sys
         sys.path.insert(0, sys.argv[2])
-        from windlass.publish.supervise import AgentSupervisor
+        from windlass.config import SenderAgentConfig
+from windlass.publish.supervise import AgentSupervisor
 
         with AgentSupervisor(sys.argv[1]) as agent:
             print(json.dumps(agent.endpoint(30)), flush=True)

@@ -33,7 +33,7 @@ pub(super) struct ParsedController {
     /// Models served at the same version, such as main=actor,verifier; repeatable. Without --set, every model is its own set
     #[arg(long = "set", value_parser = parse_set, value_name = "NAME=MODEL[,MODEL]…")]
     sets: Vec<(SetName, Vec<ModelId>)>,
-    /// Name of a set whose models may be loaded at different versions; repeatable
+    /// Name of a set whose models may serve different versions; repeatable
     #[arg(long, value_parser = parse_name, value_name = "NAME")]
     relaxed: Vec<SetName>,
     /// Receivers that must have staged a version before it is loaded, and loaded it before it counts as served: all, a
@@ -73,7 +73,7 @@ pub(super) struct ParsedController {
     /// Timeout of an eval, in seconds
     #[arg(long, default_value_t = 3600.0, value_parser = parse_seconds, value_name = "S")]
     eval_timeout: f64,
-    /// How many versions a trainer may be ahead of the served version before it must wait
+    /// How many announced versions may be unserved before the controller has the trainer wait
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024), value_name = "N")]
     max_ahead: u32,
     /// Maximum number of receivers

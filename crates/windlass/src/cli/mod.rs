@@ -116,7 +116,7 @@ enum ParsedCommand {
     /// Wait until a set of models serves a version, as `windlass.gate` does
     ///
     /// Exits with 0 when every required receiver has loaded the version. If the controller is unreachable, the command keeps
-    /// waiting. On timeout, the error names what is missing.
+    /// waiting. On timeout, the error names the receivers and models that are missing.
     Gate(ParsedGate),
     /// Show a controller's status: models, receivers, their activity and errors
     ///
@@ -134,7 +134,7 @@ enum ParsedCommand {
     /// Remove regions and images that dead processes left behind
     ///
     /// Searches below DIR at any depth, but follows no links and enters no other file system. A directory is removed with all
-    /// its contents, unless a Windlass process has it open. --dry-run only lists it. Programs that have mapped an image keep
+    /// its contents, unless a Windlass process has it open. With --dry-run, the command only lists such directories. Programs that have mapped an image keep
     /// their mapping, but can no longer open its path.
     Gc(ParsedGc),
     /// Train synthetic models in several processes and keep receivers in sync with them

@@ -83,7 +83,8 @@ pub(super) struct ParsedAgent {
 
 #[derive(Debug, Args)]
 pub(super) struct TokenArgs {
-    /// File with the token that both sides share [default: the token in WINDLASS_TOKEN]
+    /// File with the token that both sides share; an agent or a controller makes it if it is missing [default: the token in
+    /// WINDLASS_TOKEN, else the file of the service itself]
     #[arg(long, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
 }
@@ -201,10 +202,11 @@ pub(super) struct ParsedReceive {
     /// Directory for images; each model gets a subdirectory named after it
     #[arg(long, default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
-    /// Name shown for this receiver
+    /// Name of this receiver. With a controller it is the receiver's identity and must survive restarts [default: the host's name
+    /// and the process ID; with a controller, the host's name and --dir]
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// What to request
+    /// Transfer mode
     #[arg(long, value_enum, default_value_t = ParsedMode::Auto)]
     mode: ParsedMode,
     /// TCP streams per transfer [default: the publisher's]
@@ -241,7 +243,7 @@ struct ParsedEngines {
     /// With several models, name the engine's model first: actor:vllm=http://…
     #[arg(long = "engine", value_name = "[MODEL:]KIND=URL")]
     engines: Vec<ModelEngine>,
-    /// File with the token of the Windlass plugin in the engine [default: the token in WINDLASS_TOKEN]
+    /// File with the token of the Windlass plugin in the engine [default: the agents' token]
     #[arg(long, value_name = "FILE", requires = "engines")]
     engine_token_file: Option<PathBuf>,
     /// File with the API key that engines require in the Authorization header
@@ -254,10 +256,10 @@ struct ParsedEngines {
     /// What to do with cached prefixes, which the old weights computed
     #[arg(long, value_enum, default_value_t = CachePolicy::Reset, requires = "engines")]
     prefix_cache: CachePolicy,
-    /// How long an engine may be paused before the first write, in seconds; then it resumes with its old weights
+    /// Maximum pause before the first write, in seconds; on expiry the engine resumes with its old weights
     #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     pause_lease: f64,
-    /// Timeout of a load from the first write on, in seconds; then the engine stays paused and the receiver reports it
+    /// Timeout of a load, from its first write, in seconds; on expiry the engine stays paused and the receiver reports it
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     load_timeout: f64,
     /// The model's directory. Its configuration and tokenizer are linked next to the image, for engines that load from a

@@ -138,9 +138,9 @@ impl FromStr for EngineSpec {
 /// What to do with tensors of an image that an engine does not take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Extras {
-    /// They are listed once
+    /// Log them once and load the version
     Ignore,
-    /// The version is not loaded
+    /// Refuse the version
     Error,
 }
 

@@ -26,11 +26,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum PauseMode {
-    /// They are frozen and go on afterwards; the shortest pause
+    /// Freeze requests and continue them with the new weights; the shortest pause
     Keep,
-    /// They are finished first, however long that takes
+    /// Finish requests first
     Wait,
-    /// They are ended at once
+    /// Abort requests; clients get the tokens generated so far
     Abort,
 }
 
@@ -38,9 +38,9 @@ pub enum PauseMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum CachePolicy {
-    /// They are forgotten: no answer is computed from old weights
+    /// Reset the cache: no new request uses prefixes that the old weights computed
     Reset,
-    /// They stay: new answers may start from what old weights computed
+    /// Keep the cache: new requests may reuse prefixes that the old weights computed
     Keep,
 }
 

@@ -23,11 +23,11 @@ use crate::tools::outfile::OutFile;
 /// How changes are coded; see [`windlass_core::delta`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Mode {
-    /// Decodes without a pass over the old weights, and composes
+    /// Can be decoded without reading the old weights, and composed
     Plain,
-    /// Smaller, block by block; needs the old weights to decode
+    /// Smaller; decoding reads the old weights
     Context,
-    /// Context where it saves at least a tenth, else plain
+    /// Context for blocks where it saves at least a tenth, else plain
     Auto,
 }
 
