@@ -382,6 +382,10 @@ class TransferStatus(Config):
     target: Identity | None = None
     image: Known | None = None
     mode: Literal["full", "delta"] | None = None
+    #: The form of a delta.
+    codec: Literal["plain", "context"] | None = None
+    #: The rate that transfers had.
+    link_bytes_per_second: int | None = None
     bytes: int = 0
     bytes_done: int = 0
     synced: int = 0
@@ -397,6 +401,8 @@ class ReceiverInfo(Config):
     instance_id: str
     name: str | None = None
     version: int | None = None
+    #: The form of its last delta.
+    codec: Literal["plain", "context"] | None = None
     heard_seconds: float = 0.0
     transfers: int = 0
 

@@ -43,7 +43,7 @@ KEYS = {
     "generator.use_cuda_ipc": "whether to use CUDA IPC",
     "generator.strategy": "a strategy by its name",
     "generator.link": "a link by its name",
-    "generator.codec": "a codec by its name",
+    "generator.codec": "'auto', 'full', 'plain' or 'context'",
     "generator.encoder": "who encodes",
     "generator.offload_mode": "copy, delta or auto",
     "generator.strict": "whether a slower fallback is an error",
@@ -286,11 +286,16 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
 
 
 def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
-    """The codec of a choice, as a setting. Agents write plain records, so context mode is only demanded, never taken."""
+    """The codec of a choice, as a setting. Unless one is demanded, receivers pick the form of deltas by the rate of their links.
+
+    >>> codec_of({"codec": "delta_context"}, {}), codec_of({"codec": "delta_context"}, {"codec": "context"})
+    ('auto', 'context')
+    """
     named = {key.removeprefix("generator."): value for key, value in overrides.items()}
-    if choice["codec"] == "delta_context" and named.get("codec") is None:
-        return "delta_plain"
-    return str(choice["codec"])
+    codec = str(choice["codec"])
+    if codec == "full":
+        return codec
+    return "auto" if named.get("codec") in (None, "auto") else codec.removeprefix("delta_")
 
 
 def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -200,8 +200,8 @@ def test_the_client_and_the_strategies_table_need_no_torch() -> None:
         ("broadcast", {"codec": "delta_plain"}, "codec is 'delta_plain': broadcast is 'full'"),
         ("broadcast", {"link": "tcp"}, "link is 'tcp': broadcast is 'collective'"),
         ("packed_cuda_ipc", {"codec": "delta_plain"}, "codec is 'delta_plain': IPC is 'full'"),
-        ("tcp", {"codec": "zstd"}, "codec is 'zstd': it is 'full' or 'delta_plain'"),
-        ("tcp", {"codec": "delta_context"}, "plain records only"),
+        ("tcp", {"codec": "zstd"}, "codec is 'zstd': it is 'auto' or 'plain' or 'context' or 'full'"),
+        ("tcp", {"codec": "context", "mode": "full"}, "codec is 'context'"),
         ("tcp", {"codec": "full", "mode": "delta"}, "codec is 'full'"),
         ("tcp", {"link": "nixl"}, "link is 'nixl'"),
         ("lora", {"lora_sync_path": "/mnt/lora", "codec": "delta_plain"}, "travels whole"),
@@ -225,6 +225,20 @@ def test_a_codec_is_what_receivers_ask_for() -> None:
     document = {"generator.strategy": "tcp", "generator.codec": "full"}
     made: Any = strategy_from_config(document)
     assert made.settings.asks == "full"
+
+
+def test_a_codec_is_the_form_of_deltas_that_receivers_ask_for() -> None:
+    def records(config: dict[str, Any]) -> str:
+        made: Any = strategy_from_config(config)
+        return str(made.settings.records)
+
+    named = {None: "auto", "auto": "auto", "plain": "plain", "delta_plain": "plain"}
+    named |= {"context": "context", "delta_context": "context", "full": "auto"}
+    for codec, expected in named.items():
+        assert records({"strategy": "tcp", "codec": codec}) == expected
+    for codec, expected in {"auto": "auto", "plain": "plain", "context": "context"}.items():
+        assert records({"generator.strategy": "tcp", "generator.codec": codec}) == expected
+    assert records({"generator.strategy": "tcp"}) == "auto"
 
 
 def test_the_model_dtype_of_a_document_is_published() -> None:

@@ -28,9 +28,10 @@
 //! | anything else | `tcp` | `shm` on one host, else `tcp` |
 //!
 //! The codec follows: collectives, IPC and adapters carry whole tensors; the pulling strategies carry deltas
-//! if the peer can decode them and few enough elements change. Context mode saves about three bits a change
-//! and costs the receiver one more pass over the old weights, so it is taken only on a link so slow that the
-//! bits take longer than the pass.
+//! if the peer can decode them and few enough elements change. Context mode saves a quarter of the bytes
+//! and costs both sides one more pass over the changed blocks, so it is taken only on a link so slow that the
+//! bytes take longer than the passes ([`codec`]). During the run the agent decides again for each receiver, by the rate
+//! that the receiver measured.
 //!
 //! Last comes the encoder, and with it the offload mode of the trainers: *delta* (the GPU compares with a baseline that it
 //! keeps, and only records cross the bus) if there is a usable GPU, records are plain, and comparing is expected to
@@ -70,6 +71,7 @@ pub use crate::sync_info::Backend;
 pub use cuda::{Cuda, NEEDS_CAPABILITY, NEEDS_DRIVER};
 
 pub mod baseline;
+pub mod codec;
 mod cuda;
 mod rules;
 #[cfg(test)]
@@ -146,8 +148,10 @@ names! {
         /// Whole tensors.
         Full = "full",
         /// Changes, in the mode that decodes without the old weights and composes.
+        #[serde(alias = "plain")]
         DeltaPlain = "delta_plain",
         /// Changes, in the smaller mode that needs the old weights to decode.
+        #[serde(alias = "context")]
         DeltaContext = "delta_context",
     }
 }
@@ -311,6 +315,7 @@ pub struct Overrides {
     pub use_cuda_ipc: Option<bool>,
     pub strategy: Option<Strategy>,
     pub link: Option<Link>,
+    /// The form of the bytes; `auto` is unset, `plain` and `context` are the two kinds of deltas.
     pub codec: Option<Codec>,
     pub encoder: Option<Encoder>,
     /// How trainers offload; `auto` is unset.
@@ -350,6 +355,7 @@ impl TryFrom<Map<String, Value>> for Overrides {
                 "use_cuda_ipc" => o.use_cuda_ipc = read(&key, value)?,
                 "strategy" => o.strategy = read(&key, value)?,
                 "link" => o.link = read(&key, value)?,
+                "codec" if value == "auto" => o.codec = None,
                 "codec" => o.codec = read(&key, value)?,
                 "encoder" => o.encoder = read(&key, value)?,
                 "offload_mode" if value == "auto" => o.offload_mode = None,

@@ -2,7 +2,7 @@
 //!
 //! Owns: [`write`], which makes the same file as one [`PartBuilder`] would, and [`parse`], which finds what
 //! [`Delta::parse`] finds. Called by ranks, the agent and receivers, for deltas of hundreds of megabytes that an engine
-//! waits for. Must not: know what is in a record. The format is specified in [`windlass_core::delta`].
+//! waits for. [`gather`] reads the block that a record is for. Must not: know what is in a record. The format is specified in [`windlass_core::delta`].
 
 use std::fs::File;
 use std::io;
@@ -10,7 +10,8 @@ use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FallocateFlags, fallocate};
 use windlass_core::delta::container::{FULL_PAYLOAD, FULL_RECORDS, PART_HEAD, Piece, index_len, put_end};
-use windlass_core::delta::{Delta, DeltaError, DeltaHeader, Encoded, PartBuilder, Record};
+use windlass_core::delta::{Delta, DeltaError, DeltaHeader, Encoded, PartBuilder, Record, Tile};
+use windlass_core::manifest::Manifest;
 
 use crate::shm::{Access, Mapping};
 use crate::stop::{Stop, Stopped};
@@ -21,6 +22,21 @@ use crate::work;
 pub(crate) const LIKELY: u64 = 80;
 /// Below this a second thread costs more than it saves.
 const SMALL: usize = 4 << 20;
+
+/// Replaces `out` by the bytes of a block of an image, run after run.
+pub(crate) fn gather(
+    manifest: &Manifest,
+    tile: &Tile,
+    image: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<(), DeltaError> {
+    out.clear();
+    for run in manifest.byte_runs(&tile.block) {
+        let short = || DeltaError::Truncated { what: "image", need: run.end, have: image.len() as u64 };
+        out.extend_from_slice(image.get(run.start as usize..run.end as usize).ok_or_else(short)?);
+    }
+    Ok(())
+}
 
 /// Why a container was not written.
 #[derive(Debug)]

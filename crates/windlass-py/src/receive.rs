@@ -8,7 +8,7 @@ use windlass::service::control::HttpControl;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
 use windlass_data::receiver::{
@@ -81,6 +81,12 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
     }
 }
 
+fn codec(codec: &str) -> Result<CodecWanted, Failure> {
+    let known = CodecWanted::ALL.into_iter().find(|c| c.as_str() == codec);
+    let unknown = || format!("codec {codec:?} is not one of \"auto\", \"plain\" and \"context\"");
+    known.ok_or_else(|| Failure::invalid(unknown()))
+}
+
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
@@ -89,7 +95,7 @@ impl Receiver {
     /// waited for by whatever needs it first.
     #[new]
     #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, name = "receiver", mode = "auto",
-        streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
+        codec = "auto", streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
         keep_bytes = 4_294_967_296, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -101,6 +107,7 @@ impl Receiver {
         region: Option<PathBuf>,
         name: &str,
         mode: &str,
+        codec: &str,
         streams: Option<u16>,
         threads: usize,
         transfer_timeout: f64,
@@ -127,7 +134,7 @@ impl Receiver {
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
         let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
-        let (mode, name) = (self::mode(mode)?, name.to_owned());
+        let (mode, codec, name) = (self::mode(mode)?, self::codec(codec)?, name.to_owned());
         let publisher = Arc::clone(&control);
         let open: Open = Box::new(move |model_id, stop| {
             let config = ReceiverConfig {
@@ -140,6 +147,7 @@ impl Receiver {
                 },
                 name: name.clone(),
                 mode,
+                codec,
                 streams,
                 transfer_timeout,
                 open_timeout: transfer_timeout,

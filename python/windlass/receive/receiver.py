@@ -58,6 +58,8 @@ class Synced:
     image: Known | None = None
     #: "full", "delta", "fuzzy" (several transfers), or "none".
     mode: str = "none"
+    #: The form of the last delta on the wire: "plain" or "context".
+    codec: str | None = None
     #: Bytes of all transfers.
     wire_bytes: int = 0
     transfers: int = 0
@@ -69,6 +71,8 @@ class Synced:
     ask_ms: float = 0.0
     #: Bytes flowing.
     wire_ms: float = 0.0
+    #: Turning context records into plain ones.
+    decode_ms: float = 0.0
     #: Waiting for engines.
     open_ms: float = 0.0
     #: Applying deltas.
@@ -94,7 +98,7 @@ class Synced:
         >>> Synced(mode="delta", wire_bytes=4096).metrics()["windlass/sync_wire_bytes"]
         4096
         """
-        return numbers(prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode")])
+        return numbers(prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode", "codec")])
 
 
 class Receiver:
@@ -110,7 +114,8 @@ class Receiver:
     instead. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only: nothing runs in the background. With ``keep_deltas``, the last deltas that led to the image
-    stay beside it, so that engines can load only what changed. A publisher that is not there yet is waited for by the first
+    stay beside it, so that engines can load only what changed. ``codec`` is the form in which deltas come: "plain", "context" (smaller,
+    for slow links) or "auto", by the rate that earlier transfers had. A publisher that is not there yet is waited for by the first
     call that needs it; with ``timeout`` it must answer within that time, or this is an error.
     """
 
@@ -125,6 +130,7 @@ class Receiver:
         region: str | Path | None = None,
         name: str = "receiver",
         mode: Literal["auto", "full", "delta"] = "auto",
+        codec: Literal["auto", "plain", "context"] = "auto",
         streams: int | None = None,
         threads: int = 1,
         transfer_timeout: float = 600.0,
@@ -145,6 +151,7 @@ class Receiver:
                 region=None if region is None else Path(region),
                 name=name,
                 mode=mode,
+                codec=codec,
                 streams=streams,
                 threads=threads,
                 transfer_timeout=transfer_timeout,

@@ -77,7 +77,7 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
             "pid_namespace": _link("/proc/self/ns/pid"),
         },
         "reach": reach,
-        "peer": {"delta": True},
+        "peer": {"delta": True, "context": True},
         "survey": survey,
     }
 
@@ -151,7 +151,10 @@ def _worst(answers: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Plain:
         "hosts": {answer["host"] for answer in all_of},
         # A UUID means something on its host only.
         "places": {(answer["host"], gpu) for answer in all_of for gpu in answer["gpus"] if answer["host"]},
-        "peer": {"delta": all((answer.get("peer") or {}).get("delta", False) for answer in all_of)},
+        "peer": {
+            form: all((answer.get("peer") or {}).get(form, False) for answer in all_of)
+            for form in ("delta", "context")
+        },
         "gpus": list(gpus),
         "cuda": cuda,
         "reach": {gpu: to for answer in all_of for gpu, to in answer["reach"].items()},

@@ -82,7 +82,7 @@ class LoraSettings(TcpSettings):
         self._count("keep", 1, 1 << 20)
         if self.adapter_config is not None and not isinstance(self.adapter_config, Mapping):
             raise self._bad("adapter_config", "a dictionary, as in adapter_config.json")
-        if self.by_file and self.codec not in (None, "full"):
+        if self.by_file and self.codec not in (None, "auto", "full"):
             raise self._bad("codec", "'full', since an adapter that is written as a file travels whole")
         if self.by_file and self.lora_sync_path is None:
             raise self._bad("lora_sync_path", "a directory that trainers and engines see, for link 'file'")

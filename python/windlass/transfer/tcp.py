@@ -76,8 +76,9 @@ class ImageLoader(Protocol):
 class TcpSettings(Config):
     """``manager`` are fields of :class:`windlass.WeightManagerConfig`. ``image_dir`` is where each engine keeps its
     image; without it, a directory in ``/dev/shm`` that is removed at the end. ``timeout`` bounds a version's way from
-    the offload to the image. ``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps
-    the agent on loopback."""
+    the offload to the image. ``mode`` is what receivers ask for. ``codec`` is the form of deltas: "plain", "context" (smaller, and slower to make and
+    apply) or "auto", by the rate that a receiver measured of its link; "full" is the mode "full". ``link`` "shm" keeps the agent on
+    loopback."""
 
     #: What ``link`` may be.
     links: ClassVar[tuple[str, ...]] = ("shm", "tcp")
@@ -96,12 +97,12 @@ class TcpSettings(Config):
         self._carries(
             "it is",
             self.links,
-            ("full", "delta_plain"),
-            "agents write plain records only; for whole images, codec is 'full'",
+            ("auto", "plain", "context", "full", "delta_plain", "delta_context"),
+            "'auto' picks the faster form of deltas; for whole images, codec is 'full'",
         )
         self._seconds("timeout")
         self._choice("mode", "full", "delta", "auto")
-        if (self.codec, self.mode) in (("full", "delta"), ("delta_plain", "full")):
+        if (self.codec == "full" and self.mode == "delta") or (self.records != "auto" and self.mode == "full"):
             raise self._bad("codec", f"the other one for the mode {self.mode!r}")
         if not isinstance(self.manager, Mapping):
             raise self._bad("manager", "a dictionary of the fields of WeightManagerConfig")
@@ -117,6 +118,17 @@ class TcpSettings(Config):
     def asks(self) -> Literal["full", "delta", "auto"]:
         """What receivers ask for."""
         return "full" if self.codec == "full" else self.mode
+
+    @property
+    def records(self) -> Literal["auto", "plain", "context"]:
+        """The form of deltas that receivers ask for."""
+        named: dict[str | None, Literal["plain", "context"]] = {
+            "plain": "plain",
+            "delta_plain": "plain",
+            "context": "context",
+            "delta_context": "context",
+        }
+        return named.get(self.codec, "auto")
 
     def config(self) -> WeightManagerConfig:
         """How the trainer publishes."""
@@ -434,6 +446,7 @@ class TcpTransferReceiver(WeightTransferReceiver):
                 tls_ca=self._settings.config().tls_ca,
                 name=f"engine-rank-{self._rank}",
                 mode=request.mode,
+                codec=self._settings.records,
                 transfer_timeout=self._settings.timeout,
                 timeout=self._settings.timeout,
             )

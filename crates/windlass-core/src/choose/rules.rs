@@ -1,6 +1,7 @@
 //! The rules behind [`super::choose`]: which options are ruled out, impossible or unsuited.
 
 use super::baseline::{Ask, Have, Keep, Placed, Refused, place};
+use super::codec::Sizes;
 use super::{
     Backend, Choice, ChooseError, Codec, Considered, Encoder, Engine, Facts, Link, Offload, Overrides,
     Placement, Strategy, Subject,
@@ -442,9 +443,10 @@ impl Case<'_> {
 
     fn context_pays(&self, link: Link, rate: f64) -> bool {
         let wire = link != Link::Shm && link != Link::File;
-        let saved_per_image_byte = rate * CONTEXT_SAVES_BITS / 16.0;
-        let speed = self.facts.link_bytes_per_second;
-        wire && speed.is_some_and(|v| saved_per_image_byte * PASS_BYTES_PER_SECOND > v as f64)
+        // The decision does not depend on the size of the image, only on the share of it that changes.
+        let image = self.facts.model_bytes.map_or(1 << 30, |bytes| bytes.max(1 << 20));
+        let sizes = Sizes { image, plain: delta_bytes(image, rate) as u64, context: None };
+        wire && self.facts.link_bytes_per_second.is_some_and(|rate| sizes.saved_seconds(rate) > 0.0)
     }
 
     fn pick_encoder(
@@ -640,10 +642,6 @@ const USUAL_CHANGE_RATE: f64 = 0.01;
 const DENSE_CHANGE_RATE: f64 = 0.5;
 /// Bits per change of plain mode, on 16-bit elements.
 const PLAIN_BITS: f64 = 11.0;
-/// Bits per change that context mode saves.
-const CONTEXT_SAVES_BITS: f64 = 3.0;
-/// Speed of the receiver's extra pass over the old weights: a cautious figure for two cores.
-const PASS_BYTES_PER_SECOND: f64 = 6e9;
 
 /// Expected size of a plain delta of 16-bit elements.
 fn delta_bytes(image: u64, rate: f64) -> f64 {

@@ -310,6 +310,8 @@ fn every_override_wins_where_it_can() {
         (json!({"link": "store"}), (Strategy::Store, Link::Store, Codec::DeltaPlain)),
         (json!({"link": "tcp", "codec": "full"}), (Strategy::Tcp, Link::Tcp, Codec::Full)),
         (json!({"codec": "delta_context"}), (Strategy::Tcp, Link::Tcp, Codec::DeltaContext)),
+        (json!({"codec": "context"}), (Strategy::Tcp, Link::Tcp, Codec::DeltaContext)),
+        (json!({"codec": "plain"}), (Strategy::Tcp, Link::Tcp, Codec::DeltaPlain)),
         (json!({"codec": "full"}), (Strategy::Broadcast, Link::Collective, Codec::Full)),
         (json!({"encoder": "host"}), (Strategy::Tcp, Link::Tcp, Codec::DeltaPlain)),
     ];
@@ -352,7 +354,7 @@ fn deltas_need_a_peer_that_decodes_them_and_few_changes() {
 #[test]
 fn context_mode_is_taken_only_where_the_link_is_slower_than_a_pass() {
     let slow = Facts {
-        link_bytes_per_second: Some(10_000_000),
+        link_bytes_per_second: Some(2_000_000),
         change_rate: Some(0.015),
         peer: Peer { delta: true, context: true, codec_version: Some(1) },
         ..elastic()
@@ -433,6 +435,7 @@ fn facts_overrides_and_choices_round_trip_through_json() {
         serde_json::from_value(json!({"strict": null, "link": null, "generator.use_cuda_ipc": true}))
             .unwrap();
     assert_eq!(overrides, Overrides { use_cuda_ipc: Some(true), ..Overrides::default() });
+    assert_eq!(serde_json::from_value::<Overrides>(json!({"codec": "auto"})).unwrap(), Overrides::default());
     let again: Overrides = serde_json::from_value(serde_json::to_value(&overrides).unwrap()).unwrap();
     assert_eq!(again, overrides);
     let choice = pick(&facts);

@@ -65,18 +65,11 @@ impl Applier {
             Mode::Sparse | Mode::Bitmap => {
                 self.decode(tile, record, |positions| kernels.prefetch(bytes, tile.unit, positions))?;
             }
-            Mode::Context => {
-                let scratch = self.context.get_or_insert_default();
-                let (ones, positions) = (&mut self.ones, &mut self.positions);
-                let taken = by_unit!(tile.unit, T => {
-                    let codes = T::of(&mut self.codes);
-                    context::take(kernels, scratch, tile, bytes, record.payload, (ones, positions), codes)
-                });
-                // Over another base a good record decodes to nonsense, which is not the record's fault.
-                if taken.is_err() {
-                    return Ok(Outcome::Refetch);
-                }
+            // Over another base a good record decodes to nonsense, which is not the record's fault.
+            Mode::Context if self.decode_context(kernels, tile, record, bytes).is_err() => {
+                return Ok(Outcome::Refetch);
             }
+            Mode::Context => {}
         }
         Ok(by_unit!(tile.unit, T => {
             let values = T::of(&mut self.codes);
@@ -129,6 +122,22 @@ impl Applier {
         by_unit!(tile.unit, T => {
             take_plain(tile, record.mode, record.payload, &mut self.ones, &mut self.positions, T::of(&mut self.codes), found)
                 .map_err(|why| record.bad(why))
+        })
+    }
+
+    /// Decodes a context record into positions, class by class, and codes. A failure may be due to the record or to `old`.
+    pub(super) fn decode_context<K: Kernels + ?Sized>(
+        &mut self,
+        kernels: &K,
+        tile: &Tile,
+        record: &Record<'_>,
+        old: &[u8],
+    ) -> Result<(), DeltaError> {
+        let scratch = self.context.get_or_insert_default();
+        let to = (&mut self.ones, &mut self.positions);
+        by_unit!(tile.unit, T => {
+            let codes = T::of(&mut self.codes);
+            context::take(kernels, scratch, tile, old, record.payload, to, codes).map_err(|why| record.bad(why))
         })
     }
 

@@ -108,6 +108,12 @@
 //! a→b and b→c make a→c without any image: steps add and cancel; a dense block replaces; steps after a dense
 //! block are applied to it. Context records cannot be composed, as their positions need the image.
 //!
+//! # Recoding
+//!
+//! A plain record and the block before or after it give the context record ([`Recoder::to_context`]); a context record and the block
+//! before it give the plain one ([`Recoder::to_plain`]). Publishers keep and compose plain deltas and recode for the
+//! receivers that ask for it; those recode what they got before they use it.
+//!
 //! # Reverting
 //!
 //! A step has a negative, so a sparse or bitmap record can be reverted over the bytes that it led to
@@ -124,6 +130,7 @@ pub mod encode;
 pub mod gaps;
 pub mod line;
 pub mod positions;
+pub mod recode;
 pub mod values;
 
 use serde::{Deserialize, Serialize};
@@ -133,6 +140,7 @@ pub use compose::{Composer, compose};
 pub use container::{Delta, DeltaHeader, PartBuilder};
 pub use encode::{Encoded, Encoder};
 pub use positions::{Changed, Positions};
+pub use recode::{Recoder, Side};
 pub use values::ESCAPE;
 
 use crate::digest::BlockSum;

@@ -225,6 +225,44 @@ proptest! {
     }
 
     #[test]
+    fn plain_and_context_records_recode_into_one_another(
+        dtype in dtype(), rows in 1u64..60, cols in 1u64..600, cut: bool, change in change(), seed: u64, after: bool,
+    ) {
+        let m = manifest(dtype, rows, cols, cut);
+        let mut bits = Bits(seed);
+        let old = bits.bytes(m.data_bytes() as usize);
+        let new = changed(&mut bits, &old, dtype.unit(), change);
+        let plain = make(&m, (1, 2), &old, &new, Encoder::plain());
+        let direct = make(&m, (1, 2), &old, &new, Encoder::with_context());
+        let (plain, direct) = (Delta::parse(&plain).unwrap(), Delta::parse(&direct).unwrap());
+        let (side, image) = if after { (Side::Target, &new) } else { (Side::Base, &old) };
+        let mut recoder = Recoder::new();
+        for (record, direct) in plain.records().zip(direct.records()) {
+            let tile = Tile::of(&m, record.block).unwrap();
+            let before = gather(&m, &tile, &old);
+            let mut block = gather(&m, &tile, image);
+            let mut payload = Vec::new();
+            let encoded = recoder.to_context(&Portable, &tile, &record, (side, &mut block), &mut payload).unwrap();
+            let context = Record { mode: encoded.mode, payload: &payload, ..record };
+            // A dense record does not hold what it replaced, and stays.
+            if record.mode != Mode::Dense {
+                prop_assert_eq!(&context, &direct);
+            }
+            let mut again = Vec::new();
+            let back = recoder.to_plain(&Portable, &tile, &context, &before, &mut again).unwrap();
+            prop_assert_eq!(back.changes, encoded.changes);
+            prop_assert_eq!(&Record { mode: back.mode, sum: back.sum, payload: &again, ..record }, &record);
+            // Over another base nothing comes of it.
+            let mut other = before.clone();
+            other[0] ^= 0x41;
+            if context.mode == Mode::Context {
+                let error = recoder.to_plain(&Portable, &tile, &context, &other, &mut Vec::new()).unwrap_err();
+                prop_assert!(matches!(error, DeltaError::BadRecord { mode: Mode::Context, .. }), "{}", error);
+            }
+        }
+    }
+
+    #[test]
     fn the_positions_of_a_record_are_the_units_that_changed(
         dtype in dtype(), rows in 1u64..60, cols in 1u64..600, cut: bool, change in change(), seed: u64, context: bool,
     ) {

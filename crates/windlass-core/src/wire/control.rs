@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Endpoint;
 use super::message::Completion;
-use super::ticket::{SourceId, Ticket, TicketError, TicketFields};
+use super::ticket::{Codec, SourceId, Ticket, TicketError, TicketFields};
 use crate::error::{Kind, excerpt};
 use crate::hex::hex_bytes;
 use crate::identity::{
@@ -163,6 +163,9 @@ pub struct Registered {
     pub trainer_rpc_port: u16,
     /// The advertised data port.
     pub data_port: u16,
+    /// The codecs that a request may name. Empty in an earlier release, whose requests must not have the field.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub codecs: Vec<Codec>,
 }
 
 /// The mode a receiver asks for.
@@ -174,6 +177,32 @@ pub enum RequestMode {
     Delta,
     /// A delta where one serves, image bytes otherwise.
     Auto,
+}
+
+/// The codec that a receiver wants its deltas in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CodecWanted {
+    /// The faster one at the rate of its link.
+    #[default]
+    Auto,
+    Plain,
+    /// Context records where the agent can make them, plain ones otherwise.
+    Context,
+}
+
+impl CodecWanted {
+    /// Every value.
+    pub const ALL: [CodecWanted; 3] = [CodecWanted::Auto, CodecWanted::Plain, CodecWanted::Context];
+
+    /// The name used in configuration and JSON.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            CodecWanted::Auto => "auto",
+            CodecWanted::Plain => "plain",
+            CodecWanted::Context => "context",
+        }
+    }
 }
 
 /// The version that a receiver has.
@@ -212,6 +241,12 @@ pub struct TransferRequest {
     /// How long the transfer may take; the agent's default, and at most its limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
+    /// The codec of a delta; plain if not given. Only for agents that listed it in [`Registered::codecs`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub codec: Option<CodecWanted>,
+    /// The rate that the receiver measured of its link to the agent, for [`CodecWanted::Auto`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_bytes_per_second: Option<u64>,
 }
 
 /// The answer to a request: a ticket, or a refusal.
@@ -343,6 +378,23 @@ mod tests {
         assert!(error.contains("have_version"), "{error}");
         let json = r#"{"sglang_http_host":"h","sglang_http_port":1,"session_ids":["x"],"buffer_ptr":7}"#;
         assert_eq!(serde_json::from_str::<Registration>(json).unwrap().sglang_http_port, Some(1));
+    }
+
+    #[test]
+    fn earlier_releases_neither_send_nor_get_a_codec() {
+        let json = r#"{"instance_id":"a","mode":"auto"}"#;
+        let request: TransferRequest = serde_json::from_str(json).unwrap();
+        assert_eq!((request.codec, request.link_bytes_per_second), (None, None));
+        assert_eq!(serde_json::to_string(&request).unwrap(), json);
+        let json = r#"{"instance_id":"a","mode":"auto","codec":"context","link_bytes_per_second":5}"#;
+        let request: TransferRequest = serde_json::from_str(json).unwrap();
+        assert_eq!((request.codec, request.link_bytes_per_second), (Some(CodecWanted::Context), Some(5)));
+        for codec in CodecWanted::ALL {
+            assert_eq!(serde_json::to_value(codec).unwrap(), codec.as_str());
+        }
+        let old = r#"{"instance_id":"a","model_id":"m","incarnation":1,"trainer_global_rank":0,
+            "trainer_world_size":1,"trainer_buffer_length":1,"trainer_hostname":"h","trainer_rpc_port":1,"data_port":1}"#;
+        assert_eq!(serde_json::from_str::<Registered>(old).unwrap().codecs, []);
     }
 
     #[test]

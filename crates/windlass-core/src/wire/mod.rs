@@ -226,7 +226,7 @@ pub use message::{
 pub use stream::{Next, PullEvent, PullStream, ServeEvent, ServeStream};
 pub use stripe::{Extent, SourceSet, Stripe, StripePlan};
 pub use ticket::{
-    Base, Checks, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload,
+    Base, Checks, Codec, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload,
     Source, SourceId, Ticket, TicketError, TicketFields,
 };
 pub use versions::BlockVersions;

@@ -1,7 +1,7 @@
 //! Tickets for tests.
 
 use super::{
-    Base, BlockVersions, Checks, Deadline, MIN_STRIPE_BYTES, Mode, Payload, Source, SourceId, Ticket,
+    Base, BlockVersions, Checks, Codec, Deadline, MIN_STRIPE_BYTES, Mode, Payload, Source, SourceId, Ticket,
     TicketFields, TicketId, TicketKey,
 };
 use crate::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest};
@@ -45,7 +45,7 @@ pub(super) fn delta_fields(payload_bytes: &[u64]) -> TicketFields {
     let payloads = payload_bytes.iter().map(|b| Payload { bytes: *b, sources: vec![SourceId(0)] }).collect();
     let base = Base { identity: identity(40), digest: StateDigest([4; 16]) };
     TicketFields {
-        mode: Mode::Delta { base, payloads },
+        mode: Mode::Delta { base, payloads, codec: Codec::Plain },
         checks: Checks::Xxh3,
         ..fields((0..10).into(), vec![source(0, (0..10).into())])
     }

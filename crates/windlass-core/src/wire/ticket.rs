@@ -169,6 +169,33 @@ pub struct Payload {
     pub sources: Vec<SourceId>,
 }
 
+/// The form of the records of a delta.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Codec {
+    /// Records that decode by themselves.
+    #[default]
+    Plain,
+    /// Smaller ones, which need the base to decode.
+    Context,
+}
+
+impl Codec {
+    /// `plain` or `context`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Codec::Plain => "plain",
+            Codec::Context => "context",
+        }
+    }
+
+    /// As serde asks for it.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+    fn is_plain(&self) -> bool {
+        *self == Codec::Plain
+    }
+}
+
 /// The base of a delta.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
@@ -187,6 +214,9 @@ pub enum Mode {
         base: Base,
         /// The parts of the delta; their union is the whole.
         payloads: Vec<Payload>,
+        /// The form of their records. Absent means plain: earlier releases know no other.
+        #[serde(default, skip_serializing_if = "Codec::is_plain")]
+        codec: Codec,
     },
 }
 
@@ -196,6 +226,14 @@ impl Mode {
         match self {
             Mode::Full => "full",
             Mode::Delta { .. } => "delta",
+        }
+    }
+
+    /// The form of a delta's records.
+    pub const fn codec(&self) -> Option<Codec> {
+        match self {
+            Mode::Full => None,
+            Mode::Delta { codec, .. } => Some(*codec),
         }
     }
 }
@@ -394,7 +432,7 @@ impl TicketFields {
     }
 
     fn check_mode(&self) -> Result<(), TicketError> {
-        let Mode::Delta { base, payloads } = &self.mode else { return Ok(()) };
+        let Mode::Delta { base, payloads, .. } = &self.mode else { return Ok(()) };
         let (from, to) = (&base.identity, &self.identity);
         // An older one, or a newer one where the delta leads back.
         let fits = (&from.model_id, from.incarnation) == (&to.model_id, to.incarnation)

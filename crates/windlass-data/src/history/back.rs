@@ -25,6 +25,7 @@ use windlass_core::manifest::Manifest;
 use super::chain::{Key, back_path, open_file, open_segment, remove};
 use super::reader::{Fault, Records};
 use super::{History, HistoryError, Segment, broken, io_error};
+use crate::container;
 use crate::seal::DeltaFile;
 use crate::seal::draft::Draft;
 use crate::simd::kernels;
@@ -100,7 +101,7 @@ impl History {
             if record.mode == Mode::Dense {
                 let tile = tile(&self.manifest, record.block).map_err(fault)?;
                 let mut old = Vec::with_capacity(tile.bytes());
-                gather(&self.manifest, &tile, data, &mut old).map_err(fault)?;
+                container::gather(&self.manifest, &tile, data, &mut old).map_err(|e| fault(e.into()))?;
                 let encoded =
                     Encoded { mode: Mode::Dense, changes: tile.units() as u32, sum: sums.get(record.block) };
                 let writer = match &mut out {
@@ -236,8 +237,8 @@ impl<'t> Walk<'t> {
     fn step(&mut self, block: u32, whole: &Whole<'_>, out: &mut Writer) -> Result<(), HistoryError> {
         let fault = |i: usize, f: Fault| broken(&self.turns[i].link.path, f);
         let tile = tile(self.manifest, block).map_err(|f| fault(0, f))?;
-        self.bytes.clear();
-        gather(self.manifest, &tile, whole.data, &mut self.bytes).map_err(|f| fault(0, f))?;
+        let gathered = container::gather(self.manifest, &tile, whole.data, &mut self.bytes);
+        gathered.map_err(|e| fault(0, e.into()))?;
         let mut sum = whole.sums.get(block);
         let mut from_sum = None;
         for i in (0..self.turns.len()).rev() {
@@ -341,15 +342,6 @@ fn mismatch(why: &'static str) -> Fault {
 
 fn tile(manifest: &Manifest, block: u32) -> Result<Tile, Fault> {
     Tile::of(manifest, block).map_err(|e| Fault::Delta(e.into()))
-}
-
-/// Appends the bytes of a block, run after run.
-fn gather(manifest: &Manifest, tile: &Tile, data: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
-    for run in manifest.byte_runs(&tile.block) {
-        let short = || DeltaError::Truncated { what: "image", need: run.end, have: data.len() as u64 };
-        out.extend_from_slice(data.get(run.start as usize..run.end as usize).ok_or_else(short)?);
-    }
-    Ok(())
 }
 
 /// Whether a file holds old units of a link that is there.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use windlass_core::address::Host;
 use windlass_core::identity::{StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 
 use super::*;
 use crate::image::ImageSpec;
@@ -207,6 +207,7 @@ fn receiver(home: &std::path::Path, server: &Arc<Server>) -> Receiver {
         },
         name: "test".into(),
         mode: RequestMode::Auto,
+        codec: CodecWanted::Auto,
         streams: Some(1),
         transfer_timeout: PATIENCE,
         open_timeout: PATIENCE,

@@ -5,7 +5,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Age, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 
 use crate::stop::Stop;
@@ -60,8 +60,8 @@ pub trait Control: Send + Sync {
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
     /// The table of a sealed version.
     fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
-    /// Makes this receiver known; answers its instance id.
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError>;
+    /// Makes this receiver known; answers its instance id and what it may ask for.
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError>;
     /// Asks for a transfer.
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError>;
     /// Says that a transfer is complete.

@@ -13,12 +13,14 @@ use windlass_core::address::{Host, HostPort};
 use windlass_core::delta::Delta;
 use windlass_core::identity::{Identity, Version};
 use windlass_core::wire::control::{TransferDone, VersionInfo};
-use windlass_core::wire::{Mode, Ticket};
+use windlass_core::wire::{Codec, Mode, Ticket};
 
+use super::link::LinkState;
 use super::shelf::{Buffer, Shelf, check_part};
 use super::status::{Event, Listener, Stage, StatusHandle};
 use super::{Control, ReceiverError, Synced, millis};
 use crate::image::Known;
+use crate::region::Region;
 use crate::shm::Mapping;
 use crate::stop::Stop;
 use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
@@ -78,8 +80,8 @@ impl Fetch {
 pub struct Fetched {
     ticket: Ticket,
     base: Identity,
-    /// Where it landed, each at least as long as its payload.
-    buffers: Vec<Buffer>,
+    /// Where its parts are, each with its length, and in plain records.
+    pub(super) buffers: Vec<(Buffer, u64)>,
     shelf: Arc<Shelf>,
     /// What the publisher said when it was asked for.
     info: VersionInfo,
@@ -115,18 +117,13 @@ impl Fetched {
 
     /// The bytes of its parts, unchecked.
     pub fn containers(&self) -> impl Iterator<Item = &[u8]> {
-        let payloads = match &self.ticket.mode {
-            Mode::Delta { payloads, .. } => &payloads[..],
-            Mode::Full => &[],
-        };
-        self.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.memory.bytes(0..p.bytes))
+        self.buffers.iter().map(|(buffer, bytes)| buffer.memory.bytes(0..*bytes))
     }
 
     /// The files that its parts are in, each with the length of its part, for other processes of this host
     /// ([`Handed`](super::Handed)). None if it is in memory of this process alone.
     pub fn files(&self) -> Option<Vec<(PathBuf, u64)>> {
-        let lengths = self.containers().map(|c| c.len() as u64);
-        self.buffers.iter().zip(lengths).map(|(b, bytes)| Some((b.publish()?.to_owned(), bytes))).collect()
+        self.buffers.iter().map(|(b, bytes)| Some((b.publish()?.to_owned(), *bytes))).collect()
     }
 
     /// One of [`Fetched::containers`], checked by so many threads.
@@ -136,14 +133,13 @@ impl Fetched {
 
     /// Its length. The memory that it is in may be longer.
     pub fn bytes(&self) -> u64 {
-        let Mode::Delta { payloads, .. } = &self.ticket.mode else { return 0 };
-        payloads.iter().map(|p| p.bytes).sum()
+        self.buffers.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// The memory that it is in, which later deltas of the receiver come to as well: registering it with a device is worth
     /// the time.
     pub fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
-        self.buffers.iter().map(|b| &b.memory)
+        self.buffers.iter().map(|(b, _)| &b.memory)
     }
 
     /// What it took to fetch it.
@@ -162,7 +158,7 @@ impl Fetched {
 
 impl Drop for Fetched {
     fn drop(&mut self) {
-        self.buffers.drain(..).for_each(|buffer| self.shelf.put(buffer));
+        self.buffers.drain(..).for_each(|(buffer, _)| self.shelf.put(buffer));
     }
 }
 
@@ -178,24 +174,30 @@ pub(super) struct Puller {
     /// What the publisher calls this receiver.
     pub(super) instance: String,
     pub(super) shelf: Arc<Shelf>,
+    /// Where the image is.
+    pub(super) image: Option<Arc<Region>>,
+    pub(super) threads: usize,
+    pub(super) link: Arc<LinkState>,
 }
 
 impl Puller {
     fn begin_transfer(&self, ticket: &Ticket, bytes: u64, synced: &mut Synced) -> Arc<Watch> {
-        let mode = ticket.mode.as_str();
+        let (mode, codec) = (ticket.mode.as_str(), ticket.mode.codec());
         synced.transfers += 1;
         synced.mode = mode;
+        synced.codec = codec.or(synced.codec);
         let watch = Arc::new(Watch::default());
         self.status.shown().watch = Arc::clone(&watch);
         self.status.set(|s| {
             s.stage = Stage::Pulling;
             s.target = Some(ticket.identity.clone());
             s.mode = Some(mode);
+            s.codec = codec;
             s.bytes = bytes;
         });
         if let Some(listener) = &self.listener {
             let (why, identity) = (ticket.why.clone(), ticket.identity.clone());
-            listener(&Event::Transfer { mode, why, identity, bytes });
+            listener(&Event::Transfer { mode, codec, why, identity, bytes });
         }
         watch
     }
@@ -215,9 +217,13 @@ impl Puller {
         let privacy = &self.control.privacy();
         let config = PullConfig { allow: &allow, privacy, ..self.pull };
         let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
-        synced.wire_ms += millis(start);
-        synced.wire_bytes += watch.see().bytes;
-        pulled.map(drop)
+        let (ms, bytes) = (millis(start), watch.see().bytes);
+        synced.wire_ms += ms;
+        synced.wire_bytes += bytes;
+        pulled?;
+        self.link.measure(bytes, ms);
+        self.status.set(|s| s.link_bytes_per_second = self.link.rate());
+        Ok(())
     }
 
     /// Fetches a delta into memory of its own.
@@ -229,7 +235,7 @@ impl Puller {
         stop: &Stop,
     ) -> Result<Fetched, ReceiverError> {
         let peer = || self.control.peer();
-        let Mode::Delta { base, payloads } = &ticket.mode else {
+        let Mode::Delta { base, payloads, codec } = &ticket.mode else {
             return Err(ReceiverError::OtherTicket { peer: peer(), what: "a full image".into() });
         };
         let image = self.image_bytes;
@@ -239,16 +245,23 @@ impl Puller {
             let what = format!("a delta of {bytes} bytes to an image of {image}");
             return Err(ReceiverError::OtherTicket { peer: peer(), what });
         }
-        let memory = |bytes| self.shelf.take(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
+        let memory = |bytes| Ok::<_, ReceiverError>((self.memory(bytes)?, bytes));
         let buffers: Vec<_> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
-        let base = base.identity.clone();
+        let (base, codec) = (base.identity.clone(), *codec);
         let shelf = Arc::clone(&self.shelf);
         let fetched = Fetched { ticket, base, buffers, shelf, info, peer: peer(), synced: Synced::default() };
         let Fetched { ticket, .. } = &fetched;
         let buffers: Vec<_> = fetched.memory().cloned().collect();
         self.pull(ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
         self.report_done(ticket, stop);
-        Ok(fetched)
+        match codec {
+            Codec::Plain => Ok(fetched),
+            Codec::Context => self.in_plain(fetched, synced, stop),
+        }
+    }
+
+    pub(super) fn memory(&self, bytes: u64) -> Result<Buffer, ReceiverError> {
+        self.shelf.take(bytes).map_err(|source| ReceiverError::Memory { bytes, source })
     }
 
     /// Completion is also said on the control connection. The transfer is over either way.

@@ -9,7 +9,8 @@
 //! 1. Ask which version is newest. A new incarnation makes every version number meaningless: the blocks' versions
 //!    are forgotten, their sums are not. Another layout needs another image.
 //! 2. An image that is whole asks for a delta from what it has. The delta is fetched into memory of its own while
-//!    engines go on reading the image, then the image is opened, changed and finished.
+//!    engines go on reading the image, then the image is opened, changed and finished. Where the link is slow, or the
+//!    receiver is told to, it comes in context records, which are recoded into plain ones over the image (`link`).
 //! 3. Otherwise the image is open, and these are repeated until every block is of one version:
 //!    - blocks of an older version than others are lifted to the newest one *held* by a delta; where none serves,
 //!      they are forgotten;
@@ -45,6 +46,7 @@ mod control;
 mod error;
 mod fetch;
 mod kept;
+mod link;
 mod refresh;
 mod shelf;
 mod status;
@@ -61,15 +63,17 @@ use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Have, Refused, Registration, RequestMode, TransferAnswer, TransferRequest, VersionInfo,
+    CodecWanted, Have, Refused, Registered, Registration, RequestMode, TransferAnswer, TransferRequest,
+    VersionInfo,
 };
-use windlass_core::wire::{Mode, Ticket};
+use windlass_core::wire::{Codec, Mode, Ticket};
 
 pub use self::control::{Control, ControlError};
 pub use self::error::ReceiverError;
 use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
 use self::kept::Kept;
+use self::link::LinkState;
 use self::refresh::Progress;
 use self::shelf::Shelf;
 pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
@@ -90,6 +94,8 @@ pub struct ReceiverConfig {
     pub name: String,
     /// How it wants to be served.
     pub mode: RequestMode,
+    /// The codec that it wants deltas in.
+    pub codec: CodecWanted,
     /// Streams of a transfer; the publisher's default if not given.
     pub streams: Option<u16>,
     /// How long one transfer may take.
@@ -115,6 +121,8 @@ pub struct Synced {
     pub image: Option<Known>,
     /// `full`, `delta`, `fuzzy` (several transfers) or `none`.
     pub mode: &'static str,
+    /// The codec of the last delta on the wire.
+    pub codec: Option<Codec>,
     /// Bytes of all transfers.
     pub wire_bytes: u64,
     pub transfers: u32,
@@ -125,6 +133,8 @@ pub struct Synced {
     /// Asking for versions and tickets.
     pub ask_ms: f64,
     pub wire_ms: f64,
+    /// Recoding context records into plain ones.
+    pub decode_ms: f64,
     pub open_ms: f64,
     pub apply_ms: f64,
     pub total_ms: f64,
@@ -139,6 +149,8 @@ impl Synced {
         self.refetched += part.refetched;
         self.ask_ms += part.ask_ms;
         self.wire_ms += part.wire_ms;
+        self.decode_ms += part.decode_ms;
+        self.codec = self.codec.or(part.codec);
         self.total_ms += part.total_ms;
     }
 }
@@ -158,7 +170,7 @@ pub struct Receiver {
     image: Option<Image>,
     /// The image's, also while a refresh has the image.
     layout: Option<Arc<Manifest>>,
-    instance: Option<String>,
+    instance: Option<Registered>,
     incarnation: Option<Incarnation>,
     /// Since when that is followed, and the greatest number of all lives that were.
     since: Instant,
@@ -171,6 +183,24 @@ pub struct Receiver {
     listener: Option<Listener>,
     kept: Kept,
     shelf: Arc<Shelf>,
+    link: Arc<LinkState>,
+}
+
+/// What a receiver asks for.
+#[derive(Clone)]
+struct Want<'a> {
+    mode: RequestMode,
+    have: Option<&'a Identity>,
+    to: Option<Version>,
+    blocks: Option<BlockRanges>,
+    codec: CodecWanted,
+}
+
+impl<'a> Want<'a> {
+    /// A plain delta between two versions.
+    fn delta(have: Option<&'a Identity>, to: Version) -> Want<'a> {
+        Want { mode: RequestMode::Delta, have, to: Some(to), blocks: None, codec: CodecWanted::Plain }
+    }
 }
 
 impl fmt::Debug for Receiver {
@@ -207,6 +237,7 @@ impl Receiver {
             listener,
             kept,
             shelf,
+            link: Arc::default(),
         };
         match Image::open(receiver.config.image.clone(), stop) {
             Ok(image) => receiver.adopt_image(image),
@@ -499,8 +530,8 @@ impl Receiver {
         }
         self.digests.insert(base.identity.version, base.digest);
         let mut synced = Synced::default();
-        let ticket =
-            self.ask(RequestMode::Delta, Some(&base.identity), Some(version), None, &mut synced, stop);
+        let want = Want { codec: self.codec_from(&base), ..Want::delta(Some(&base.identity), version) };
+        let ticket = self.ask(&want, &mut synced, stop);
         self.status.set(|s| s.stage = Stage::Idle);
         match ticket {
             Ok(ticket) => {
@@ -565,41 +596,50 @@ impl Receiver {
             allow: self.config.allow.clone(),
             pull: self.config.pull,
             image_bytes: self.layout.as_ref().map_or(0, |m| m.data_bytes()),
-            instance: self.instance.clone().unwrap_or_default(),
+            instance: self.instance.as_ref().map_or_else(String::new, |i| i.instance_id.clone()),
             shelf: Arc::clone(&self.shelf),
+            image: self.image.as_ref().map(|i| Arc::clone(i.region())),
+            threads: self.config.image.threads,
+            link: Arc::clone(&self.link),
+        }
+    }
+
+    /// The codec to ask for in a delta from `base`. Context records are recoded over an image that engines can read.
+    fn codec_from(&self, base: &Known) -> CodecWanted {
+        if self.current() == Some(base) && self.link.is_trusted() {
+            self.config.codec
+        } else {
+            CodecWanted::Plain
         }
     }
 
     /// Asks for a ticket.
-    fn ask(
-        &mut self,
-        mode: RequestMode,
-        have: Option<&Identity>,
-        to: Option<Version>,
-        wanted: Option<BlockRanges>,
-        synced: &mut Synced,
-        stop: &Stop,
-    ) -> Result<Ticket, ReceiverError> {
+    fn ask(&mut self, want: &Want<'_>, synced: &mut Synced, stop: &Stop) -> Result<Ticket, ReceiverError> {
         let start = Instant::now();
         self.status.set(|s| s.stage = Stage::Asking);
-        let digest = have.and_then(|h| self.digests.get(&h.version).copied());
-        let have = have.zip(digest).map(|(h, digest)| Have {
+        let digest = want.have.and_then(|h| self.digests.get(&h.version).copied());
+        let have = want.have.zip(digest).map(|(h, digest)| Have {
             incarnation: h.incarnation,
             version: h.version,
             digest,
         });
         let (mut unknown, mut stale) = (0, 0);
         let answer = loop {
-            let instance_id = self.instance(stop)?;
+            let Registered { instance_id, codecs, .. } = self.instance(stop)?;
+            // An agent of an earlier release does not know the field.
+            let codec = codecs.contains(&Codec::Context).then_some(want.codec);
+            let codec = codec.filter(|codec| *codec != CodecWanted::Plain);
             let request = TransferRequest {
                 instance_id,
-                mode,
+                mode: want.mode,
                 have: have.clone(),
-                version: to,
+                version: want.to,
                 layout_hash: self.layout.as_ref().map(|m| m.layout_hash()),
-                wanted: wanted.clone(),
+                wanted: want.blocks.clone(),
                 streams: self.config.streams,
                 timeout_ms: Some(self.config.transfer_timeout.as_millis() as u64),
+                codec,
+                link_bytes_per_second: codec.and(self.link.rate()),
             };
             match self.control.request(&request, stop) {
                 // An agent that was restarted does not know anybody.
@@ -622,7 +662,7 @@ impl Receiver {
                 .ticket()
                 .map_err(|source| ReceiverError::Ticket { peer: self.control.peer(), source })?,
             TransferAnswer::Refused(Refused { reason, kind, .. }) => {
-                let mode = match mode {
+                let mode = match want.mode {
                     RequestMode::Full => "full image",
                     RequestMode::Delta => "delta",
                     RequestMode::Auto => "version",
@@ -631,20 +671,21 @@ impl Receiver {
             }
         };
         self.check_ticket(&ticket)?;
-        self.check_answer(&ticket, mode, have.as_ref(), to, wanted.as_ref())?;
+        self.check_answer(&ticket, want, have.as_ref())?;
         self.digests.insert(ticket.identity.version, ticket.digest);
         synced.ask_ms += millis(start);
         Ok(ticket)
     }
 
-    fn instance(&mut self, stop: &Stop) -> Result<String, ReceiverError> {
-        if let Some(id) = &self.instance {
-            return Ok(id.clone());
+    fn instance(&mut self, stop: &Stop) -> Result<Registered, ReceiverError> {
+        if let Some(instance) = &self.instance {
+            return Ok(instance.clone());
         }
         let registration = Registration { name: Some(self.config.name.clone()), ..Registration::default() };
-        let id = self.control.register(&registration, stop)?;
-        self.instance = Some(id.clone());
-        Ok(id)
+        let instance = self.control.register(&registration, stop)?;
+        self.link.trust();
+        self.instance = Some(instance.clone());
+        Ok(instance)
     }
 
     /// A ticket must be about this model, incarnation and layout.
@@ -673,18 +714,19 @@ impl Receiver {
     fn check_answer(
         &self,
         ticket: &Ticket,
-        mode: RequestMode,
+        want: &Want<'_>,
         have: Option<&Have>,
-        to: Option<Version>,
-        wanted: Option<&BlockRanges>,
     ) -> Result<(), ReceiverError> {
         let other = |what: String| Err(ReceiverError::OtherTicket { peer: self.control.peer(), what });
-        match (&ticket.mode, mode) {
+        if ticket.mode.codec() == Some(Codec::Context) && want.codec == CodecWanted::Plain {
+            return other("a delta in context records".into());
+        }
+        match (&ticket.mode, want.mode) {
             (Mode::Full, RequestMode::Delta) => other("a full image".into()),
             (Mode::Delta { .. }, RequestMode::Full) => other("a delta".into()),
             (Mode::Full, RequestMode::Full | RequestMode::Auto) => {
                 let all = BlockRanges::from(0..self.layout.as_ref().map_or(0, |m| m.cuts().blocks()));
-                if ticket.wanted != *wanted.unwrap_or(&all) {
+                if ticket.wanted != *want.blocks.as_ref().unwrap_or(&all) {
                     return other(format!("{} other blocks", ticket.wanted.len()));
                 }
                 Ok(())
@@ -694,7 +736,7 @@ impl Receiver {
                 if have.is_none_or(|h| (h.version, h.digest) != (version, base.digest)) {
                     return other(format!("a delta from version {version} with digest {}", base.digest));
                 }
-                match to {
+                match want.to {
                     Some(to) if to != ticket.identity.version => {
                         other(format!("a delta to {}", ticket.identity))
                     }

@@ -14,13 +14,13 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
-use windlass_core::wire::control::{RequestMode, VersionInfo};
-use windlass_core::wire::{self, Fault, Mode, Ticket};
+use windlass_core::wire::control::{CodecWanted, RequestMode, VersionInfo};
+use windlass_core::wire::{self, Codec, Fault, Ticket};
 
 use super::error::ReceiverError;
 use super::fetch::Fetched;
 use super::status::{Event, Stage};
-use super::{Receiver, Synced, millis};
+use super::{Receiver, Synced, Want, millis};
 use crate::container;
 use crate::image::{Image, ImageError, Known, Refresh, locked};
 use crate::stop::Stop;
@@ -90,15 +90,19 @@ impl Receiver {
         let blocks = self.layout.as_ref().map_or(0, |m| m.cuts().blocks());
         // There is nothing to ask for in an image without blocks.
         let Some(known) = self.held().cloned().filter(|_| blocks > 0) else { return Ok(None) };
-        let ticket =
-            self.ask(self.config.mode, Some(&known.identity), progress.to, None, &mut progress.synced, stop)?;
-        match &ticket.mode {
-            Mode::Full => {
+        loop {
+            let (mode, codec) = (self.config.mode, self.codec_from(&known));
+            let want = Want { mode, have: Some(&known.identity), to: progress.to, blocks: None, codec };
+            let ticket = self.ask(&want, &mut progress.synced, stop)?;
+            let Some(codec) = ticket.mode.codec() else {
                 progress.first = Some(ticket);
-                Ok(None)
-            }
-            Mode::Delta { .. } => {
-                self.puller().stage(ticket, info.clone(), &mut progress.synced, stop).map(Some)
+                return Ok(None);
+            };
+            let staged = self.puller().stage(ticket, info.clone(), &mut progress.synced, stop);
+            match staged {
+                // From now on plain records are asked for.
+                Err(ReceiverError::Delta { .. }) if codec == Codec::Context => {}
+                other => return other.map(Some),
             }
         }
     }
@@ -259,7 +263,7 @@ impl<'a> Run<'a> {
         let have = self.receiver.incarnation;
         let have = have.map(|incarnation| Identity { model_id, incarnation, version: from });
         let synced = &mut self.progress.synced;
-        let ticket = self.receiver.ask(RequestMode::Delta, have.as_ref(), Some(to), None, synced, self.stop);
+        let ticket = self.receiver.ask(&Want::delta(have.as_ref(), to), synced, self.stop);
         match ticket {
             Ok(ticket) => {
                 let puller = self.receiver.puller();
@@ -306,7 +310,9 @@ impl<'a> Run<'a> {
             Some(ticket) => ticket,
             None => {
                 let synced = &mut self.progress.synced;
-                self.receiver.ask(RequestMode::Full, None, None, Some(unknown), synced, self.stop)?
+                let (mode, codec) = (RequestMode::Full, CodecWanted::Plain);
+                let want = Want { mode, have: None, to: None, blocks: Some(unknown), codec };
+                self.receiver.ask(&want, synced, self.stop)?
             }
         };
         let bytes = self.refresh.manifest().bytes_of(&ticket.wanted);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 use windlass_core::identity::{Identity, Incarnation};
+use windlass_core::wire::Codec;
 
 use crate::image::Known;
 use crate::tcp::Watch;
@@ -49,6 +50,10 @@ pub struct TransferStatus {
     /// The whole version in the image.
     pub image: Option<Known>,
     pub mode: Option<&'static str>,
+    /// The codec of the transfer, if it is a delta.
+    pub codec: Option<Codec>,
+    /// The measured rate of the link; none before the first transfer.
+    pub link_bytes_per_second: Option<u64>,
     /// Bytes of the transfer.
     pub bytes: u64,
     /// Bytes of it that arrived and were acknowledged.
@@ -71,6 +76,8 @@ pub enum Event {
     Incarnation { incarnation: Incarnation },
     Transfer {
         mode: &'static str,
+        /// The form of a delta's records.
+        codec: Option<Codec>,
         why: String,
         /// The version it leads to.
         identity: Identity,

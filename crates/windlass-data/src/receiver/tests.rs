@@ -85,6 +85,7 @@ impl Publisher {
             },
             name: "test".into(),
             mode,
+            codec: CodecWanted::Auto,
             streams: None,
             transfer_timeout: Duration::from_secs(20),
             open_timeout: Duration::from_secs(5),

@@ -51,6 +51,7 @@ impl ImageReceiver {
             },
             name: config.name,
             mode: config.mode,
+            codec: config.codec,
             streams: config.streams,
             transfer_timeout: config.transfer_timeout,
             open_timeout: config.open_timeout,

@@ -78,7 +78,7 @@ use windlass_core::digest::BlockSum;
 use windlass_core::identity::{Identity, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::sync_info::WeightSyncInfo;
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 
 use crate::image::Known;
 use crate::receiver::{Synced, TransferStatus};
@@ -238,6 +238,8 @@ pub struct EngineConfig {
     pub threads: usize,
     /// How it wants to be served.
     pub mode: RequestMode,
+    /// The codec that it wants deltas in.
+    pub codec: CodecWanted,
     /// Streams of a transfer; the publisher's default if not given.
     pub streams: Option<u16>,
     /// How long one transfer may take.
@@ -265,6 +267,7 @@ impl EngineConfig {
             memfd: Memfd::Auto,
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             mode: RequestMode::Auto,
+            codec: CodecWanted::Auto,
             streams: None,
             transfer_timeout: Duration::from_mins(10),
             open_timeout: Duration::from_mins(2),

@@ -15,6 +15,7 @@
 //!   and again, so that a holder that was restarted is found. Neither sealing nor the writer waits for it.
 //! - The **joiner** serves a version by delta before its slot is whole, where the ranks brought what changed in it
 //!   ([`crate::publish`]), and the **checker** sums the bytes of slots that were sealed without looking, now and then.
+//! - The **recoder** makes the smaller form of a delta that receivers on slow links ask for.
 //! - The [link](crate::tcp) has its own.
 //!
 //! All offers of a slot share one lease: a region has only so many entries for them.
@@ -31,6 +32,7 @@
 //! have sealed it; the state sums of the parts add up to its digest. A ticket lists every holder as a source, and
 //! each is told of it before the receiver is.
 
+mod context;
 mod delta_mode;
 mod error;
 mod sealing;
@@ -54,7 +56,7 @@ use windlass_core::wire::control::{
     Age, Capabilities, PartInfo, PartSum, Registered, Registration, RequestMode, SharedTicket,
     TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
-use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
+use windlass_core::wire::{Codec, DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
 
 pub use self::error::ServeError;
 use crate::history::{History, Limits};
@@ -163,6 +165,7 @@ struct Instance {
     name: Option<String>,
     heard: Instant,
     version: Option<Version>,
+    codec: Option<Codec>,
 }
 
 struct Active {
@@ -192,6 +195,8 @@ struct State {
     delta: Option<DeltaStats>,
     instances: BTreeMap<String, Instance>,
     offers: Vec<Active>,
+    /// Deltas in context records.
+    forms: context::Forms,
     failure: Option<String>,
 }
 
@@ -216,6 +221,12 @@ pub struct Counters {
     pub contradictions: AtomicU64,
     pub tickets_full: AtomicU64,
     pub tickets_delta: AtomicU64,
+    /// Tickets for deltas in context records, among those for deltas.
+    pub tickets_context: AtomicU64,
+    /// Deltas that were recoded into context records.
+    pub recoded: AtomicU64,
+    /// Deltas that could not be.
+    pub recode_failures: AtomicU64,
     pub refused: AtomicU64,
     /// Transfers that receivers reported complete.
     pub completed: AtomicU64,
@@ -237,6 +248,8 @@ pub struct InstanceInfo {
     pub name: Option<String>,
     /// The version of its last completed transfer.
     pub version: Option<Version>,
+    /// The codec of its last ticket, if that was for a delta.
+    pub codec: Option<Codec>,
     /// Seconds since it was heard of.
     pub heard_seconds: f64,
     pub transfers: usize,
@@ -314,6 +327,7 @@ impl Server {
         let sealers = Arc::clone(&seat);
         server.spawn("sealer", move |inner| inner.seal_loop(&sealers))?;
         server.spawn("warden", move |inner| inner.watch_loop(&seat))?;
+        server.spawn("recoder", Inner::recode_loop)?;
         if !server.inner.config.peers.is_empty() {
             server.spawn("gatherer", Inner::gather_loop)?;
         }
@@ -438,7 +452,9 @@ impl Server {
             let (host, port) = (registration.sglang_http_host.as_ref()?, registration.sglang_http_port?);
             Some(format!("{host}:{port}"))
         });
-        state.instances.insert(id.clone(), Instance { name, heard: Instant::now(), version: None });
+        state
+            .instances
+            .insert(id.clone(), Instance { name, heard: Instant::now(), version: None, codec: None });
         Ok(Registered {
             instance_id: id,
             model_id: inner.region.model_id().clone(),
@@ -449,6 +465,7 @@ impl Server {
             trainer_hostname: inner.config.advertise_host.to_string(),
             trainer_rpc_port: control_port,
             data_port: inner.data.port(),
+            codecs: vec![Codec::Plain, Codec::Context],
         })
     }
 
@@ -459,6 +476,7 @@ impl Server {
             instance_id: id.clone(),
             name: i.name.clone(),
             version: i.version,
+            codec: i.codec,
             heard_seconds: i.heard.elapsed().as_secs_f64(),
             transfers: state.offers.iter().filter(|o| o.instance == *id && !o.handle.progress().free).count(),
         };
@@ -569,7 +587,7 @@ impl Server {
                 let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
                 self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
             }
-            Mode::Delta { base, payloads } => {
+            Mode::Delta { base, payloads, .. } => {
                 let segment = self.inner.segment(base.identity.version, version, stop)?;
                 let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
                 (
@@ -612,9 +630,8 @@ impl Control for Server {
         Ok(sums.map_err(|e| self.refusal("get the sums", e))?.sums().to_vec())
     }
 
-    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
-        let registered = Server::register(self, registration, 0);
-        Ok(registered.map_err(|e| self.refusal("register", e))?.instance_id)
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<Registered, ControlError> {
+        Server::register(self, registration, 0).map_err(|e| self.refusal("register", e))
     }
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {

@@ -10,8 +10,8 @@ use windlass_core::wire::control::{
     Granted, Have, Refused, RequestMode, SharedTicket, TransferAnswer, TransferRequest,
 };
 use windlass_core::wire::{
-    Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion,
-    Source, SourceId, Ticket, TicketFields, TicketId, TicketKey,
+    Base, BlockVersions, Checks, Codec, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload,
+    ProtocolVersion, Source, SourceId, Ticket, TicketFields, TicketId, TicketKey,
 };
 
 use super::{
@@ -328,6 +328,7 @@ impl Inner {
         segment: &Arc<Segment>,
         stop: &Stop,
     ) -> Result<TransferAnswer, ServeError> {
+        let (segment, codec, reason) = self.form_for(request, segment, stop);
         let stop = &stop.with_timeout(PEER_PATIENCE);
         let (base, target) = (segment.header.base.1, segment.header.target.1);
         let known = |v, part| self.whole_digest(v, part);
@@ -339,7 +340,8 @@ impl Inner {
             return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
         };
         let mut fields = self.fields(request, target, digest)?;
-        fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
+        let reason = if reason.is_empty() { reason } else { format!("; {reason}") };
+        fields.why = format!("the delta from {base} has {} bytes{reason}", segment.bytes);
         fields.checks = Checks::Xxh3;
         let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)] }];
         for (i, peer) in self.config.peers.iter().enumerate() {
@@ -355,13 +357,19 @@ impl Inner {
         fields.stripe_bytes = delta_stripe(&payloads, fields.streams, self.config.stripe_bytes);
         let parts = payloads.len();
         let base = Base { identity: self.identity(base), digest: base_digest };
-        fields.mode = Mode::Delta { base: base.clone(), payloads };
+        fields.mode = Mode::Delta { base: base.clone(), payloads, codec };
         let ticket = Ticket::new(fields.clone())?;
         self.share_with_peers(&fields, stop)?;
         let mut files = vec![None; parts];
         files[0] = Some(Arc::clone(&segment.file));
         self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
         count(&self.counters.tickets_delta);
+        if codec == Codec::Context {
+            count(&self.counters.tickets_context);
+        }
+        if let Some(instance) = self.state().instances.get_mut(&request.instance_id) {
+            instance.codec = Some(codec);
+        }
         let units: u64 =
             self.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
         let stats = self.state().delta.filter(|d| (d.base, d.version) == (base.identity.version, target));

@@ -38,7 +38,7 @@ fn published() -> (Publisher, Known) {
 /// A full ticket, straight from the server.
 fn ticket(server: &Server) -> Ticket {
     use windlass_core::wire::control::{Registration, RequestMode, TransferAnswer, TransferRequest};
-    let instance_id = Control::register(server, &Registration::default(), &stop()).unwrap();
+    let instance_id = Control::register(server, &Registration::default(), &stop()).unwrap().instance_id;
     let request = TransferRequest {
         instance_id,
         mode: RequestMode::Full,
@@ -48,6 +48,8 @@ fn ticket(server: &Server) -> Ticket {
         wanted: None,
         streams: None,
         timeout_ms: None,
+        codec: None,
+        link_bytes_per_second: None,
     };
     let TransferAnswer::Granted(granted) = Server::request(server, &request, &stop()).unwrap() else {
         panic!("refused")

@@ -2,6 +2,7 @@
 
 mod attacks;
 mod authority;
+mod codec;
 mod conformance;
 mod delta_mode;
 mod engines;

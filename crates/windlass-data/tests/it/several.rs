@@ -17,8 +17,8 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    PartInfo, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone, TransferRequest,
-    VersionInfo,
+    PartInfo, Registered, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone,
+    TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits;
 use windlass_data::receiver::{Control, ControlError, Event, Receiver, ReceiverConfig};
@@ -369,6 +369,8 @@ fn many_receivers_at_once_get_one_version_under_one_lease() {
             wanted: None,
             streams: None,
             timeout_ms: None,
+            codec: None,
+            link_bytes_per_second: None,
         };
         Server::request(&server, &request, &stop()).unwrap();
     }
@@ -486,7 +488,7 @@ impl Control for Replaced {
         Control::sums(&*self.new, identity, stop)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
         Control::register(&*self.new, registration, stop)
     }
 

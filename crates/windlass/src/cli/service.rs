@@ -9,7 +9,7 @@ use windlass_core::address::{Host, Token};
 use windlass_core::barrier::ReceiverId;
 use windlass_core::identity::ModelId;
 use windlass_core::wire::MAX_STREAMS;
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 use windlass_data::private::Readers;
 use windlass_data::tls::Trust;
 
@@ -172,6 +172,16 @@ enum ParsedMode {
     Delta,
 }
 
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ParsedCodec {
+    /// Whichever is faster at the measured rate of the link
+    Auto,
+    /// Always plain records
+    Plain,
+    /// Smaller context records where the agent can make them
+    Context,
+}
+
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place", "controller"])))]
 pub(super) struct ParsedReceive {
@@ -207,6 +217,9 @@ pub(super) struct ParsedReceive {
     /// What to request
     #[arg(long, value_enum, default_value_t = ParsedMode::Auto)]
     mode: ParsedMode,
+    /// Records of deltas
+    #[arg(long, value_enum, default_value_t = ParsedCodec::Auto)]
+    codec: ParsedCodec,
     /// TCP streams per transfer [default: the publisher's]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: Option<u16>,
@@ -369,6 +382,11 @@ impl ParsedReceive {
                 ParsedMode::Auto => RequestMode::Auto,
                 ParsedMode::Full => RequestMode::Full,
                 ParsedMode::Delta => RequestMode::Delta,
+            },
+            codec: match self.codec {
+                ParsedCodec::Auto => CodecWanted::Auto,
+                ParsedCodec::Plain => CodecWanted::Plain,
+                ParsedCodec::Context => CodecWanted::Context,
             },
             streams: self.streams,
             threads: self.threads.count(),

@@ -621,6 +621,19 @@ fn metrics_text(server: &Server) -> String {
     );
     put("tickets_full_total", "counter", "Tickets for full images.", n(&c.tickets_full));
     put("tickets_delta_total", "counter", "Tickets for deltas.", n(&c.tickets_delta));
+    put(
+        "tickets_context_total",
+        "counter",
+        "Tickets for deltas in context records, among those for deltas.",
+        n(&c.tickets_context),
+    );
+    put("recoded_total", "counter", "Deltas recoded into context records.", n(&c.recoded));
+    put(
+        "recode_failures_total",
+        "counter",
+        "Deltas that could not be recoded into context records.",
+        n(&c.recode_failures),
+    );
     put("refused_total", "counter", "Requests refused.", n(&c.refused));
     put("completed_total", "counter", "Transfers completed.", n(&c.completed));
     put("revoked_total", "counter", "Transfers ended because the slot was needed.", n(&c.revoked));

@@ -350,9 +350,8 @@ impl Control for HttpControl {
         Ok(sums.iter().map(|b| BlockSum::from_bytes(*b)).collect())
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
-        let registered: Registered = self.post("register", "/register_receiver", registration, stop)?;
-        Ok(registered.instance_id)
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
+        self.post("register", "/register_receiver", registration, stop)
     }
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {

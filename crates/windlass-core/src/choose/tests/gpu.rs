@@ -147,7 +147,7 @@ fn how_to_offload_can_be_demanded() {
 #[test]
 fn context_records_are_made_on_the_host() {
     let slow = Facts {
-        link_bytes_per_second: Some(10_000_000),
+        link_bytes_per_second: Some(2_000_000),
         peer: Peer { delta: true, context: true, codec_version: Some(1) },
         ..roomy()
     };

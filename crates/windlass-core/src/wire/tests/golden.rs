@@ -12,6 +12,7 @@ const FRAMES: &str = include_str!("../../../../../testdata/wire/frames.json");
 const HANDSHAKE: &str = include_str!("../../../../../testdata/wire/handshake.json");
 const TICKET_FULL: &str = include_str!("../../../../../testdata/wire/ticket_full.json");
 const TICKET_DELTA: &str = include_str!("../../../../../testdata/wire/ticket_delta.json");
+const TICKET_CONTEXT: &str = include_str!("../../../../../testdata/wire/ticket_context.json");
 
 #[derive(Deserialize)]
 struct Vector {
@@ -96,7 +97,7 @@ fn golden_handshake_gives_the_same_frames_and_proofs() {
 
 #[test]
 fn golden_tickets_read_and_write() {
-    for text in [TICKET_FULL, TICKET_DELTA] {
+    for text in [TICKET_FULL, TICKET_DELTA, TICKET_CONTEXT] {
         let ticket = Ticket::from_json(text.as_bytes()).unwrap();
         let written: Value = serde_json::from_str(&ticket.to_json().unwrap()).unwrap();
         assert_eq!(written, serde_json::from_str::<Value>(text).unwrap());
@@ -111,7 +112,10 @@ fn golden_tickets_read_and_write() {
     );
     assert_eq!(full.sources[1].endpoint.host().as_str(), "2001:db8::7");
     let delta = Ticket::from_json(TICKET_DELTA.as_bytes()).unwrap();
-    let Mode::Delta { base, payloads } = &delta.mode else { panic!("not a delta") };
+    let Mode::Delta { base, payloads, codec } = &delta.mode else { panic!("not a delta") };
+    assert_eq!(*codec, Codec::Plain);
+    let context = Ticket::from_json(TICKET_CONTEXT.as_bytes()).unwrap();
+    assert_eq!(context.mode.codec(), Some(Codec::Context));
     assert_eq!((base.identity.version, payloads[1].bytes), (40, 77));
     assert_eq!(payloads[1].sources, [SourceId(3), SourceId(0)]);
 }

@@ -39,6 +39,26 @@ fn a_source_inside_tls_says_so_and_one_without_says_nothing() {
 }
 
 #[test]
+fn a_ticket_for_context_records_says_so_and_one_for_plain_records_says_nothing() {
+    let plain = Ticket::new(delta_fields(&[5])).unwrap();
+    let json: Value = serde_json::from_str(&plain.to_json().unwrap()).unwrap();
+    assert_eq!((json.get("codec"), plain.mode.codec()), (None, Some(Codec::Plain)));
+    let mut fields = delta_fields(&[5]);
+    let Mode::Delta { codec, .. } = &mut fields.mode else { panic!("not a delta") };
+    *codec = Codec::Context;
+    let ticket = Ticket::new(fields).unwrap();
+    let json = ticket.to_json().unwrap();
+    assert_eq!(Ticket::from_json(json.as_bytes()).as_ref(), Ok(&ticket));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json["codec"], ticket.mode.codec()), (&json!("context"), Some(Codec::Context)));
+    let mut later = json.clone();
+    later["codec"] = json!("of_a_later_release");
+    let error = Ticket::from_json(&serde_json::to_vec(&later).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("of_a_later_release"), "{error}");
+    assert_eq!(Ticket::new(good()).unwrap().mode.codec(), None);
+}
+
+#[test]
 fn an_uncovered_block_is_named() {
     let error = broken(good(), |t| t.sources[1].blocks = set(&[(61, 10), (75, 25)]));
     assert_eq!(error, TicketError::Uncovered { block: 60 });
@@ -100,7 +120,9 @@ fn the_base_and_payloads_of_a_delta_ticket_are_checked() {
     let payload =
         |bytes, sources: &[u32]| Payload { bytes, sources: sources.iter().copied().map(SourceId).collect() };
     let with = |identity, payloads| {
-        broken(delta_fields(&[5]), |t| t.mode = Mode::Delta { base: base(identity), payloads })
+        broken(delta_fields(&[5]), |t| {
+            t.mode = Mode::Delta { base: base(identity), payloads, codec: Codec::Plain }
+        })
     };
     let mut other_life = identity(40);
     other_life.incarnation = Incarnation(1);
@@ -108,7 +130,8 @@ fn the_base_and_payloads_of_a_delta_ticket_are_checked() {
         assert_eq!(with(bad, vec![payload(5, &[0])]).kind(), Kind::Stale);
     }
     // A newer one is no fault: the delta leads back.
-    let newer = Mode::Delta { base: base(identity(43)), payloads: vec![payload(5, &[0])] };
+    let payloads = vec![payload(5, &[0])];
+    let newer = Mode::Delta { base: base(identity(43)), payloads, codec: Codec::Plain };
     assert!(Ticket::new(TicketFields { mode: newer, ..delta_fields(&[5]) }).is_ok());
     assert!(matches!(with(identity(40), vec![]), TicketError::PayloadCount { count: 0, .. }));
     let many = vec![payload(5, &[0]); MAX_PAYLOADS + 1];

@@ -14,7 +14,7 @@ use windlass_core::identity::{CutsHash, Identity, Incarnation, LayoutHash, Model
 use windlass_core::manifest::{DimCut, Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::{
-    Base, BlockVersions, Checks, Deadline, MIN_STRIPE_BYTES, Mode, Payload, Source, SourceId, Ticket,
+    Base, BlockVersions, Checks, Codec, Deadline, MIN_STRIPE_BYTES, Mode, Payload, Source, SourceId, Ticket,
     TicketFields, TicketId, TicketKey,
 };
 
@@ -191,7 +191,7 @@ pub(super) fn delta_fields(payloads: &[Vec<u8>], at: SocketAddr) -> TicketFields
         payloads.iter().map(|p| Payload { bytes: p.len() as u64, sources: vec![SourceId(0)] }).collect();
     let base = Base { identity: identity(40), digest: StateDigest([4; 16]) };
     TicketFields {
-        mode: Mode::Delta { base, payloads },
+        mode: Mode::Delta { base, payloads, codec: Codec::Plain },
         checks: Checks::Xxh3,
         ..fields((0..10).into(), vec![source(0, at, (0..10).into())])
     }

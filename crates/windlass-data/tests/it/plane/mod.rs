@@ -17,7 +17,7 @@ use windlass_core::dtype::Dtype;
 use windlass_core::identity::{Incarnation, ModelId, StateDigest, Version};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 use windlass_data::image::ImageSpec;
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
 use windlass_data::region::{Memfd, Region, RegionSpec, Writer};
@@ -200,6 +200,7 @@ pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig
         },
         name: "test".into(),
         mode,
+        codec: CodecWanted::Auto,
         streams: Some(3),
         transfer_timeout: Duration::from_secs(20),
         open_timeout: Duration::from_secs(5),

@@ -15,7 +15,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::TicketFields;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::stop::Stop;
@@ -49,6 +49,8 @@ pub(crate) struct Line {
     /// Bytes that went from publishers to receivers.
     passed: AtomicU64,
     allowed: Mutex<Option<u64>>,
+    /// Bytes per second, and when the next ones may pass.
+    rate: Mutex<Option<(u64, Instant)>>,
     changed: Condvar,
     /// Where troubles come from, and how many connections of a hundred have one.
     dice: Mutex<Option<(Noise, u64)>>,
@@ -65,6 +67,11 @@ impl Line {
     pub(crate) fn allow(&self, total: Option<u64>) {
         *self.allowed.lock().unwrap() = total;
         self.changed.notify_all();
+    }
+
+    /// Lets so many bytes through each second.
+    pub(crate) fn limit(&self, bytes_per_second: u64) {
+        *self.rate.lock().unwrap() = Some((bytes_per_second, Instant::now()));
     }
 
     pub(crate) fn trouble(&self, seed: u64, percent: u64) {
@@ -87,6 +94,15 @@ impl Line {
                 return false;
             }
             allowed = self.changed.wait_timeout(allowed, LOOK).unwrap().0;
+        }
+        let due = self.rate.lock().unwrap().as_mut().map(|(rate, due)| {
+            *due = Instant::now().max(*due) + Duration::from_secs_f64(bytes as f64 / *rate as f64);
+            *due
+        });
+        while let Some(left) = due.and_then(|due| due.checked_duration_since(Instant::now()))
+            && !self.over()
+        {
+            allowed = self.changed.wait_timeout(allowed, left.min(LOOK)).unwrap().0;
         }
         self.passed.fetch_add(bytes, Ordering::SeqCst);
         !self.over()
@@ -306,7 +322,7 @@ impl Control for Via {
         self.control.sums(identity, stop)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
         self.control.register(registration, stop)
     }
 

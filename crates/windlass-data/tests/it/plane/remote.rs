@@ -14,7 +14,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::stop::Stop;
@@ -34,7 +34,7 @@ enum Answer {
     Version(VersionInfo),
     Manifest(String),
     Sums(Vec<BlockSum>),
-    Registered(String),
+    Registered(Registered),
     Transfer(TransferAnswer),
     Done,
     No { kind: Kind, message: String },
@@ -158,7 +158,7 @@ impl Control for Remote {
         }
     }
 
-    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<Registered, ControlError> {
         match self.ask("register", &Ask::Register(registration.clone()))? {
             Answer::Registered(id) => Ok(id),
             _ => self.odd("register"),

@@ -16,7 +16,9 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{ModelId, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::Ticket;
-use windlass_core::wire::control::{Have, Registration, RequestMode, TransferAnswer, TransferRequest};
+use windlass_core::wire::control::{
+    CodecWanted, Have, Registration, RequestMode, TransferAnswer, TransferRequest,
+};
 use windlass_data::image::ImageSpec;
 use windlass_data::publish::{self, PublishError};
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
@@ -181,6 +183,8 @@ impl<'a> Publisher<'a> {
             wanted: None,
             streams: Some(self.config.streams),
             timeout_ms: Some(TIMEOUT.as_millis() as u64),
+            codec: None,
+            link_bytes_per_second: None,
         };
         match self.server.request(&request, &self.stop()).map_err(failed!("ask for a ticket"))? {
             TransferAnswer::Granted(granted) => granted.ticket().map_err(failed!("read a ticket")),
@@ -196,6 +200,7 @@ impl<'a> Publisher<'a> {
             image: image_spec(place, name, self.config.bench.threads)?,
             name: name.to_owned(),
             mode: RequestMode::Auto,
+            codec: CodecWanted::Plain,
             streams: Some(self.config.streams),
             transfer_timeout: TIMEOUT,
             open_timeout: TIMEOUT,

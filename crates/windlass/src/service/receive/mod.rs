@@ -40,7 +40,8 @@ use serde_json::{Value, json};
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, ModelId, Version};
-use windlass_core::wire::control::RequestMode;
+use windlass_core::wire::Codec;
+use windlass_core::wire::control::{CodecWanted, RequestMode};
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
@@ -93,6 +94,8 @@ pub(crate) struct Receive {
     pub(crate) name: String,
     /// How to be served.
     pub(crate) mode: RequestMode,
+    /// The codec to ask for.
+    pub(crate) codec: CodecWanted,
     /// Streams of a transfer.
     pub(crate) streams: Option<u16>,
     /// Threads for sums and deltas.
@@ -173,6 +176,7 @@ impl Receive {
             },
             name: self.name.clone(),
             mode: self.mode,
+            codec: self.codec,
             streams: self.streams,
             transfer_timeout: self.timeout,
             open_timeout: self.timeout,
@@ -404,8 +408,9 @@ fn report(synced: &Synced) -> Value {
 }
 
 fn line(image: &Known, s: &Synced) -> String {
+    let codec = s.codec.filter(|codec| *codec == Codec::Context).map_or("", |_| " in context records");
     format!(
-        "{}: {} {}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
+        "{}: {}{codec} {}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
         image.identity,
         s.mode,
         bytes(s.wire_bytes),

@@ -15,8 +15,9 @@ use windlass_core::barrier::{Order, Phase, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::wire::Codec;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::image::Known;
 use windlass_data::receiver::{
@@ -74,6 +75,17 @@ pub(super) struct Sending {
     pub(super) mode: Option<&'static str>,
     pub(super) intervals: Vec<Interval>,
     pub(super) pause_ms: Option<f64>,
+}
+
+/// How a version came: its mode, and the codec of a delta.
+type How = (&'static str, Option<Codec>);
+
+/// A pull in the timeline.
+fn pull_of(codec: Option<Codec>) -> &'static str {
+    match codec {
+        Some(Codec::Context) => "pull context delta",
+        Some(Codec::Plain) | None => "pull delta",
+    }
 }
 
 /// A load of one engine.
@@ -414,7 +426,7 @@ impl Model {
             match step {
                 Staging::Held(answer) => {
                     drop(state);
-                    self.send(out, session, answer, Some("held"), Vec::new(), None);
+                    self.send(out, session, answer, Some(("held", None)), Vec::new(), None);
                 }
                 Staging::Fetch(stage) => {
                     state.pulling = Some(stop.clone());
@@ -523,9 +535,9 @@ impl Model {
                 let answer = state.orders.fetched(stage.order, &base, delta, now);
                 state.error = None;
                 drop(state);
-                let interval =
-                    Interval::of(Lane::Wire, "pull delta", now, synced.wire_ms, Some(synced.wire_bytes));
-                self.answer(out, session, answer, Some("delta"), vec![interval]);
+                let what = pull_of(synced.codec);
+                let interval = Interval::of(Lane::Wire, what, now, synced.wire_ms, Some(synced.wire_bytes));
+                self.answer(out, session, answer, Some(("delta", synced.codec)), vec![interval]);
             }
             Ok(None) => {
                 state.orders.needs_whole(stage.order);
@@ -564,7 +576,7 @@ impl Model {
                 state.error = None;
                 drop(state);
                 let (what, mode) = match synced.mode {
-                    "delta" => ("pull delta", "delta"),
+                    "delta" => (pull_of(synced.codec), "delta"),
                     "none" => ("compare", "held"),
                     _ => ("pull image", "full"),
                 };
@@ -572,7 +584,7 @@ impl Model {
                 let pulled =
                     Interval::of(Lane::Wire, what, applied.began, synced.wire_ms, Some(synced.wire_bytes));
                 let intervals = if synced.apply_ms > 0.0 { vec![pulled, applied] } else { vec![pulled] };
-                self.answer(out, session, answer, Some(mode), intervals);
+                self.answer(out, session, answer, Some((mode, synced.codec)), intervals);
             }
             Err(e) => self.stage_failed(state, stage, &e, out),
         }
@@ -773,11 +785,11 @@ impl Model {
         out: &Sender<Sending>,
         session: u64,
         answer: Option<Answer>,
-        mode: Option<&'static str>,
+        how: Option<How>,
         intervals: Vec<Interval>,
     ) {
         if let Some(answer) = answer {
-            self.send(out, session, answer, mode, intervals, None);
+            self.send(out, session, answer, how, intervals, None);
         }
     }
 
@@ -786,15 +798,17 @@ impl Model {
         out: &Sender<Sending>,
         session: u64,
         answer: Answer,
-        mode: Option<&'static str>,
+        how: Option<How>,
         intervals: Vec<Interval>,
         pause_ms: Option<f64>,
     ) {
         let (order, identity) = (answer.order, &answer.identity);
+        let (mode, codec) = (how.map(|(mode, _)| mode), how.and_then(|(_, codec)| codec));
         match &answer.outcome {
             Outcome::Staged => {
                 let event = json!({
                     "event": "staged", "receiver": self.name, "order": order, "identity": identity, "mode": mode,
+                    "codec": codec,
                 });
                 self.session.event(&event, || format!("{identity}: staged ({})", mode.unwrap_or("held")));
             }
@@ -852,7 +866,7 @@ impl Control for NoAgent {
         NoAgent::lost("get the sums")
     }
 
-    fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
+    fn register(&self, _: &Registration, _: &Stop) -> Result<Registered, ControlError> {
         NoAgent::lost("register")
     }
 

@@ -32,7 +32,7 @@ pub(crate) fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) ->
         trainer_cuda: cuda.clone(),
         engine_cuda: cuda.clone(),
         // Engines of the same version of Windlass.
-        peer: Peer { delta: true, ..Peer::default() },
+        peer: Peer { delta: true, context: true, ..Peer::default() },
         model_bytes,
         baseline_bytes: model_bytes.map(|bytes| bytes / gpus.len().max(1) as u64),
         arena_bytes: Some(ARENA),
