@@ -262,7 +262,8 @@ class TCPTransferEngine(_Tcp):
     def __init__(self, config: TransferEngineConfig | Mapping[str, Any] | None = None) -> None:
         if isinstance(config, TransferEngineConfig):
             engine = config.to_dict()
-            config = {"manager": {"engine": engine}, "mode": config.mode, "timeout": config.timeout}
+            own = {"mode": config.mode, "codec": config.codec, "timeout": config.timeout}
+            config = {"manager": {"engine": engine}, **own}
         super().__init__(config)
 
 
@@ -297,6 +298,7 @@ class TransferBuffer(Receiver):
             "tls_ca": config.tls_ca,
             "group_readable": config.group,
             "mode": config.engine.mode,
+            "codec": config.engine.codec,
             "streams": config.engine.streams,
             "transfer_timeout": config.engine.timeout,
         }

@@ -165,16 +165,19 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferEngineConfig(Config):
-    """How bytes move between an agent and a receiver: streams, the deadline of a transfer, and what to ask for."""
+    """How bytes move between an agent and a receiver: streams, the deadline of a transfer, what to ask for, and the form of
+    deltas."""
 
     streams: int = 6
     timeout: float = 600.0
     mode: Literal["auto", "full", "delta"] = "auto"
+    codec: Literal["auto", "plain", "context"] = "auto"
 
     def __post_init__(self) -> None:
         self._count("streams", 1, 64)
         self._seconds("timeout")
         self._choice("mode", "auto", "full", "delta")
+        self._choice("codec", "auto", "plain", "context")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,12 +96,8 @@ class Engine:
         outcomes: dict[int, int] = {}
         tally = self.programs.zeros(1, TALLY)
         unit = {b.number: b.tensor.unit for b in self.blocks}
-        for work, (kernel, u) in enumerate((k, u) for u in (1, 2, 4, 8) for k in ("apply", "context")):
-            mine = [
-                n
-                for n, p in patches.items()
-                if unit[n] == u and (p[2] == codec.CONTEXT) == (kernel == "context")
-            ]
+        for work, u in enumerate((1, 2, 4, 8)):
+            mine = [n for n in patches if unit[n] == u]
             if not mine:
                 continue
             rows = [
@@ -111,8 +107,8 @@ class Engine:
             ]
             table, told = self.programs.table(np.array(rows, PATCH)), self.programs.zeros(4 * len(mine))
             self.programs.start(
-                f"{kernel}_{u}",
-                f"windlass_{kernel}",
+                f"apply_{u}",
+                "windlass_apply",
                 places=self.places,
                 pieces=self.table,
                 patches=table,

@@ -108,6 +108,8 @@ def test_the_status_of_a_receiver_is_read_as_rust_writes_it() -> None:
         "target": identity,
         "image": {"identity": {**identity, "version": 6}, "digest": "00" * 16},
         "mode": "delta",
+        "codec": "context",
+        "link_bytes_per_second": 1_000_000,
         "bytes": 10,
         "bytes_done": 4,
         "synced": 2,

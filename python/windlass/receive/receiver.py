@@ -98,7 +98,9 @@ class Synced:
         >>> Synced(mode="delta", wire_bytes=4096).metrics()["windlass/sync_wire_bytes"]
         4096
         """
-        return numbers(prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode", "codec")])
+        return numbers(
+            prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode", "codec")]
+        )
 
 
 class Receiver:

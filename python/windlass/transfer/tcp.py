@@ -102,7 +102,9 @@ class TcpSettings(Config):
         )
         self._seconds("timeout")
         self._choice("mode", "full", "delta", "auto")
-        if (self.codec == "full" and self.mode == "delta") or (self.records != "auto" and self.mode == "full"):
+        if (self.codec == "full" and self.mode == "delta") or (
+            self.records != "auto" and self.mode == "full"
+        ):
             raise self._bad("codec", f"the other one for the mode {self.mode!r}")
         if not isinstance(self.manager, Mapping):
             raise self._bad("manager", "a dictionary of the fields of WeightManagerConfig")

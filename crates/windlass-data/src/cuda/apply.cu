@@ -1,6 +1,6 @@
 // Apply: the records of a delta into an engine's parameters, in O(changes).
 //
-// Owns: decoding of plain records (`windlass_core::delta`); those of context mode are context.cu's. Must not: trust a
+// Owns: decoding of plain records (`windlass_core::delta`); the host recodes context records before it gives a delta to a device. Must not: trust a
 // record. A malformed one is told apart before anything is written; its sections are never read beyond its end, nor
 // positions used beyond the block.
 //

@@ -1,4 +1,4 @@
-// What applying plain and context records shares: tables, bits of a payload, the way from a unit of a tensor to memory.
+// What applying records needs: tables, bits of a payload, the way from a unit of a tensor to memory.
 //
 // Owns: the way from a unit of a tensor to where an engine keeps it, and reads of payloads that end where the payload
 // does. Must not: have kernels, or trust a record.

@@ -10,7 +10,6 @@
 // |---|---|---|
 // | encode | unit, delta | `UNIT` bytes of a unit, `CAST=1` if the new state is fp32 and the image bf16 |
 // | apply | unit, record, apply | `UNIT` |
-// | context | unit, record, context | `UNIT` |
 // | sum | unit, sum | |
 // | copy | unit, copy | |
 //
@@ -40,7 +39,6 @@ typedef unsigned long long u64;
 
 // Codes of modes.
 #define SPARSE 1u
-#define CONTEXT 2u
 #define BITMAP 3u
 #define DENSE 4u
 // The high part of a value from which on it is written in full.

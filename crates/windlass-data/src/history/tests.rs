@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use windlass_core::Dtype;
-use windlass_core::delta::{Delta, Mode};
+use windlass_core::delta::{Delta, Encoder, Mode};
 use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::identity::Identity;
@@ -474,13 +474,13 @@ fn deltas_with_context_records_are_kept_out_of_the_history() {
         version: 102,
         new: &new,
         base: Some(Base { data: &run.images[1], sums: &run.sums, version: 101 }),
-        out: None,
-        context_out: Some(&place),
+        out: Some(&place),
+        encoder: Encoder::with_context,
         threads: 1,
         stop: &Stop::never(),
         progress: &|_| (),
     };
-    let file = seal(job).unwrap().context.unwrap();
+    let file = seal(job).unwrap().delta.unwrap();
     assert!(file.context_records > 0);
     let e = run.history.add(file).unwrap_err();
     assert!(matches!(&e, HistoryError::Context { path } if *path == place), "{e}");
@@ -634,7 +634,7 @@ fn child_that_seals_until_it_is_killed() {
         new: &new,
         base: Some(Base { data: &old, sums: &sums, version: 100 }),
         out: Some(Path::new(&place)),
-        context_out: None,
+        encoder: Encoder::plain,
         threads: 1,
         stop: &Stop::never(),
         progress: &progress,

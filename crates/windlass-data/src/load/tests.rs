@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use windlass_core::delta::{Delta, DeltaError};
+use windlass_core::delta::{Delta, DeltaError, Encoder};
 use windlass_core::error::Kind;
 use windlass_core::manifest::{DimCut, TensorSpec};
 
@@ -159,8 +159,8 @@ fn versions(m: &Manifest, dice: &mut Dice, count: u64, context: bool) -> (Vec<Ve
                 version: v + 1,
                 new: &new,
                 base: Some(Base { data: &old, sums: &sums, version: v }),
-                out: None,
-                context_out: Some(&out),
+                out: Some(&out),
+                encoder: Encoder::with_context,
                 threads: 1,
                 stop: &Stop::never(),
                 progress: &|_| (),

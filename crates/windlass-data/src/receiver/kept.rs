@@ -188,6 +188,7 @@ fn clear_dir(dir: &PathBuf) {
 #[cfg(test)]
 mod tests {
     use windlass_core::Dtype;
+    use windlass_core::delta::Encoder;
     use windlass_core::manifest::TensorSpec;
 
     use super::*;
@@ -205,7 +206,8 @@ mod tests {
         new.chunks_exact_mut(2).step_by(31).filter(|c| c[1] < 0x3d).for_each(|c| c[0] ^= 1);
         let home = tempfile::tempdir().unwrap();
         let (plain, context) = (home.path().join("plain"), home.path().join("context"));
-        let sealed = seal(SealJob {
+        let sums = table(&m, &old);
+        let job = SealJob {
             kernels: kernels(),
             manifest: &m,
             blocks: &all(&m),
@@ -213,15 +215,15 @@ mod tests {
             incarnation: INCARNATION,
             version: 2,
             new: &new,
-            base: Some(Base { data: &old, sums: &table(&m, &old), version: 1 }),
+            base: Some(Base { data: &old, sums: &sums, version: 1 }),
             out: Some(&plain),
-            context_out: Some(&context),
+            encoder: Encoder::plain,
             threads: 1,
             stop: &Stop::never(),
             progress: &|_| (),
-        })
-        .unwrap();
-        let header = sealed.delta.unwrap().header;
+        };
+        let header = seal(job).unwrap().delta.unwrap().header;
+        seal(SealJob { out: Some(&context), encoder: Encoder::with_context, ..job }).unwrap();
         let kept = home.path().join("kept");
         for (file, is_kept) in [(&plain, true), (&context, false)] {
             let bytes = fs::read(file).unwrap();

@@ -37,14 +37,14 @@ impl LinkState {
         Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
     }
 
-    /// Notes a transfer. A new measurement counts as much as all before it.
+    /// Notes a transfer. The seconds for a byte count as much as those of all transfers before it.
     pub(super) fn measure(&self, bytes: u64, ms: f64) {
         if bytes < MEASURABLE || ms <= 0.0 {
             return;
         }
         let now = (bytes as f64 / ms * 1e3).min(1e15) as u64;
-        let rate = self.rate().map_or(now, |before| u64::midpoint(before, now));
-        self.rate.store(rate.max(1), Ordering::Relaxed);
+        let mean = |before: u64| (2.0 / (1.0 / before as f64 + 1.0 / now.max(1) as f64)) as u64;
+        self.rate.store(self.rate().map_or(now, mean).max(1), Ordering::Relaxed);
     }
 
     pub(super) fn is_trusted(&self) -> bool {
@@ -152,4 +152,25 @@ fn in_plain(delta: &Delta<'_>, view: &ImageView, threads: usize, stop: &Stop) ->
     }
     parts.finish(&mut out);
     Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_of_a_link_is_that_of_its_transfers_and_a_slow_one_shows_at_once() {
+        let link = LinkState::default();
+        link.measure(MEASURABLE - 1, 1.0);
+        link.measure(MEASURABLE, 0.0);
+        assert_eq!(link.rate(), None);
+        link.measure(1 << 30, 1000.0);
+        assert_eq!(link.rate(), Some(1 << 30));
+        link.measure(1_000_000, 1000.0);
+        assert!(link.rate().unwrap() < 2_000_000, "{:?}", link.rate());
+        for _ in 0..12 {
+            link.measure(1 << 30, 1000.0);
+        }
+        assert!(link.rate().unwrap() > 500_000_000, "{:?}", link.rate());
+    }
 }

@@ -166,10 +166,10 @@ pub struct SealJob<'a> {
     pub new: &'a [u8],
     /// What to compare it with.
     pub base: Option<Base<'a>>,
-    /// Where the plain delta goes, which composes (see [`crate::history`]).
+    /// Where the delta goes.
     pub out: Option<&'a Path>,
-    /// Where a delta with context records goes, for receivers that asked for it; such deltas do not compose.
-    pub context_out: Option<&'a Path>,
+    /// Makes its records. Only plain ones compose (see [`crate::history`]).
+    pub encoder: fn() -> Encoder,
     pub threads: usize,
     /// When to give up.
     pub stop: &'a Stop,
@@ -199,10 +199,8 @@ pub struct Sealed {
     pub state: StateSum,
     /// The digest of that sum: the state digest, if the part is the whole image.
     pub digest: StateDigest,
-    /// The plain delta, if there is a base and a place for it.
+    /// The delta, if there is a base and a place for it.
     pub delta: Option<DeltaFile>,
-    /// The delta with context records, likewise.
-    pub context: Option<DeltaFile>,
 }
 
 /// Sums these blocks of an image.
@@ -244,10 +242,10 @@ pub fn seal(job: SealJob<'_>) -> Result<Sealed, SealError> {
     let (manifest, layout) = (job.manifest, job.manifest.layout_hash());
     let new = Image::of("new", manifest, job.new)?;
     let run = Run { kernels: job.kernels, threads: job.threads, stop: job.stop, progress: job.progress };
-    let Some(base) = job.base.filter(|_| job.out.is_some() || job.context_out.is_some()) else {
+    let (Some(base), Some(path)) = (job.base, job.out) else {
         let sums = pass::sum::<SealError>(run, manifest, job.blocks, |t| new.tensor(t))?;
         let state = sums.state();
-        return Ok(Sealed { sums, state, digest: state.digest(layout), delta: None, context: None });
+        return Ok(Sealed { sums, state, digest: state.digest(layout), delta: None });
     };
     let old = Image::of("base", manifest, base.data)?;
     check_base(&job, &base)?;
@@ -257,18 +255,15 @@ pub fn seal(job: SealJob<'_>) -> Result<Sealed, SealError> {
         base: base.version,
         target: job.version,
     };
-    let plain = job.out.map(|path| Lane { path, encoder: Encoder::plain as fn() -> Encoder });
-    let context = job.context_out.map(|path| Lane { path, encoder: Encoder::with_context });
-    let lanes: Vec<Lane<'_>> = plain.into_iter().chain(context).collect();
+    let lane = Lane { path };
     // The digests are known at the end; the header has the same length whatever they are.
     let unknown = StateDigest([0; 16]);
     let header = names.header(manifest, unknown, unknown).to_bytes();
-    let drafts: Vec<Draft> = lanes.iter().map(|lane| lane.begin(&header)).collect::<Result<_, _>>()?;
+    let draft = lane.begin(&header)?;
 
     let sums = Mutex::new(restrict(manifest, base.sums, job.blocks)?);
     let (old, new) = (|t| old.tensor(t), |t| new.tensor(t));
     let pair = Pair { manifest, old: &old, new: &new, old_sums: Some(base.sums) };
-    let encoders: Vec<fn() -> Encoder> = lanes.iter().map(|l| l.encoder).collect();
     // Once for each block that changed: the lock is held for nanoseconds in each dozen microseconds.
     let note = |(): &mut (), v: &Visit<'_>| {
         if v.new_sum != v.old_sum {
@@ -276,21 +271,16 @@ pub fn seal(job: SealJob<'_>) -> Result<Sealed, SealError> {
             sums.set(v.tile.number, v.tile.block.tensor, v.new_sum);
         }
     };
-    let write = |i: usize, bytes: &[u8]| lanes[i].write(&drafts[i], bytes);
-    let totals = pass::run(run, pair, job.blocks, &encoders, note, write)?;
+    let write = |_, bytes: &[u8]| lane.write(&draft, bytes);
+    let totals = pass::run(run, pair, job.blocks, &[job.encoder], note, write)?;
 
     let header = names.header(manifest, totals.base.digest(layout), totals.target.digest(layout));
-    let mut files = Vec::with_capacity(lanes.len());
-    for ((lane, draft), total) in lanes.iter().zip(drafts).zip(&totals.lanes) {
-        files.push(lane.finish(draft, &header, total)?);
-    }
-    let mut files = files.into_iter();
+    let delta = totals.lanes.first().map(|total| lane.finish(draft, &header, total)).transpose()?;
     Ok(Sealed {
         sums: sums.into_inner().unwrap_or_else(PoisonError::into_inner),
         state: totals.target,
         digest: header.target_digest,
-        delta: job.out.and_then(|_| files.next()),
-        context: job.context_out.and_then(|_| files.next()),
+        delta,
     })
 }
 
@@ -345,10 +335,9 @@ impl<'a> Image<'a> {
     }
 }
 
-/// One delta of a pass.
+/// The delta of a pass.
 struct Lane<'a> {
     path: &'a Path,
-    encoder: fn() -> Encoder,
 }
 
 impl Lane<'_> {

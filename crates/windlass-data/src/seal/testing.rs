@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use windlass_core::Dtype;
-use windlass_core::delta::{Applier, Delta, Outcome, Tile};
+use windlass_core::delta::{Applier, Delta, Encoder, Outcome, Tile};
 use windlass_core::digest::SumTable;
 use windlass_core::identity::{Incarnation, ModelId, Version};
 use windlass_core::kernel::read_unit;
@@ -112,7 +112,7 @@ pub(crate) fn seal_step(
         new,
         base: Some(Base { data: old, sums: old_sums, version: base }),
         out: Some(out),
-        context_out: None,
+        encoder: Encoder::plain,
         threads: 2,
         stop: &Stop::never(),
         progress: &|_| (),

@@ -29,7 +29,7 @@ fn job<'a>(
         new,
         base,
         out: None,
-        context_out: None,
+        encoder: Encoder::plain,
         threads: 3,
         stop,
         progress: &|_| (),
@@ -58,7 +58,6 @@ proptest! {
         let (blocks, model_id) = (all(&manifest), model());
         let one = SealJob {
             out: Some(&plain),
-            context_out: Some(&context),
             threads: 1,
             ..job(&manifest, &blocks, &model_id, &new, Some(base), &stop)
         };
@@ -66,7 +65,10 @@ proptest! {
         let expected = table(&manifest, &new);
         prop_assert_eq!(&sealed.sums, &expected);
         prop_assert_eq!((sealed.state, sealed.digest), (expected.state(), expected.digest(&manifest)));
-        for (path, file) in [(&plain, sealed.delta.unwrap()), (&context, sealed.context.unwrap())] {
+        let other = SealJob { out: Some(&context), encoder: Encoder::with_context, ..one };
+        let other = seal(other).unwrap();
+        prop_assert_eq!((&other.sums, other.digest), (&sealed.sums, sealed.digest));
+        for (path, file) in [(&plain, sealed.delta.unwrap()), (&context, other.delta.unwrap())] {
             let bytes = fs::read(path).unwrap();
             let delta = Delta::parse(&bytes).unwrap();
             prop_assert_eq!(&delta.header, &file.header);
@@ -80,7 +82,7 @@ proptest! {
             prop_assert_eq!(&got, &new);
         }
         let again = dir.path().join("again");
-        seal(SealJob { out: Some(&again), context_out: None, threads, ..one }).unwrap();
+        seal(SealJob { out: Some(&again), threads, ..one }).unwrap();
         prop_assert!(fs::read(&plain).unwrap() == fs::read(&again).unwrap());
     }
 
@@ -130,7 +132,7 @@ fn sealing_without_a_base_or_a_place_sums_the_new_image() {
     let base = Base { data: &old, sums: &sums, version: 1 };
     for job in [without_base, job(&manifest, &blocks, &model_id, &new, Some(base), &stop)] {
         let sealed = seal(job).unwrap();
-        assert!(sealed.delta.is_none() && sealed.context.is_none() && !out.exists());
+        assert!(sealed.delta.is_none() && !out.exists());
         assert_eq!(sealed.sums, expected);
     }
 }

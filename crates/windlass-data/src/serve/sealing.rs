@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use windlass_core::delta::Encoder;
 use windlass_core::digest::{StateSum, SumTable};
 use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
@@ -354,7 +355,7 @@ impl Inner {
                     version: known.version,
                 }),
                 out: out.as_deref().filter(|_| with_delta),
-                context_out: None,
+                encoder: Encoder::plain,
                 threads: self.config.threads,
                 stop: &self.stop,
                 progress: &|_| {},

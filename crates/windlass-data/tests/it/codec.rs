@@ -35,13 +35,13 @@ fn publisher() -> Publisher {
     publisher
 }
 
-/// A step of training: of small weights, a few per cent change; of large ones, hardly any.
+/// A step of training: the chance of a weight to change halves with each octave.
 fn step(publisher: &mut Publisher, version: Version) {
     let mut noise = Noise(version.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     for unit in publisher.data[..2 << 20].chunks_exact_mut(2) {
         let bits = u16::from_le_bytes([unit[0], unit[1]]);
-        let small = f32::from_bits(u32::from(bits) << 16).abs() < 0.004;
-        if noise.below(1000) < if small { 40 } else { 2 } {
+        let size = f32::from_bits(u32::from(bits) << 16).abs();
+        if (noise.below(1 << 20) as f32) < (40.0 / size).min(1e5) {
             unit.copy_from_slice(&(bits ^ 1).to_le_bytes());
         }
     }

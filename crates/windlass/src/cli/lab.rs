@@ -32,6 +32,8 @@ pub(super) enum ParsedBench {
     Tcp(ParsedTcp),
     /// A sync by delta, from commit to the receiver's image, against encoding, sending and applying alone
     Sync(ParsedPlane),
+    /// Syncs by delta over a line of limited rate: plain records, context records, and the choice between them
+    Link(ParsedLink),
     /// One version to 1, 2, 4, 8 and 16 receivers at once, against the link's bandwidth
     Fanout(ParsedPlane),
     /// Orders from the controller to 3, 30 and 300 receivers, against as many empty requests
@@ -76,8 +78,17 @@ pub(super) struct ParsedTcp {
 }
 
 #[derive(Debug, Args)]
+pub(super) struct ParsedLink {
+    #[command(flatten)]
+    plane: ParsedPlane,
+    /// Rate of the line, in bytes per second
+    #[arg(long, default_value = "2M", value_parser = parse_count, value_name = "N")]
+    rate: u64,
+}
+
+#[derive(Debug, Args)]
 pub(super) struct ParsedPlane {
-    /// Elements of the synthetic bf16 model; accepts the suffixes k, M, G, Ki, Mi and Gi [default: 128Mi; fanout: 32Mi]
+    /// Elements of the synthetic bf16 model; accepts the suffixes k, M, G, Ki, Mi and Gi [default: 128Mi; fanout, link: 32Mi]
     #[arg(long, value_parser = parse_count, value_name = "N", conflicts_with = "model_bytes")]
     elements: Option<u64>,
     /// Size of the model in bytes, instead of --elements
@@ -182,6 +193,9 @@ impl ParsedBench {
                 plane.work(ELEMENTS, move |config, s| bench::tcp::run(config, tls, s))?
             }
             ParsedBench::Sync(plane) => plane.work(ELEMENTS, bench::sync::run)?,
+            ParsedBench::Link(ParsedLink { plane, rate }) => {
+                plane.work(ELEMENTS / 4, move |config, s| bench::link::run(config, rate.max(1), s))?
+            }
             ParsedBench::Fanout(plane) => plane.work(ELEMENTS / 4, bench::fanout::run)?,
             ParsedBench::Controller { receivers, models, repeats } => {
                 let receivers = receivers.into_iter().map(usize::from).collect();

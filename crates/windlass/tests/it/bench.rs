@@ -60,6 +60,16 @@ fn the_sync_bench_measures_every_part_alone() {
 }
 
 #[test]
+fn the_link_bench_shows_both_codecs_and_the_choice() {
+    let link = bench("link", &["--rate", "1M"]);
+    let bytes = |codec: &str| link["codecs"][codec]["wire_bytes"].as_u64();
+    assert!(bytes("context") > Some(0) && bytes("context") < bytes("plain"), "{link}");
+    for codec in ["plain", "context", "auto"] {
+        assert!(link["codecs"][codec]["total_ms"].as_f64() > Some(0.0), "{codec} of {link}");
+    }
+}
+
+#[test]
 fn the_fanout_bench_has_a_row_for_every_number_of_receivers() {
     let fanout = bench("fanout", &[]);
     let rows = fanout["rows"].as_array().unwrap();

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 use windlass_core::Dtype;
-use windlass_core::delta::Delta;
+use windlass_core::delta::{Delta, Encoder};
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_core::manifest::{Manifest, Tensor, TensorSpec};
 use windlass_data::load::{LoadPlan, Loaded, PlanCopy, Target};
@@ -177,7 +177,7 @@ fn delta(config: &PlaneConfig, session: &Session, images: &Images) -> Result<Vec
         new: &images.next,
         base: Some(Base { data: &images.base, sums: &sums, version: 0 }),
         out: Some(&path),
-        context_out: None,
+        encoder: Encoder::plain,
         threads,
         stop,
         progress: &|_| {},

@@ -8,6 +8,7 @@ pub(crate) mod codec;
 pub(crate) mod controller;
 pub(crate) mod digest;
 pub(crate) mod fanout;
+pub(crate) mod link;
 pub(crate) mod load;
 pub(crate) mod offload;
 pub(crate) mod rig;

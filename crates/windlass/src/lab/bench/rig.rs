@@ -196,11 +196,23 @@ impl<'a> Publisher<'a> {
 
     /// A receiver with an image of its own.
     pub(crate) fn receiver(&self, place: &BenchDir, name: &str) -> Result<Receiver, Error> {
+        let control = Arc::clone(&self.server) as Arc<dyn Control>;
+        self.receiver_over(place, name, CodecWanted::Plain, control)
+    }
+
+    /// The same over another control connection, with the codec that it asks for.
+    pub(crate) fn receiver_over(
+        &self,
+        place: &BenchDir,
+        name: &str,
+        codec: CodecWanted,
+        control: Arc<dyn Control>,
+    ) -> Result<Receiver, Error> {
         let config = ReceiverConfig {
             image: image_spec(place, name, self.config.bench.threads)?,
             name: name.to_owned(),
             mode: RequestMode::Auto,
-            codec: CodecWanted::Plain,
+            codec,
             streams: Some(self.config.streams),
             transfer_timeout: TIMEOUT,
             open_timeout: TIMEOUT,
@@ -209,7 +221,6 @@ impl<'a> Publisher<'a> {
             keep: None,
             share: None,
         };
-        let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))
     }
 }

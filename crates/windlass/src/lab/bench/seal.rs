@@ -4,6 +4,7 @@
 //! file included, which is made in the region's directory and replaced every round.
 
 use serde_json::json;
+use windlass_core::delta::Encoder;
 use windlass_core::identity::{Incarnation, ModelId};
 use windlass_data::seal::{self, Base, SealJob};
 
@@ -46,7 +47,7 @@ pub(crate) fn run(config: &PlaneConfig, session: &Session) -> Result<(), Error> 
                     new: &images.next,
                     base: Some(Base { data: &images.base, sums: &sums, version: 0 }),
                     out: Some(&path),
-                    context_out: None,
+                    encoder: Encoder::plain,
                     threads,
                     stop: cancel,
                     progress: &|_| {},

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use windlass_core::delta::Delta;
+use windlass_core::delta::{Delta, Encoder};
 use windlass_core::digest::SumTable;
 use windlass_core::identity::{StateDigest, Version};
 use windlass_core::wire::Mode;
@@ -164,7 +164,7 @@ impl<'a> Bench<'a> {
             new: new.data(),
             base: Some(Base { data: old.data(), sums: base_sums, version: inactive.version }),
             out: Some(&self.delta),
-            context_out: None,
+            encoder: Encoder::plain,
             threads: self.config.bench.threads,
             stop: &publisher.stop(),
             progress: &|_| {},
