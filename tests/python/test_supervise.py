@@ -165,8 +165,7 @@ def test_a_killed_agent_comes_back_where_it_was(region: Path) -> None:
 
 FORKING = """
     import json, os, signal, sys
-    from windlass.config import SenderAgentConfig
-from windlass.publish.supervise import AgentSupervisor
+    from windlass.publish.supervise import AgentSupervisor
 
     agent = AgentSupervisor(sys.argv[1])
     agent.endpoint(30)
@@ -218,8 +217,7 @@ def test_a_forked_child_gets_a_clear_error_and_leaves_the_agent_alone(region: Pa
 
 WAITING = """
     import json, sys, time
-    from windlass.config import SenderAgentConfig
-from windlass.publish.supervise import AgentSupervisor
+    from windlass.publish.supervise import AgentSupervisor
 
     deaf = [sys.executable, "-c", "import time; time.sleep(1000)"]
     with AgentSupervisor(sys.argv[1], program=deaf) as agent:
@@ -282,8 +280,7 @@ def test_the_agent_is_found_where_only_the_search_path_leads_to_the_package(regi
     script = """
         import json, sys
         sys.path.insert(0, sys.argv[2])
-        from windlass.config import SenderAgentConfig
-from windlass.publish.supervise import AgentSupervisor
+        from windlass.publish.supervise import AgentSupervisor
 
         with AgentSupervisor(sys.argv[1]) as agent:
             print(json.dumps(agent.endpoint(30)), flush=True)
