@@ -69,7 +69,7 @@ __all__ = ["Live", "Session"]
 
 log = logging.getLogger("windlass")
 
-#: Before every so many sparse loads the weights are compared with the version that they should be.
+#: At every so many sparse loads all weights are compared with the version that they should be.
 VERIFY_EVERY = 50
 #: How many elements a sparse load looks at before it trusts the weights.
 SAMPLE = 4096
@@ -85,8 +85,8 @@ class Live:
     """The weights of one worker.
 
     ``session`` is the engine's own way to load, ``rank`` the worker's among those of its engine, and ``engine`` its
-    name and version. ``extras`` says what happens to tensors that the engine does not take. Before every Nth sparse load,
-    ``verify_every``, the weights are compared with the version that they should be; both come from the environment
+    name and version. ``extras`` says what happens to tensors that the engine does not take. At every Nth sparse load,
+    ``verify_every``, all weights are compared with the version that they should be; both come from the environment
     (``WINDLASS_EXTRAS``, ``WINDLASS_VERIFY_EVERY``) if they are not given.
     """
 

@@ -77,8 +77,8 @@ class Follower:
     """Keeps an engine at the newest version that a :class:`~windlass.Receiver` has.
 
     ``load`` is either the live weights of a torch model (:class:`windlass.load.Live`), which take each version by the best
-    way there is, on a GPU before the image has it; or a function. ``load(image)`` puts a version into the engine: :attr:`Image.tensors` are the image's own memory, whole and proved
-    by the digest, valid until ``load`` returns. ``pause()`` gives a context manager that is entered before ``load`` and
+    way there is, on a GPU before the image has it; or a function. ``load(image)`` puts a version into the engine:
+    :attr:`Image.tensors` are the image's own memory, whole and proved by the digest, valid until ``load`` returns. ``pause()`` gives a context manager that is entered before ``load`` and
     left after it; without one the engine is not paused. The pull goes on before the pause: the engine stands still for
     the load only. ``stage(image)`` is called before the pause as well, with the version that is about to be loaded, to do
     what can be done while the engine serves (:meth:`windlass.load.Live.stage`); if it fails, ``load`` does all of it.
@@ -143,11 +143,12 @@ class Follower:
         @contextlib.contextmanager
         def pause() -> Iterator[None]:
             nonlocal paused
-            start = time.monotonic()
+            start, before = time.monotonic(), self._live
             with self._pause():
                 self._live, self._fenced = None, True
                 yield
-            self._fenced = False
+            # A pause in which nothing was written is left like this, too.
+            self._live, self._fenced = before, False
             paused += time.monotonic() - start
 
         report = weights.take(self._receiver, pause, timeout)
@@ -156,7 +157,9 @@ class Follower:
         live, last = report.live, report.last
         self._live = (live.incarnation, live.version)
         image = self._receiver.status().image
-        digest = image.digest if image is not None and image.identity.version == live.version else None
+        digest = None
+        if image is not None and (int(image.identity.incarnation), image.identity.version) == self._live:
+            digest = image.digest
         return Loaded(live.version, live.incarnation, digest, last.how, paused * 1e3, last.ms)
 
     def _take(self, load: Callable[[Image], Any], mode: str) -> Loaded | None:

@@ -124,6 +124,8 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
     let version = synced.image.as_ref().map(|i| i.identity.version);
     let (_, bytes) = published.iter().find(|(v, _)| Some(*v) == version).unwrap();
     assert!(image_bytes(&receiver) == *bytes, "{synced:?}");
+    receiver.sync(&stop()).unwrap();
+    assert!(image_bytes(&receiver) == publisher.data);
 }
 
 /// A holder of a part that can be away.

@@ -134,8 +134,8 @@ enum ParsedCommand {
     /// Remove regions and images that dead processes left behind
     ///
     /// Searches below DIR at any depth, but follows no links and enters no other file system. A directory is removed with all
-    /// its contents, unless a Windlass process has it open. With --dry-run, the command only lists such directories. Programs that have mapped an image keep
-    /// their mapping, but can no longer open its path.
+    /// its contents, unless a Windlass process has it open. With --dry-run, the command only lists such directories. Programs
+    /// that have mapped an image keep their mapping, but can no longer open its path.
     Gc(ParsedGc),
     /// Train synthetic models in several processes and keep receivers in sync with them
     ///
