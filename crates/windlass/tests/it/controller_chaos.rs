@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::command::Dice;
 use crate::control::{Controller, Light, failed, id, model, set, stop, until};
 use windlass::service::controller::client::ControllerError;
-use windlass::service::controller::status::Status;
+use windlass::service::controller::status::{ReceiverStatus, Status};
 use windlass::service::controller::wire::{Gate, Outcome, Service, Task};
 use windlass_core::barrier::{Order, Phase};
 use windlass_core::identity::{Identity, ModelId, Version};
@@ -440,7 +440,11 @@ impl World {
         if rounds(&self.last) == Some((version, Phase::Loading)) {
             return;
         }
-        for receiver in &status.receivers {
+        // Who was evicted and has joined again since the last look may have joined after the loads began.
+        let stayed = |r: &&ReceiverStatus| {
+            self.last.receivers.iter().any(|l| l.receiver == r.receiver && l.session == r.session)
+        };
+        for receiver in status.receivers.iter().filter(stayed) {
             let live = receiver.places.iter().any(|p| p.set.as_str() == name && p.live);
             let Some(life) = self.lives.get(receiver.receiver.as_str()).filter(|_| live) else { continue };
             if life.light.peer.session != receiver.session {
