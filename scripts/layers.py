@@ -91,6 +91,8 @@ PYTHON_ROOMS = {
     "transfer": [*BELOW, "receive", "extract", "publish"],
     "load": [*BELOW, "receive", "transfer"],
     "engines": [*BELOW, "receive", "extract", "publish", "transfer", "load"],
+    "frameworks": [*BELOW, "receive", "publish", "transfer", "load", "engines"],
+    "trl": [*BELOW, "engines", "frameworks"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],
     "__main__": ["_windlass"],
     "__init__": [*BELOW, "_moved", "controller", "receive", "extract", "publish", "transfer", "engines"],

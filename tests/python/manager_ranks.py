@@ -322,6 +322,30 @@ def exported(cast: str | None) -> dict[str, int]:
     )
 
 
+def streamed(dtype: str, cast: str | None = None) -> dict[str, int]:
+    """FSDP2 gathered one by one into a generator that every rank drains, as frameworks do."""
+    from torch.distributed.fsdp import fully_shard
+
+    from windlass.publish.stream import WeightStream
+
+    model = Odd(getattr(torch, dtype))
+    mesh = mesh_of((dist.get_world_size(),), ("shard",))
+    fully_shard(model, mesh=mesh, ignored_params={model.inner.scale})
+    stream = WeightStream(dist.get_rank(), dist.get_world_size())
+    wanted = None if cast is None else getattr(torch, cast)
+
+    def whole() -> Any:
+        for name, parameter in model.named_parameters():
+            yield name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+    return followed(
+        lambda: stream.version(whole()),
+        lambda: reference(model, wanted),
+        lambda v: change(model.parameters(), v),
+        generator_dtype=cast,
+    )
+
+
 def another_host() -> dict[str, int]:
     """HSDP over two pretended hosts: the first one that holds a whole replica publishes, the other writes nothing."""
     from torch.distributed.fsdp import fully_shard

@@ -27,13 +27,19 @@ EVERY_WORLD: list[tuple[str, list[Any]]] = [
     ("replicated", CAST),
     ("exported", [None]),
     ("exported", ["bfloat16"]),
+    ("streamed", BF16),
+    ("streamed", CAST),
 ]
 OF_WORLD: dict[int, list[tuple[str, list[Any]]]] = {
     1: [],
     2: [("replicated", [d]) for d in ("float16", "float64", "float8_e4m3fn", "float8_e5m2")]
     + [("fsdp1", case) for case in FSDP1]
     + [("fsdp2", ["float32", (2,), "bfloat16", True])]
-    + [("by_delta", ["fsdp1", FSDP1[0]]), ("by_delta", ["exported", [None]])],
+    + [
+        ("by_delta", ["fsdp1", FSDP1[0]]),
+        ("by_delta", ["exported", [None]]),
+        ("by_delta", ["streamed", BF16]),
+    ],
     3: [("fsdp1", case) for case in FSDP1] + [("two_hosts", BF16), ("by_delta", ["two_hosts", BF16])],
     4: [
         ("fsdp2", ["bfloat16", (2, 2)]),

@@ -1,4 +1,4 @@
-"""The layout of a checkpoint, from the headers of its safetensors files. No tensor is read.
+"""What a checkpoint holds and where, from the headers of its safetensors files. No tensor is read.
 
 Format: eight bytes, little-endian, give the length of a JSON object, which follows; it maps each tensor's
 name to its dtype, shape and byte range behind the header, and `__metadata__` to strings. A checkpoint is one
@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,24 @@ from windlass.names.view import Shape
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-__all__ = ["Layout", "checkpoint_layout"]
+__all__ = ["Layout", "Stored", "checkpoint_layout", "stored_tensors"]
 
 #: By name: canonical dtype and shape.
 Layout = dict[str, tuple[str, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file."""
+
+    file: Path
+    #: Where its bytes begin in the file, and how many they are.
+    offset: int
+    size: int
+    #: Its canonical dtype.
+    dtype: str
+    shape: Shape
+
 
 #: The limit of the safetensors library itself.
 _HEADER_LIMIT = 100_000_000
@@ -40,6 +55,11 @@ def checkpoint_layout(path: str | os.PathLike[str]) -> Layout:
     In a directory an index counts first, then `model.safetensors`, then all safetensors files but adapters' and a
     `consolidated.safetensors` that holds the same in another format.
     """
+    return {name: (stored.dtype, stored.shape) for name, stored in stored_tensors(path).items()}
+
+
+def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Stored]:
+    """Where the tensors of a checkpoint are, by name; see :func:`checkpoint_layout`."""
     where = Path(path)
     if where.is_dir():
         if (where / _INDEX).is_file():
@@ -56,28 +76,27 @@ def checkpoint_layout(path: str | os.PathLike[str]) -> Layout:
     return _indexed(where) if where.suffix == ".json" else _header(where)
 
 
-def _union(files: Iterable[Path]) -> Layout:
-    found: Layout = {}
-    origin: dict[str, Path] = {}
+def _union(files: Iterable[Path]) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
     for file in files:
-        for name, entry in _header(file).items():
+        for name, stored in _header(file).items():
             if name in found:
                 raise WindlassInvalid(
-                    f"tensor {name!r} is in both {origin[name].name} and {file.name}",
+                    f"tensor {name!r} is in both {found[name].file.name} and {file.name}",
                     "name one file, or an index that says which of them counts",
                 )
-            found[name], origin[name] = entry, file
+            found[name] = stored
     return found
 
 
-def _indexed(index: Path) -> Layout:
+def _indexed(index: Path) -> dict[str, Stored]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = dict(weight_map)
     except (ValueError, KeyError, TypeError) as error:
         raise WindlassCorrupt(f"{str(index)!r} is no index of safetensors files: {error}") from error
-    headers: dict[str, Layout] = {}
-    found: Layout = {}
+    headers: dict[str, dict[str, Stored]] = {}
+    found: dict[str, Stored] = {}
     for name, file in names.items():
         # An index must not lead out of its own directory: nobody loads by it what lies elsewhere.
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
@@ -94,7 +113,7 @@ def _indexed(index: Path) -> Layout:
     return found
 
 
-def _header(file: Path) -> Layout:
+def _header(file: Path) -> dict[str, Stored]:
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
@@ -113,7 +132,7 @@ def _header(file: Path) -> Layout:
     if not isinstance(entries, dict):
         raise WindlassCorrupt(f"the header of {str(file)!r} is no JSON object")
     entries.pop("__metadata__", None)
-    return {name: _entry(file, name, entry, size - 8 - length) for name, entry in entries.items()}
+    return {name: _entry(file, name, entry, 8 + length, size) for name, entry in entries.items()}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,7 +142,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[str, Shape]:
+def _entry(file: Path, name: str, entry: Any, begins: int, size: int) -> Stored:
     if not isinstance(entry, dict):
         raise WindlassCorrupt(f"the entry of {name!r} in {str(file)!r} is no JSON object")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -133,13 +152,14 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[str, Shape]:
         )
     dtype = canonical_dtype(entry.get("dtype"))
     bits = math.prod(shape) * _windlass.dtype_bits(dtype)
+    data = size - begins
     begin, end = offsets
     if begin > end or end > data or bits % 8 or end - begin != bits // 8:
         raise WindlassCorrupt(
             f"{name!r} in {str(file)!r} has the byte range {begin}..{end} of {data}, "
             f"but {dtype} of shape {shape} needs {bits} bits"
         )
-    return dtype, tuple(shape)
+    return Stored(file, begins + begin, end - begin, dtype, tuple(shape))
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

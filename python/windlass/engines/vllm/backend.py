@@ -21,12 +21,8 @@ report, and the server must stay paused until a whole load succeeds.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,10 +33,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from windlass.engines.vllm.extension import live_of
-from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout
+from windlass.errors import WindlassError, WindlassInvalid
+from windlass.identity import Identity
 from windlass.load.order import LoadOrder, Report
 from windlass.load.receiving import Receiving
-from windlass.receive.receiver import Receiver
+from windlass.receive.pulling import Pulling
 
 __all__ = ["WindlassInitInfo", "WindlassUpdateInfo", "WindlassWeightTransferEngine"]
 
@@ -95,7 +92,7 @@ class WindlassWeightTransferEngine(
         super().__init__(config, vllm_config, device, model)
         self._info: WindlassInitInfo | None = None
         self._receiving: Receiving | None = None
-        self._pulling: _Pulling | None = None
+        self._pulling: Pulling | None = None
 
     def init_transfer_engine(self, init_info: WindlassInitInfo) -> None:
         """Joins what there is to join. Again replaces what was joined before."""
@@ -106,7 +103,13 @@ class WindlassWeightTransferEngine(
                 self._live(), init_info.sync_info, init_info.strategy or {}, init_info.rank_offset
             )
         elif init_info.endpoint is not None:
-            self._pulling = _Pulling(init_info)
+            assert init_info.image_dir is not None
+            self._pulling = Pulling(
+                init_info.image_dir,
+                endpoint=init_info.endpoint,
+                token=init_info.token,
+                tls_ca=init_info.tls_ca,
+            )
 
     def start_weight_update(self) -> None:
         """Touches no weight: an order that is refused must leave the engine as it was."""
@@ -170,88 +173,20 @@ class WindlassWeightTransferEngine(
     def _carry_out(self, plain: dict[str, Any]) -> None:
         assert self._info is not None
         if self._pulling is not None:
-            plain = self._pulling.bring(plain)
+            plain = self._bring(self._pulling, self._info, plain)
         elif self._info.image is not None:
             plain = {"image": self._info.image, **plain}
         report = self._live().load(LoadOrder.from_dict(plain))
         if report.state == "dirty" and report.error is not None:
             raise report.error.error()
 
-
-class _Pulling:
-    """Brings versions from an agent to this host: one worker pulls, the others wait."""
-
-    def __init__(self, info: WindlassInitInfo) -> None:
-        assert info.image_dir is not None
-        self._info = info
-        self._directory = Path(info.image_dir)
-        self._lock: int | None = None
-        self._receiver: Receiver | None = None
-
-    def bring(self, plain: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _bring(pulling: Pulling, info: WindlassInitInfo, plain: dict[str, Any]) -> dict[str, Any]:
         """The order, once its version is in the image."""
-        order = dict(plain)
-        name = order.get("model_id") or self._info.model_id
+        name = plain.get("model_id") or info.model_id
         if not isinstance(name, str):
             raise WindlassInvalid("the order has no model_id")
-        order.setdefault("image", str(self._directory / name))
-        until = time.monotonic() + float(order.get("timeout", self._info.timeout))
-        version = int(order["version"])
-        if self._is_first():
-            if self._receiver is None:
-                self._receiver = Receiver(
-                    self._directory,
-                    endpoint=self._info.endpoint,
-                    token=self._info.token,
-                    tls_ca=self._info.tls_ca,
-                    timeout=max(1.0, until - time.monotonic()),
-                )
-            self._receiver.wait(version, max(1.0, until - time.monotonic()))
-        else:
-            self._await(order["image"], version, until)
-        return order
-
-    def _is_first(self) -> bool:
-        """Whether this worker is the one that pulls: the first on the host to ask, for as long as it lives."""
-        if self._lock is not None:
-            return True
-        from windlass import _windlass
-
-        _windlass.make_place(self._directory)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(self._directory / ".puller", flags, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return False
-        self._lock = lock
-        return True
-
-    def _await(self, image: str, version: int, until: float) -> None:
-        from windlass import _windlass
-
-        while True:
-            left = until - time.monotonic()
-            try:
-                held = _windlass.open_image(image, 5.0, max(0.0, min(left, 5.0)))
-                have: int | None = held.version
-                held.finish()
-            except WindlassError:
-                have = None
-            if have is not None and have >= version:
-                return
-            if left <= 0:
-                raise WindlassTimeout(
-                    f"version {version} did not come into the image {image!r}, which has {have}",
-                    "see the log of the worker that pulls",
-                )
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        usual = {"image": str(pulling.image_of(name)), "model_id": name, "timeout": info.timeout}
+        order = LoadOrder.from_dict({**usual, **plain})
+        pulling.bring(Identity(name, order.incarnation, order.version), order.timeout)
+        return order.to_dict()

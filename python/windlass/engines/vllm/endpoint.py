@@ -10,6 +10,8 @@ Routes below ``/windlass/v1``, each with ``Authorization: Bearer TOKEN`` (``WIND
 
 ========================  =========================================================================================
 ``GET  /status``          engine, incarnation, paused, fenced, weight_version, workers' reports, transaction
+``POST /pull``            ``{"endpoint", "token", "model_id", "incarnation", "version", "image_dir"}``: bring a version to this
+                          host, while the engine serves
 ``POST /prepare``         ``{"image": DIR}``: rehearse, write nothing
 ``POST /load``            ``{"order": {...}, "pause": {"mode", "cache", "lease"}}``: the whole transaction
 ``POST /verify``          sums of the live weights, by worker
@@ -56,6 +58,7 @@ from windlass.errors import (
 )
 from windlass.load.order import Failure, LoadOrder
 from windlass.plain import Plain
+from windlass.receive.pulling import Pulling, PullOrder
 
 __all__ = ["PREFIX", "PauseOptions", "WindlassEndpoint"]
 
@@ -195,6 +198,8 @@ class WindlassEndpoint:
         self._reports: list[Plain] = []
         self._paused = False
         self._label: str | None = None
+        self._pulling: Pulling | None = None
+        self._pulls = asyncio.Lock()
 
     # vLLM's side.
 
@@ -220,6 +225,7 @@ class WindlassEndpoint:
             app.add_api_route(PREFIX + path, handle, methods=[method], response_model=None)
 
         route("GET", "/status", self._status)
+        route("POST", "/pull", self._pull)
         route("POST", "/prepare", self._prepare)
         route("POST", "/load", self._load)
         route("POST", "/verify", self._verify)
@@ -274,6 +280,22 @@ class WindlassEndpoint:
                 "seconds": time.monotonic() - running.began,
             },
         }
+
+    async def _pull(self, body: Plain) -> Plain:
+        order = PullOrder.from_dict(body)
+        # The client may go away; what was begun goes on.
+        return await asyncio.shield(asyncio.get_running_loop().create_task(self._bring(order)))
+
+    async def _bring(self, order: PullOrder) -> Plain:
+        async with self._pulls:
+            begun = time.monotonic()
+            self._pulling = await asyncio.to_thread(Pulling.of, order, self._pulling)
+            brought = await asyncio.to_thread(self._pulling.bring, order.identity, order.timeout)
+            synced = brought.synced
+            carried = {"mode": "none", "wire_bytes": 0}
+            if synced is not None:
+                carried = {"mode": synced.mode, "wire_bytes": synced.wire_bytes}
+            return {"image": str(brought.image), **carried, "ms": (time.monotonic() - begun) * 1e3}
 
     async def _prepare(self, body: Plain) -> Plain:
         image = body.get("image")

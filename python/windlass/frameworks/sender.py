@@ -1,0 +1,103 @@
+"""The trainer's side of a framework's weight sync.
+
+Owns: :class:`Sender`, a :class:`windlass.WeightManager` for streams, which numbers the versions itself: frameworks give the same step
+twice, or none. Called by the adapters. Must not: know an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.config import WeightManagerConfig
+from windlass.errors import WindlassNotFound
+from windlass.identity import Identity
+from windlass.publish.manager import WeightManager
+from windlass.publish.stream import WeightStream
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Published", "Sender", "Source"]
+
+log = logging.getLogger("windlass")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where engines pull from."""
+
+    endpoint: str
+    token: str | None
+    tls_ca: str | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that this rank has published its share of."""
+
+    identity: Identity
+    #: Bytes that this rank wrote.
+    bytes: int
+    #: How long the trainer was held up.
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """What a framework's log gets."""
+        return {
+            "windlass/version": float(self.identity.version),
+            "windlass/publish_bytes": float(self.bytes),
+            "windlass/publish_s": self.seconds,
+        }
+
+
+class Sender:
+    """Publishes what a framework hands over, version by version. Every rank of the trainer that sees the stream makes one.
+
+    ``settings`` are fields of a :class:`windlass.WeightManagerConfig`. Its ``checkpoint`` also completes what is not sent: see
+    :class:`windlass.publish.stream.WeightStream`.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # Nobody but the engines is told of versions here, unless the user says so.
+        config = WeightManagerConfig.from_dict({"controller": None, **dict(settings or {})})
+        self.manager = WeightManager(config, group=group)
+        self._stream = WeightStream(rank, world_size, checkpoint=config.checkpoint)
+        self._rank = rank, world_size
+        self._version = 0
+
+    def publish(self, weights: Iterable[tuple[str, Any]], timeout: float | None = None) -> Published:
+        """Publishes a stream as the next version. It has been drained when this returns or raises."""
+        start = time.monotonic()
+        with self._stream.version(weights) as source:
+            done = self.manager.offload(source, self._version + 1, *self._rank, timeout=timeout)
+        self._version = done.version
+        identity = Identity(self.manager.config.model_id, done.incarnation, done.version)
+        return Published(identity, done.bytes, time.monotonic() - start)
+
+    def sealed(self, timeout: float | None = None) -> str:
+        """Waits until engines can have the newest version, and returns its digest. On the rank that has the agent."""
+        return self.manager.wait_delta_ready(timeout=timeout)
+
+    def source(self) -> Source:
+        """Where engines pull from. On the rank that has the agent."""
+        endpoint, file = self.manager.endpoint, self.manager.token_file
+        if endpoint is None:
+            raise WindlassNotFound("this rank has no agent that engines could pull from", "ask rank 0")
+        token = None if file is None else Path(file).read_text().strip()
+        return Source(endpoint, token, self.manager.config.tls_ca)
+
+    def close(self) -> None:
+        """Ends the agent and removes the region."""
+        self.manager.close()
