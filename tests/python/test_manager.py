@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,36 @@ def test_a_model_that_becomes_an_export_is_refused(quiet: WeightManager) -> None
     with pytest.raises(WindlassInvalid, match=r"resume\(\)"):
         quiet.offload(source, 2, 0, 1)
     assert quiet.version == 1
+
+
+def test_an_agent_listens_before_anything_is_known_and_stays_where_it_is(home: str) -> None:
+    with WeightManager(model_id="early", region_dir=home, timeout=30.0) as wm:
+        endpoint = wm.listen()
+        assert endpoint is not None
+        assert wm.listen() == wm.endpoint == endpoint
+        assert wm.token_file is not None
+        token = Path(wm.token_file).read_text().strip()
+        request = urllib.request.Request(
+            f"{endpoint}/get_version", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.load(answer)["version"] is None
+        with Receiver(Path(home) / "images", endpoint=endpoint, token=token) as receiver:
+            came: list[Any] = []
+            waiting = threading.Thread(target=lambda: came.append(receiver.wait(1, 60.0)))
+            waiting.start()
+            weights = {"a": torch.randn(8)}
+            wm.offload(weights, 1, 0, 1)
+            assert wm.listen() == endpoint
+            waiting.join(60.0)
+            assert came[0].image.identity.version == 1
+            with receiver.hold() as image:
+                assert torch.equal(image.tensors["a"], weights["a"])
+    assert os.listdir(home) == ["images"]
+    with WeightManager(model_id="early", region_dir=home, timeout=30.0) as wm:
+        # One that never publishes leaves nothing behind either.
+        wm.listen()
+    assert os.listdir(home) == ["images"]
 
 
 # Versions.

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass._windlass import Publisher
+from windlass._windlass import Layout, Publisher
 from windlass.config import WeightManagerConfig
 from windlass.controller import Notified, Served
 from windlass.errors import (
@@ -113,6 +113,8 @@ class WeightManager:
         self._node = node or socket.gethostname()
         self._pid = os.getpid()
         self._open: Opened | None = None
+        #: The empty region that :meth:`listen` made.
+        self._empty: Publisher | None = None
         self._rank: tuple[int, int] | None = None
         self._agent: AgentSupervisor | None = None
         #: What the next agent takes over: its ports, and the region's token.
@@ -163,6 +165,25 @@ class WeightManager:
         if self._open is None:
             until = time.monotonic() + self.config.timeout
             self._open, _ = self._prepare(weights, rank, world_size, until)
+
+    def listen(self) -> str | None:
+        """Starts the agent before anything is known of the weights, and returns its endpoint, which stays the same; its token is in
+        :attr:`token_file`. For the first rank of a trainer that must name an address first.
+
+        Until the first version the agent answers that there is none yet, and receivers wait for it.
+        """
+        self._check_usable()
+        if self._open is None and self._empty is None and self.config.agent.enabled:
+            self._empty = Publisher.create(
+                self._directory,
+                self.config.model_id,
+                Layout([]),
+                ranks=1,
+                group=self.config.group_readable,
+                timeout=TAKE_S,
+            )
+            self._serve(self._empty, [])
+        return self.endpoint
 
     # What follows a version.
 
@@ -241,7 +262,7 @@ class WeightManager:
     @property
     def region(self) -> str | None:
         """The region's directory on this host, once there is one."""
-        publisher = None if self._open is None else self._open.publisher
+        publisher = self._empty if self._open is None else self._open.publisher
         return None if publisher is None else str(publisher.dir)
 
     @property
@@ -473,7 +494,7 @@ class WeightManager:
         agent must know where theirs are.
         """
         plan, place, exchange = opened.plan, opened.place, opened.exchange
-        directory = Path(self.config.region_dir) / f"windlass-{self.config.model_id}"
+        directory = self._directory
         first, several = place == 0 and plan.host == 0, len(plan.hosts) > 1
 
         def make(incarnation: str | None) -> Publisher:
@@ -500,7 +521,16 @@ class WeightManager:
 
         def begin() -> dict[str, str]:
             words = {"host": socket.gethostname()}
+            if self._empty is not None and not first:
+                raise WindlassUnsupported(
+                    f"listen() was called on a rank whose agent receivers are not to ask: rank {plan.hosts[0][0]} is the first",
+                    "call listen() there",
+                )
             if first:
+                if self._empty is not None:
+                    self._end_agent(self._empty)
+                    remove(self._empty, LEAVE_S)
+                    self._empty = None
                 publisher = make(self._beyond())
                 restore(Path(publisher.dir) / "token", self._token)
                 words["incarnation"] = publisher.incarnation
@@ -690,31 +720,40 @@ class WeightManager:
 
         return speak
 
-    def _leave(self) -> None:
-        opened, self._open = self._open, None
-        self._announcer.leave()
+    @property
+    def _directory(self) -> Path:
+        return Path(self.config.region_dir) / f"windlass-{self.config.model_id}"
+
+    def _end_agent(self, publisher: Publisher | None) -> None:
+        """Ends the agent of a region. The next one is found where it was: receivers that follow know its address and secret."""
         if self._end is not None:
             self._end.detach()
         agent, self._agent = self._agent, None
+        if agent is not None:
+            self._ports = ports_of(agent.status()) or self._ports
+            if publisher is not None:
+                self._token = kept(Path(publisher.dir) / "token") or self._token
+            agent.stop()
+
+    def _leave(self) -> None:
+        opened, self._open = self._open, None
+        self._announcer.leave()
         if opened is not None and opened.publisher is not None and opened.deltas:
             # The last version is given the time that others need to leave.
             try:
                 opened.publisher.settle(LEAVE_S)
             except WindlassError as e:
                 log.warning("%s: the last version was not committed: %s", self.config.model_id, e)
+        publisher = self._empty if opened is None else opened.publisher
         try:
-            if agent is not None:
-                # Receivers that follow know this address and this secret.
-                self._ports = ports_of(agent.status()) or self._ports
-                if opened is not None and opened.publisher is not None:
-                    self._token = kept(Path(opened.publisher.dir) / "token") or self._token
-                agent.stop()
+            self._end_agent(publisher)
         finally:
-            if opened is not None and opened.publisher is not None:
-                if opened.place == 0:
-                    remove(opened.publisher, LEAVE_S)
+            self._empty = None
+            if publisher is not None:
+                if opened is None or opened.place == 0:
+                    remove(publisher, LEAVE_S)
                 else:
-                    opened.publisher.close()
+                    publisher.close()
 
     def _abandon(self, opened: Opened) -> None:
         """Undoes what was opened before it failed."""
