@@ -22,6 +22,8 @@ from windlass.publish.stream import WeightStream
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from windlass.publish.inputs import Weights
+
 __all__ = ["Published", "Sender", "Source"]
 
 log = logging.getLogger("windlass")
@@ -77,11 +79,20 @@ class Sender:
         self._rank = rank, world_size
         self._version = 0
 
+    @property
+    def version(self) -> int:
+        """The version that was published last; 0 before the first."""
+        return self._version
+
     def publish(self, weights: Iterable[tuple[str, Any]], timeout: float | None = None) -> Published:
         """Publishes a stream as the next version. It has been drained when this returns or raises."""
-        start = time.monotonic()
         with self._stream.version(weights) as source:
-            done = self.manager.offload(source, self._version + 1, *self._rank, timeout=timeout)
+            return self.publish_model(source, timeout)
+
+    def publish_model(self, weights: Weights, timeout: float | None = None) -> Published:
+        """The same of anything that :meth:`windlass.WeightManager.offload` takes, such as a model of which each rank has shards."""
+        start = time.monotonic()
+        done = self.manager.offload(weights, self._version + 1, *self._rank, timeout=timeout)
         self._version = done.version
         identity = Identity(self.manager.config.model_id, done.incarnation, done.version)
         return Published(identity, done.bytes, time.monotonic() - start)

@@ -267,8 +267,8 @@ class WeightManager:
 
     @property
     def incarnation(self) -> int | None:
-        """The incarnation of the publisher, once it has begun."""
-        publisher = None if self._open is None else self._open.publisher
+        """The incarnation of the publisher, once it has begun; before, that of :meth:`listen`, which is lower."""
+        publisher = self._empty if self._open is None else self._open.publisher
         return None if publisher is None else int(publisher.incarnation, 16)
 
     @property

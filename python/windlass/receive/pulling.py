@@ -9,12 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from windlass import _windlass
 from windlass.config import Config
-from windlass.errors import WindlassError, WindlassTimeout
+from windlass.errors import WindlassError, WindlassStale, WindlassTimeout
 from windlass.identity import Identity
 from windlass.receive.receiver import Receiver, Synced
 
@@ -64,6 +64,9 @@ class Brought:
 
     #: The image's directory.
     image: Path
+    #: What it holds: what was asked for, or something newer.
+    identity: Identity
+    digest: str
     #: What was carried; ``None`` if another process of the host pulled it.
     synced: Synced | None
 
@@ -103,13 +106,14 @@ class Pulling:
         return self._directory / model_id
 
     def bring(self, wanted: Identity, timeout: float) -> Brought:
-        """Returns when the image holds the version, or a newer one of the same incarnation."""
+        """Returns when the image holds the version or a newer one: of the same incarnation, or of a later one."""
         until = time.monotonic() + timeout
         image = self.image_of(wanted.model_id)
         while not self._is_first():
             # The one that pulls may die meanwhile: then it is up to this one.
-            if self._has(image, wanted):
-                return Brought(image, None)
+            found = self._look(image, wanted.model_id, 0.0)
+            if found is not None and _is_enough(found.identity, wanted):
+                return found
             if time.monotonic() >= until:
                 raise WindlassTimeout(
                     f"{wanted} did not come into the image {str(image)!r} within {timeout:g} s",
@@ -126,7 +130,14 @@ class Pulling:
                 keep_deltas=KEPT,
                 timeout=max(1.0, until - time.monotonic()),
             )
-        return Brought(image, self._receiver.wait(wanted.version, max(1.0, until - time.monotonic())))
+        synced = self._receiver.wait(wanted.version, max(1.0, until - time.monotonic()))
+        found = self._look(image, wanted.model_id, max(1.0, until - time.monotonic()))
+        if found is None or not _is_enough(found.identity, wanted):
+            raise WindlassStale(
+                f"{wanted} was asked for, and the agent at {self._from[0]} has {found and found.identity}",
+                "ask the trainer that publishes it",
+            )
+        return replace(found, synced=synced)
 
     def close(self) -> None:
         """Lets go of the image, which stays for the next one that pulls."""
@@ -152,11 +163,16 @@ class Pulling:
         return True
 
     @staticmethod
-    def _has(image: Path, wanted: Identity) -> bool:
+    def _look(image: Path, model_id: str, timeout: float) -> Brought | None:
         try:
-            held = _windlass.open_image(image, 5.0, 0.0)
+            held = _windlass.open_image(image, 5.0, timeout)
         except WindlassError:
-            return False
-        have = int(held.incarnation, 16), held.version
+            return None
+        identity = Identity(model_id, int(held.incarnation, 16), held.version)
+        found = Brought(image, identity, held.digest or "", None)
         held.finish()
-        return have[0] == wanted.incarnation and have[1] >= wanted.version
+        return found
+
+
+def _is_enough(have: Identity, wanted: Identity) -> bool:
+    return (have.incarnation, have.version) >= (wanted.incarnation, wanted.version)

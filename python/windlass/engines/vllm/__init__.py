@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING
 
@@ -46,24 +47,35 @@ def register() -> None:
     from windlass.engines.vllm.core import install as install_core
     from windlass.engines.vllm.extension import install
 
-    try:
-        from vllm.distributed.weight_transfer.factory import (
-            WeightTransferEngineFactory,
-            WeightTransferTrainerFactory,
-        )
-    except ImportError:
-        log.info("this vLLM has no transfer backends; the worker's methods are there")
-    else:
-        if BACKEND not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(
-                BACKEND, "windlass.engines.vllm.backend", "WindlassWeightTransferEngine"
-            )
-        if BACKEND not in WeightTransferTrainerFactory._registry:
-            WeightTransferTrainerFactory.register_engine(
-                BACKEND, "windlass.engines.vllm.trainer", "WindlassTrainerWeightTransferEngine"
-            )
+    _register_backend("WeightTransferEngineFactory", _receiving_half())
+    # The trainer's half came with vLLM 0.28.
+    _register_backend("WeightTransferTrainerFactory", ("trainer", "WindlassTrainerWeightTransferEngine"))
     install()
     install_core()
+
+
+def _register_backend(factory: str, half: tuple[str, str]) -> None:
+    """Makes a half of the backend known, where this vLLM has a factory for it."""
+    try:
+        import vllm.distributed.weight_transfer.factory as factories
+    except ImportError:
+        log.info("this vLLM has no transfer backends; the worker's methods are there")
+        return
+    found = getattr(factories, factory, None)
+    if found is not None and BACKEND not in found._registry:
+        module, name = half
+        found.register_engine(BACKEND, f"windlass.engines.vllm.{module}", name)
+
+
+def _receiving_half() -> tuple[str, str]:
+    """vLLM 0.26 and later give a backend its whole configuration; before, only the model."""
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+        whole = "vllm_config" in inspect.signature(WeightTransferEngine.__init__).parameters
+    except ImportError:
+        whole = True
+    return ("backend", "WindlassWeightTransferEngine") if whole else ("older", "OlderWeightTransferEngine")
 
 
 __getattr__ = lazily(__name__, _LAZY)

@@ -22,62 +22,21 @@ report, and the server must stay paused until a whole load succeeds.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from windlass.engines.vllm.extension import live_of
+from windlass.engines.vllm.infos import WindlassInitInfo, WindlassUpdateInfo, order_of, pulling_of
 from windlass.errors import WindlassError, WindlassInvalid
-from windlass.identity import Identity
-from windlass.load.order import LoadOrder, Report
+from windlass.load.order import Report
 from windlass.load.receiving import Receiving
 from windlass.receive.pulling import Pulling
 
 __all__ = ["WindlassInitInfo", "WindlassUpdateInfo", "WindlassWeightTransferEngine"]
 
 log = logging.getLogger("windlass")
-
-
-@dataclass
-class WindlassInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where weights come from; see the module."""
-
-    image: str | None = None
-    endpoint: str | None = None
-    token: str | None = field(default=None, repr=False)
-    tls_ca: str | None = None
-    image_dir: str | None = None
-    model_id: str | None = None
-    sync_info: dict[str, Any] | None = field(default=None, repr=False)
-    strategy: dict[str, Any] | None = None
-    rank_offset: int = 1
-    timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        ways = [self.image is not None, self.endpoint is not None, self.sync_info is not None]
-        if sum(ways) != 1:
-            raise WindlassInvalid(
-                "init_info names none or several of image, endpoint and sync_info: give one of them",
-                name="bad_value",
-            )
-        if self.endpoint is not None and not self.image_dir:
-            raise WindlassInvalid(
-                "init_info has an endpoint and no image_dir: name a directory for the image"
-            )
-
-
-@dataclass
-class WindlassUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What to load; see the module."""
-
-    order: dict[str, Any] | None = None
-    request: dict[str, Any] | None = None
 
 
 class WindlassWeightTransferEngine(
@@ -103,13 +62,7 @@ class WindlassWeightTransferEngine(
                 self._live(), init_info.sync_info, init_info.strategy or {}, init_info.rank_offset
             )
         elif init_info.endpoint is not None:
-            assert init_info.image_dir is not None
-            self._pulling = Pulling(
-                init_info.image_dir,
-                endpoint=init_info.endpoint,
-                token=init_info.token,
-                tls_ca=init_info.tls_ca,
-            )
+            self._pulling = pulling_of(init_info)
 
     def start_weight_update(self) -> None:
         """Touches no weight: an order that is refused must leave the engine as it was."""
@@ -172,21 +125,6 @@ class WindlassWeightTransferEngine(
 
     def _carry_out(self, plain: dict[str, Any]) -> None:
         assert self._info is not None
-        if self._pulling is not None:
-            plain = self._bring(self._pulling, self._info, plain)
-        elif self._info.image is not None:
-            plain = {"image": self._info.image, **plain}
-        report = self._live().load(LoadOrder.from_dict(plain))
+        report = self._live().load(order_of(plain, self._info, self._pulling))
         if report.state == "dirty" and report.error is not None:
             raise report.error.error()
-
-    @staticmethod
-    def _bring(pulling: Pulling, info: WindlassInitInfo, plain: dict[str, Any]) -> dict[str, Any]:
-        """The order, once its version is in the image."""
-        name = plain.get("model_id") or info.model_id
-        if not isinstance(name, str):
-            raise WindlassInvalid("the order has no model_id")
-        usual = {"image": str(pulling.image_of(name)), "model_id": name, "timeout": info.timeout}
-        order = LoadOrder.from_dict({**usual, **plain})
-        pulling.bring(Identity(name, order.incarnation, order.version), order.timeout)
-        return order.to_dict()

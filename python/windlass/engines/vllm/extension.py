@@ -2,8 +2,8 @@
 
 Owns: the worker's methods ``windlass_*`` and the one :class:`~windlass.load.live.Live` of each model. Called by the
 endpoint plugin, by :class:`~windlass.engines.vllm.loader.VLLMWeightLoader` and by anything else that reaches workers by name.
-Must not: start a thread but the one that stages (:mod:`windlass.engines.vllm.staging`); raise for an order that is refused (an exception of one worker looks to vLLM like a worker
-that failed): what went wrong stands in the report.
+Must not: start a thread but the one that stages (:mod:`windlass.engines.vllm.staging`); raise for an order that is refused (an
+exception of one worker looks to vLLM like a worker that failed), unless it is asked to: what went wrong stands in the report.
 
 The methods are there without a flag where vLLM loads its general plugins (:func:`install` puts them on the worker
 class). On versions that do not, ``--worker-extension-cls windlass.vllm.WorkerExtension`` adds the same ones.
@@ -138,6 +138,16 @@ def windlass_load(self: Any, order: Plain) -> Plain:
     return _told(self, load)
 
 
+def windlass_load_or_raise(self: Any, order: Plain) -> Plain:
+    """Carries out an order, for drivers that see no answers: an exception if it was refused or failed."""
+    from windlass.load.order import Failure
+
+    report = windlass_load(self, order)
+    if report["error"] is not None:
+        raise Failure.from_dict(report["error"]).error()
+    return report
+
+
 def windlass_report(self: Any) -> Plain:
     """What the worker says of itself."""
     return _told(self, lambda live: live.report())
@@ -204,6 +214,7 @@ METHODS = (
     windlass_stage,
     windlass_staged,
     windlass_load,
+    windlass_load_or_raise,
     windlass_report,
     windlass_digest,
     windlass_load_file,
