@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from windlass.engines.vllm.endpoint import PauseOptions
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.sender import Published, Sender
+from windlass.frameworks.sender import Published, Sender, reached_by
 from windlass.frameworks.servers import Loaded, Servers, own_address
 
 __all__ = ["WindlassTransfer", "use"]
@@ -104,11 +104,7 @@ class WindlassTransfer:
         for told, url in zip(self.servers.check(), self.servers.urls, strict=True):
             log.info("%s: vLLM %s takes versions of windlass", url, told["engine_version"])
         if self._sender is None:
-            address = own_address(self.servers.urls)
-            agent = dict(self._settings.get("agent") or {})
-            if address is not None and "bind" not in agent:
-                agent = {"bind": "0.0.0.0", "advertise_host": address, **agent}
-            self._sender = Sender({**self._settings, **({"agent": agent} if agent else {})})
+            self._sender = Sender(reached_by(own_address(self.servers.urls), self._settings))
 
     def pause(self) -> None:
         """Nothing: the servers generate until they have everything that they load."""

@@ -21,11 +21,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGE = ROOT / "python"
+#: What makes the vLLM of an environment run on a CPU.
+PLUGINS = {"vllm": [HERE / "plugin"], "verl": [HERE / "verl" / "plugin", HERE / "plugin"]}
 
 
 def python_of(engine: str) -> Path:
@@ -188,7 +190,7 @@ class Vllm(Server):
     """``vllm serve``.
 
     ``plain`` keeps weights unpacked, so that they can be written in place as on a GPU (see plugin/plain_weights.py).
-    ``dev`` opens vLLM's own routes for weight updates.
+    ``dev`` opens vLLM's own routes for weight updates. ``environment`` says which vLLM: verl's is older.
     """
 
     def __init__(
@@ -203,9 +205,10 @@ class Vllm(Server):
         env: Mapping[str, str] = {},
         dtype: str = "float32",
         deadline: float = 300.0,
+        environment: Literal["vllm", "verl"] = "vllm",
     ) -> None:
         port = free_port()
-        python = python_of("vllm")
+        python = python_of(environment)
         command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
         command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
@@ -219,7 +222,7 @@ class Vllm(Server):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE / "plugin")]),
+            "PYTHONPATH": os.pathsep.join(map(str, [PACKAGE, *PLUGINS[environment]])),
             "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
         }
         if dev:

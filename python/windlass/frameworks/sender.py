@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from windlass.publish.inputs import Weights
 
-__all__ = ["Published", "Sender", "Source"]
+__all__ = ["Published", "Sender", "Source", "reached_by"]
 
 log = logging.getLogger("windlass")
 
@@ -55,6 +55,15 @@ class Published:
             "windlass/publish_bytes": float(self.bytes),
             "windlass/publish_s": self.seconds,
         }
+
+
+def reached_by(address: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a :class:`windlass.WeightManagerConfig` with an agent that other hosts reach by an address of this one, unless they
+    say themselves where it listens."""
+    agent = dict(settings.get("agent") or {})
+    if address is not None and "bind" not in agent:
+        agent = {"bind": "0.0.0.0", "advertise_host": address, **agent}
+    return {**settings, **({"agent": agent} if agent else {})}
 
 
 class Sender:

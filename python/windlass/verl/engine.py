@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.sender import Sender
+from windlass.frameworks.sender import Sender, reached_by
 from windlass.identity import Identity
 from windlass.load.order import LoadOrder
 from windlass.receive.pulling import Brought, Pulling, PullOrder
@@ -145,8 +145,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             settings = dict(self._settings)
             if dtype is not None and "checkpoint" not in settings:
                 settings.setdefault("generator_dtype", dtype)
-            agent = {"bind": "0.0.0.0", "advertise_host": ray.util.get_node_ip_address()}
-            settings["agent"] = {**agent, **settings.get("agent", {})}
+            settings = reached_by(ray.util.get_node_ip_address(), settings)
             self._sender = Sender(settings, rank=dist.get_rank(), world_size=dist.get_world_size())
         return self._sender
 

@@ -27,7 +27,7 @@ from verl.workers.config import CheckpointEngineConfig, FSDPEngineConfig, HFMode
 from verl.workers.engine_workers import TrainingWorkerConfig
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-PASSED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+PASSED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
 PASSED_ON += ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")
 PROMPT = [10, 20, 30, 40, 50]
 TOKENS = 16

@@ -2,7 +2,7 @@
 
 Owns: the worker's methods ``windlass_*`` and the one :class:`~windlass.load.live.Live` of each model. Called by the
 endpoint plugin, by :class:`~windlass.engines.vllm.loader.VLLMWeightLoader` and by anything else that reaches workers by name.
-Must not: start a thread but the one that stages (:mod:`windlass.engines.vllm.staging`); raise for an order that is refused (an
+Must not: start threads but those that pull and stage (:mod:`windlass.engines.vllm.staging`); raise for an order that is refused (an
 exception of one worker looks to vLLM like a worker that failed), unless it is asked to: what went wrong stands in the report.
 
 The methods are there without a flag where vLLM loads its general plugins (:func:`install` puts them on the worker
@@ -81,6 +81,32 @@ def vllm_version() -> str:
     import vllm
 
     return str(getattr(vllm, "__version__", "unknown")).partition("+")[0]
+
+
+def windlass_pull(self: Any, order: Plain) -> Plain:
+    """Begins to bring a version to this host, in a thread, while the model goes on computing; :func:`windlass_pulled` says when it
+    is there. ``order`` is a :class:`windlass.receive.pulling.PullOrder`."""
+    from windlass.engines.vllm.staging import Bringing
+    from windlass.receive.pulling import PullOrder
+
+    try:
+        before = self.__dict__.get("_windlass_bringing")
+        self.__dict__["_windlass_bringing"] = Bringing(PullOrder.from_dict(order), before)
+    except Exception as e:
+        return {"done": True, "error": _plain_failure(e)}
+    return {"done": False, "error": None}
+
+
+def windlass_pulled(self: Any) -> Plain:
+    """Whether what :func:`windlass_pull` began is ``done``; then the ``error``, or ``image``, ``incarnation``, ``version``, ``digest``
+    and ``wire_bytes``."""
+    bringing = self.__dict__.get("_windlass_bringing")
+    if bringing is None:
+        return {
+            "done": True,
+            "error": _plain_failure(WindlassInvalid("nothing was asked for by windlass_pull")),
+        }
+    return dict(bringing.told())
 
 
 def windlass_prepare(self: Any, image: str, timeout: float = 60.0) -> Plain:
@@ -209,6 +235,8 @@ def windlass_finish(self: Any) -> Plain:
 
 
 METHODS = (
+    windlass_pull,
+    windlass_pulled,
     windlass_prepare,
     windlass_check,
     windlass_stage,
@@ -309,6 +337,12 @@ def _told(worker: Any, act: Any, *, alone: bool = False) -> Plain:
         if not isinstance(e, WindlassError):
             log.exception("windlass: a call failed in a worker")
         return _failed(worker, e)
+
+
+def _plain_failure(e: Exception) -> Plain:
+    from windlass.load.order import Failure
+
+    return Failure.of(e).to_dict()
 
 
 def _failed(worker: Any, e: Exception) -> Plain:

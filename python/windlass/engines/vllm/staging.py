@@ -1,11 +1,11 @@
-"""What an order needs, brought to a worker's GPU while the model goes on computing.
+"""What an order needs, brought to a worker's host and GPU while the model goes on computing.
 
-Owns: :class:`Staging`, what a worker has under way. Called by :mod:`windlass.engines.vllm.extension`, whose other methods wait for it
+Owns: :class:`Staging` and :class:`Bringing`, what a worker has under way. Called by :mod:`windlass.engines.vllm.extension`, whose other methods wait for it
 before they touch the weights. Must not: run the engine's loader: a rehearsal puts other tensors in the place of the model's, so
 that an image of a layout that is new is left to be checked between two steps (:attr:`Staging.unknown_layout`).
 
 A delta that a receiver hands over is brought by Rust alone: a thread of Python would wait for the interpreter, which an engine
-that computes gives back late. From an image it is a thread of Python, the one that a worker has.
+that computes gives back late. From an image it is a thread of Python, and so is what brings a version to the host.
 """
 
 from __future__ import annotations
@@ -14,13 +14,54 @@ import threading
 from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassStale, WindlassTimeout
+from windlass.load.order import Failure
 
 if TYPE_CHECKING:
     from windlass.load.device import Arriving
     from windlass.load.live import Live
     from windlass.load.order import LoadOrder
+    from windlass.plain import Plain
+    from windlass.receive.pulling import Pulling, PullOrder
 
-__all__ = ["Staging"]
+__all__ = ["Bringing", "Staging"]
+
+
+class Bringing:
+    """Brings a version to this host from its creation on; after the one before, whose connection it takes over."""
+
+    def __init__(self, order: PullOrder, before: Bringing | None) -> None:
+        self._order, self._before = order, before
+        self._pulling: Pulling | None = None
+        self._told: Plain = {"error": Failure(kind="bug", text="it ended without a word").to_dict()}
+        self._thread = threading.Thread(target=self._run, name="windlass-pull", daemon=True)
+        self._thread.start()
+
+    def told(self) -> Plain:
+        """Whether it is done; then what went wrong, or where the version is."""
+        if self._thread.is_alive():
+            return {"done": False, "error": None}
+        return {"done": True, **self._told}
+
+    def _run(self) -> None:
+        from windlass.receive.pulling import Pulling
+
+        order, before = self._order, self._before
+        try:
+            if before is not None:
+                self._before = None
+                before._thread.join()
+            self._pulling = Pulling.of(order, None if before is None else before._pulling)
+            brought = self._pulling.bring(order.identity, order.timeout)
+            self._told = {
+                "error": None,
+                "image": str(brought.image),
+                "incarnation": brought.identity.incarnation,
+                "version": brought.identity.version,
+                "digest": brought.digest,
+                "wire_bytes": 0 if brought.synced is None else brought.synced.wire_bytes,
+            }
+        except Exception as e:
+            self._told = {"error": Failure.of(e).to_dict()}
 
 
 class Staging:

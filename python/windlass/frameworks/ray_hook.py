@@ -1,0 +1,72 @@
+"""Getting into every worker process of Ray without a change of the program: ``RAY_RUNTIME_ENV_HOOK=windlass.ray.hook``.
+
+Owns: :func:`hook`, which Ray calls with the runtime environment of each ``ray.init``, and :func:`setup`, which each worker process calls
+first. Called by Ray. Must not: take away what the program has set itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+__all__ = ["hook", "in_every_worker", "setup"]
+
+log = logging.getLogger("windlass")
+
+#: Ray's own variable.
+HOOK = "RAY_RUNTIME_ENV_HOOK"
+#: Functions that each worker calls first, as "module:function", separated by commas.
+SETUP = "WINDLASS_RAY_SETUP"
+
+
+def in_every_worker(function: str, *variables: str) -> None:
+    """Has every worker of a Ray that is started from here call a function ("module:function") first. ``variables`` of this process's
+    environment go with it."""
+    known = [name for name in os.environ.get(SETUP, "").split(",") if name]
+    if function not in known:
+        os.environ[SETUP] = ",".join([*known, function])
+    passed = [name for name in os.environ.get(_PASSED, "").split(",") if name]
+    os.environ[_PASSED] = ",".join(dict.fromkeys([*passed, *variables]))
+    before = os.environ.get(HOOK)
+    if before and before != _OURS:
+        os.environ[_BEFORE] = before
+    os.environ[HOOK] = _OURS
+
+
+_OURS = "windlass.frameworks.ray_hook.hook"
+#: A hook that was there before ours, and the variables that go with it.
+_BEFORE, _PASSED = "WINDLASS_RAY_HOOK_BEFORE", "WINDLASS_RAY_PASSED"
+
+
+def hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """The runtime environment, in which each worker calls :func:`setup` first."""
+    env = dict(runtime_env or {})
+    before = os.environ.get(_BEFORE)
+    if before:
+        module, _, name = before.rpartition(".")
+        env = dict(getattr(importlib.import_module(module), name)(env))
+    theirs = env.get("worker_process_setup_hook")
+    if theirs is not None and theirs != f"{__name__}.setup":
+        log.warning(
+            "windlass is not set up in Ray's workers: the program has a worker_process_setup_hook of its own (%r); call "
+            "windlass.frameworks.ray_hook.setup() in it",
+            theirs,
+        )
+        return env
+    env["worker_process_setup_hook"] = f"{__name__}.setup"
+    passed = [SETUP, *os.environ.get(_PASSED, "").split(",")]
+    ours = {name: os.environ[name] for name in passed if name in os.environ}
+    env["env_vars"] = {**ours, **(env.get("env_vars") or {})}
+    return env
+
+
+def setup() -> None:
+    """Called by each worker process before anything else."""
+    for name in filter(None, os.environ.get(SETUP, "").split(",")):
+        module, _, function = name.partition(":")
+        try:
+            getattr(importlib.import_module(module), function)()
+        except Exception:
+            log.warning("windlass could not call %s in a worker of Ray:", name, exc_info=True)

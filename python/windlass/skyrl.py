@@ -1,0 +1,291 @@
+"""Weight sync of SkyRL by Windlass, for policies and engines that do not share GPUs:
+
+    trainer.override_entrypoint=windlass.skyrl generator.inference_engine.weight_sync_backend=windlass
+
+:func:`main` is SkyRL's own entry point after :func:`install`, which makes the backend known in the driver and in every worker that Ray
+starts. A program with an entry point of its own calls :func:`install` before ``ray.init`` instead. docs/skyrl.md has the options.
+
+Owns: :func:`main`, :func:`install` and the strategy of SkyRL 0.3. Must not: change a sync of any other backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout, WindlassUnsupported
+from windlass.frameworks.after_import import after_import
+from windlass.load.order import Failure, LoadOrder
+
+__all__ = ["BACKEND", "install", "main", "setup"]
+
+log = logging.getLogger("windlass")
+
+#: The name that a configuration gives.
+BACKEND = "windlass"
+#: Settings as JSON, for the workers that Ray starts.
+VARIABLE = "WINDLASS_SKYRL"
+#: What settings there are.
+SETTINGS = ("model_id", "image_dir", "checkpoint", "manager", "timeout")
+#: How often engines are asked whether a version has come to their host.
+LOOK_S = 0.02
+
+
+def main() -> None:
+    """SkyRL's entry point, with the backend."""
+    install()
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.entrypoints import main_base
+
+    arguments = [arg for arg in sys.argv[1:] if not arg.startswith("trainer.override_entrypoint=")]
+    cfg = SkyRLTrainConfig.from_cli_overrides(arguments)
+    main_base.validate_cfg(cfg)
+    main_base.initialize_ray(cfg)
+    main_base.ray.get(main_base.skyrl_entrypoint.remote(cfg))
+
+
+def install(**settings: Any) -> None:
+    """Makes the backend known in this process, and in all workers of a Ray that is started afterwards.
+
+    ``settings``: ``model_id``, ``image_dir`` (a directory in memory on the engines' hosts), ``checkpoint`` (completes what is never
+    sent), ``manager`` (fields of :class:`windlass.WeightManagerConfig`), ``timeout`` (seconds for one sync, 600).
+    """
+    unknown = sorted(set(settings) - set(SETTINGS))
+    if unknown:
+        raise WindlassInvalid(f"there is no setting {unknown[0]!r}: expected {', '.join(SETTINGS)}")
+    if settings:
+        os.environ[VARIABLE] = json.dumps(settings)
+    from windlass.frameworks.ray_hook import in_every_worker
+
+    in_every_worker("windlass.skyrl:setup", VARIABLE)
+    setup()
+
+
+def setup() -> None:
+    """Makes the backend known in this process."""
+    after_import("skyrl.backends.skyrl_train.weight_sync", _strategies)
+    after_import("skyrl.backends.skyrl_train.workers.worker_dispatch", _dispatch)
+
+
+def _settings() -> dict[str, Any]:
+    text = os.environ.get(VARIABLE, "{}")
+    try:
+        settings = json.loads(text)
+    except ValueError as e:
+        raise WindlassInvalid(f"{VARIABLE} is not JSON: {e}") from e
+    if not isinstance(settings, dict) or not set(settings) <= set(SETTINGS):
+        raise WindlassInvalid(
+            f"{VARIABLE} is {text!r}: expected an object with some of {', '.join(SETTINGS)}"
+        )
+    return settings
+
+
+def _strategies(weight_sync: ModuleType) -> None:
+    """SkyRL chooses by two functions, which do not know the backend. An unknown one would silently be NCCL."""
+    if not hasattr(weight_sync, "WeightTransferStrategy"):
+        raise WindlassUnsupported(
+            "this SkyRL has no strategies of weight transfer; windlass.skyrl was made for 0.3",
+            "use SkyRL 0.3, or see docs/compatibility.md",
+        )
+    name_of, class_of = weight_sync.get_transfer_strategy, weight_sync.get_transfer_strategy_cls
+
+    def get_transfer_strategy(weight_sync_backend: str, colocate_all: bool) -> Any:
+        if weight_sync_backend != BACKEND:
+            return name_of(weight_sync_backend, colocate_all)
+        if colocate_all:
+            raise WindlassUnsupported(
+                "weight_sync_backend is 'windlass', and trainer.placement.colocate_all is set: a colocated engine takes its "
+                "weights through the GPU that both share",
+                "set trainer.placement.colocate_all=false, or weight_sync_backend=nccl",
+            )
+        return BACKEND
+
+    def get_transfer_strategy_cls(weight_sync_backend: str, colocate_all: bool) -> Any:
+        if get_transfer_strategy(weight_sync_backend, colocate_all) != BACKEND:
+            return class_of(weight_sync_backend, colocate_all)
+        return _strategy(weight_sync)
+
+    weight_sync.get_transfer_strategy = get_transfer_strategy  # type: ignore[attr-defined]
+    weight_sync.get_transfer_strategy_cls = get_transfer_strategy_cls  # type: ignore[attr-defined]
+
+
+def _strategy(weight_sync: ModuleType) -> Any:
+    """The strategy as a class of SkyRL's."""
+
+    class WindlassInitInfo(weight_sync.WeightSyncInitInfo):  # type: ignore[misc, name-defined]
+        """What engines are told once."""
+
+        def __init__(self, sender: _Sending) -> None:
+            super().__init__(override_existing_receiver=True)
+            self.sender = sender
+
+        def for_servers(self, world_size_per_server: int, num_servers: int, dp_size: int = 1) -> list[Any]:
+            return [self] * num_servers
+
+        def to_api_payload(self) -> dict[str, Any]:
+            return self.sender.where()
+
+    class WindlassSender(weight_sync.WeightTransferSender):  # type: ignore[misc, name-defined]
+        """SkyRL's sender."""
+
+        def __init__(self, sending: _Sending, client: Any) -> None:
+            self._sending, self._client = sending, client
+
+        async def send_chunks(self, chunks: Iterable[Any], weight_metadata: Any = None, **_: Any) -> None:
+            await self._sending.send(chunks, self._client)
+
+        def teardown(self) -> None:
+            self._sending.close()
+
+    class WindlassTransferStrategy(weight_sync.WeightTransferStrategy):  # type: ignore[misc, name-defined]
+        """What ``weight_sync_backend=windlass`` means."""
+
+        @staticmethod
+        def create_init_info(ie_cfg: Any, inference_world_size: Any = None, **_: Any) -> Any:
+            return WindlassInitInfo(_Sending(_settings()))
+
+        @staticmethod
+        def get_vllm_transfer_engine() -> type:
+            from windlass.engines.vllm.backend import WindlassWeightTransferEngine
+
+            return WindlassWeightTransferEngine
+
+        @staticmethod
+        def create_sender(init_info: Any, inference_client: Any) -> Any:
+            return WindlassSender(init_info.sender, inference_client)
+
+    return WindlassTransferStrategy
+
+
+class _Sending:
+    """One rank of the policy: publishes, and on the first rank has all engines load."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        import torch.distributed as dist
+
+        from windlass.frameworks.sender import Sender, reached_by
+
+        self._rank = dist.get_rank()
+        self._timeout = float(settings.get("timeout", 600.0))
+        self._image_dir = settings.get("image_dir", "/dev/shm/windlass-images")
+        fields = {"model_id": settings.get("model_id", "policy"), **settings.get("manager", {})}
+        if "checkpoint" in settings:
+            fields["checkpoint"] = settings["checkpoint"]
+        fields = reached_by(_own_address(), fields)
+        self._sender = Sender(fields, rank=self._rank, world_size=dist.get_world_size())
+        #: The figures of the last sync.
+        self.metrics: dict[str, float] = {}
+
+    def where(self) -> dict[str, Any]:
+        """Where engines pull from; known before the first tensor is."""
+        manager = self._sender.manager
+        manager.listen()
+        source = self._sender.source()
+        return {
+            "endpoint": source.endpoint,
+            "token": source.token,
+            "tls_ca": source.tls_ca,
+            "image_dir": self._image_dir,
+            "model_id": manager.config.model_id,
+        }
+
+    async def send(self, chunks: Iterable[Any], client: Any) -> None:
+        """Publishes; on the first rank, brings the version to all engines while they generate, and has them load it."""
+
+        def pairs() -> Iterator[tuple[str, Any]]:
+            for chunk in chunks:
+                yield from zip(chunk.names, chunk.tensors, strict=True)
+
+        published = self._sender.publish(pairs(), self._timeout)
+        if self._rank != 0:
+            return
+        until = time.monotonic() + self._timeout
+        identity = published.identity
+        begun = time.monotonic()
+        digest = await asyncio.to_thread(self._sender.sealed, self._timeout)
+        order = {**self.where(), "incarnation": identity.incarnation, "version": identity.version}
+        await self._workers(client, "windlass_pull", {**order, "timeout": self._timeout}, until)
+        told = await self._workers(client, "windlass_pulled", None, until)
+        while not all(one["done"] for one in told):
+            await asyncio.sleep(LOOK_S)
+            told = await self._workers(client, "windlass_pulled", None, until)
+        staged = time.monotonic()
+        load = LoadOrder(
+            image=told[0]["image"],
+            model_id=identity.model_id,
+            incarnation=identity.incarnation,
+            version=identity.version,
+            digest=digest,
+            timeout=max(1.0, until - time.monotonic()),
+        )
+        await client.pause_generation()
+        # After a failure they stay paused: their weights may not be whole.
+        await self._workers(client, "windlass_load", load.to_dict(), until)
+        await client.resume_generation()
+        ended = time.monotonic()
+        self.metrics = {
+            **published.metrics(),
+            "windlass/wire_bytes": float(sum(one["wire_bytes"] for one in told)),
+            "windlass/stage_s": staged - begun,
+            "windlass/pause_s": ended - staged,
+        }
+        listed = ", ".join(
+            f"{name.removeprefix('windlass/')} {value:g}" for name, value in self.metrics.items()
+        )
+        log.info("%s is served by %d engines: %s", identity, len(client.server_urls), listed)
+
+    async def _workers(self, client: Any, method: str, argument: Any, until: float) -> list[dict[str, Any]]:
+        """What all workers of all servers answer; the first error of theirs is raised. SkyRL's client has no deadline of its own."""
+        body = {"method": method, "args": [] if argument is None else [argument]}
+        try:
+            said = await asyncio.wait_for(
+                client._call_all_servers("/collective_rpc", body), max(0.1, until - time.monotonic())
+            )
+        except asyncio.TimeoutError as e:
+            raise WindlassTimeout(f"{method}: not all engines answered within {self._timeout:g} s") from e
+        told: list[dict[str, Any]] = []
+        for url, answer in said.items():
+            for one in (answer.get("body") or {}).get("results") or []:
+                if one.get("error") is not None:
+                    failure = Failure.from_dict(one["error"])
+                    raise type(failure.error())(f"{url}: {failure.text}", failure.advice)
+                told.append(one)
+        if not told:
+            raise WindlassError(
+                f"{method}: the engines answered nothing",
+                "see whether windlass is installed in their environment",
+            )
+        return told
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def _own_address() -> str | None:
+    """The address by which engines on other hosts reach this one, where Ray knows it."""
+    ray = sys.modules.get("ray")
+    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else None
+
+
+def _dispatch(worker_dispatch: ModuleType) -> None:
+    """SkyRL pauses the engines before it asks for a sync; this backend does it itself, when everything has come to their hosts."""
+    other = worker_dispatch.WorkerDispatch.save_weights_for_sampler
+
+    async def save_weights_for_sampler(self: Any, model_id: str | None = None) -> None:
+        ours = self.cfg.generator.inference_engine.weight_sync_backend == BACKEND
+        client = self._inference_engine_client
+        if not ours or client is None or self.cfg.trainer.policy.model.lora.rank > 0:
+            await other(self, model_id=model_id)
+            return
+        self.ensure_active_adapter("policy", model_id)
+        self._broadcast_to_inference_engines(client, model_id=model_id)
+        client.increment_weight_version()
+
+    worker_dispatch.WorkerDispatch.save_weights_for_sampler = save_weights_for_sampler
