@@ -16,8 +16,9 @@ torch.set_num_threads(1)
 
 # A directory of tests has the name of the package too, but no code of its own.
 _vllm = importlib.util.find_spec("vllm")
-#: What runs in engines only, and what runs in vLLM's own environment.
-collect_ignore = ["plugin", "stubs", *([] if _vllm and _vllm.origin else ["vllm/inside"])]
+#: What runs in engines and frameworks only, and what runs in vLLM's own environment.
+collect_ignore = ["plugin", "stubs", "skyrl/plugin", "verl/plugin", "verl/end_to_end.py"]
+collect_ignore += [] if _vllm and _vllm.origin else ["vllm/inside"]
 
 
 #: Files that take longest come first, so that nobody waits for one that was begun last; `make engines` runs two at a time.

@@ -111,7 +111,7 @@ async def main(trained: str, served: str, images: str, result: str) -> None:
 
     def mark(what: str) -> None:
         told["seconds"][what] = round(time.monotonic() - begun, 1)
-        print(what, told["seconds"][what], flush=True)
+        sys.stderr.write(f"{what}: {told['seconds'][what]} s\n")
 
     ray.init(
         num_cpus=32,
@@ -120,7 +120,12 @@ async def main(trained: str, served: str, images: str, result: str) -> None:
         _node_ip_address="127.0.0.1",
         runtime_env={"env_vars": {name: os.environ[name] for name in PASSED_ON if name in os.environ}},
     )
-    settings = {"image_dir": images, "model_id": "verl", "timeout": 120.0, "manager": {"agent": {"bind": "127.0.0.1"}}}
+    settings = {
+        "image_dir": images,
+        "model_id": "verl",
+        "timeout": 120.0,
+        "manager": {"agent": {"bind": "127.0.0.1"}},
+    }
     backend = CheckpointEngineConfig(backend="windlass", engine_kwargs={"windlass": settings})
     models = [
         HFModelConfig(path=path, use_remove_padding=False, override_config={"attn_implementation": "sdpa"})

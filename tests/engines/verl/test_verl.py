@@ -47,11 +47,15 @@ def test_verl_syncs_replicas_that_come_and_go_with_actors_that_do(
         command += [Path(home) / "images", result]
         with log.open("wb") as out:
             done = subprocess.run(
-                list(map(str, command)), env=env, stdout=out, stderr=subprocess.STDOUT, timeout=1400, cwd=tmp_path
+                list(map(str, command)),
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=1400,
+                cwd=tmp_path,
             )
     assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
     told = json.loads(result.read_text())
-    print(told["seconds"])
     assert [one["windlass/version"] for one in told["metrics"]] == [1, 2, 3, 4, 1]
     whole, first, second, half, _ = (one["windlass/wire_bytes"] for one in told["metrics"])
     # Shards of 2 % of the rows, and all of them for nobody: the late replica finds the image on its host.

@@ -1,0 +1,1 @@
+"""A package that SkyRL imports and this test does not call: it has no build for a CPU."""
