@@ -579,6 +579,22 @@ fn pause_modes_and_cache_policies_are_the_exact_calls_of_the_table() {
 }
 
 #[test]
+fn an_engine_that_was_only_waited_for_is_paused_after_a_load_that_failed() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Sglang);
+    let receiver = world.receive(&[&engine], &["--pause=wait"]);
+    loaded(&receiver, 0);
+    assert_eq!((engine.called("/pause_generation"), engine.called("/continue_generation")), (0, 0));
+    engine.fault("/update_weights_from_disk", Fault::Fail(2));
+    world.publish(1);
+    event(&receiver, "fenced");
+    assert_eq!(engine.called("/pause_generation"), 1);
+    loaded(&receiver, 1);
+    let state = engine.state();
+    assert!(!state.paused && !state.dirty && !state.served_dirty, "{state:?}");
+}
+
+#[test]
 fn a_receiver_that_is_told_to_end_leaves_its_engines_serving_and_goes_at_once() {
     let mut world = World::new();
     let engine = Engine::start(Kind::Native);

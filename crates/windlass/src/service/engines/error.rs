@@ -60,7 +60,7 @@ impl fmt::Display for Stage {
 pub enum EngineError {
     #[error("cannot {stage} {engine}: {why}")]
     Lost { engine: String, stage: Stage, why: String, kind: Kind },
-    #[error("cannot {stage} {engine}: POST or GET {path} gave status {status}: {body}")]
+    #[error("{engine}: {path} ({stage}) answered {status}: {body}")]
     Refused {
         engine: String,
         stage: Stage,
@@ -97,13 +97,20 @@ pub enum EngineError {
     #[error("{engine} was not touched: {image} has tensors that it does not take: {names}")]
     Extras { engine: String, image: String, names: String },
     /// A cache that could not be cleared would go on answering with the old weights.
-    #[error("the prefix cache of {engine} could not be cleared: {why}")]
+    #[error("the prefix cache of {engine} was not flushed: {why}")]
     Cache { engine: String, why: String },
     #[error("{engine} was paused and nothing was written to it: {why}")]
     Lease { engine: String, why: String, kind: Kind },
     /// It says that it has other weights than it was given.
     #[error("{engine} was loaded with {expected}, and says that it has {found}")]
     Version { engine: String, expected: String, found: String },
+    #[error("{} has {}, which is not a link of ours", dir.display(), file.display())]
+    Links {
+        /// Where links to a model were to be made.
+        dir: PathBuf,
+        /// The user's.
+        file: PathBuf,
+    },
     #[error("{engine}: {why}")]
     Unsupported { engine: String, why: String },
     #[error("{text}")]
@@ -112,6 +119,7 @@ pub enum EngineError {
         kind: Kind,
         /// What it says, the engine's name included.
         text: String,
+        advice: String,
     },
     #[error("the guard of {engine} {what}")]
     Process { engine: String, what: String },
@@ -143,7 +151,9 @@ impl EngineError {
             | EngineError::Guard { kind, .. } => *kind,
             EngineError::Answer { .. } => Kind::Corrupt,
             EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Kind::Unsupported,
-            EngineError::Layout { .. } | EngineError::Extras { .. } => Kind::Invalid,
+            EngineError::Layout { .. } | EngineError::Extras { .. } | EngineError::Links { .. } => {
+                Kind::Invalid
+            }
             EngineError::Cache { .. } | EngineError::Version { .. } => Kind::Stale,
             EngineError::Process { .. } => Kind::PeerLost,
             EngineError::Image(e) => e.kind(),
@@ -164,6 +174,7 @@ impl EngineError {
             EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Stage::Ask,
             EngineError::Layout { .. }
             | EngineError::Extras { .. }
+            | EngineError::Links { .. }
             | EngineError::File(_)
             | EngineError::Image(_)
             | EngineError::Region(_)
@@ -186,6 +197,7 @@ impl EngineError {
             | EngineError::Declined { .. }
             | EngineError::Layout { .. }
             | EngineError::Extras { .. }
+            | EngineError::Links { .. }
             | EngineError::Cache { .. }
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
@@ -200,19 +212,24 @@ impl EngineError {
     }
 
     /// What to do next.
-    pub fn advice(&self) -> &'static str {
+    pub fn advice(&self) -> &str {
         match self {
+            EngineError::Guard { advice, .. } => advice,
             EngineError::Layout { .. } => {
                 "publish the tensors of the model that the engine serves; the next version that fits is loaded"
             }
             EngineError::Extras { .. } => {
                 "leave them out where they are published, or accept them with --extras ignore"
             }
+            EngineError::Links { .. } => "name a directory of its own for the links",
             EngineError::Cache { .. } => {
                 "the engine stays paused, because it would answer from old weights; restart it if this repeats"
             }
             EngineError::Lost { kind: Kind::PeerLost | Kind::Timeout, .. } => {
                 "check that the engine runs, and that this is its address"
+            }
+            EngineError::Refused { status: 401 | 403, .. } => {
+                "give the key that the engine was started with (its API key)"
             }
             // What the engine says of itself: its kind is a guess, and its log knows more.
             EngineError::Refused { .. } | EngineError::Answer { .. } | EngineError::Worker { .. } => {
@@ -224,7 +241,6 @@ impl EngineError {
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
             | EngineError::Unsupported { .. }
-            | EngineError::Guard { .. }
             | EngineError::Process { .. } => "",
             EngineError::Image(_)
             | EngineError::Region(_)
@@ -236,7 +252,7 @@ impl EngineError {
 
 impl From<EngineError> for Error {
     fn from(e: EngineError) -> Error {
-        Error::of_module(e.kind(), e.advice(), e)
+        Error::of_module(e.kind(), e.advice().to_owned(), e)
     }
 }
 

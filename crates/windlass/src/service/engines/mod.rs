@@ -12,6 +12,8 @@
 //! | [`vllm`], [`sglang`] | their routes |
 //! | [`transaction`] | one load, step by step, and what is done when a step fails |
 //! | [`guard`] | the process that runs it and outlives the receiver |
+//! | [`hold`] | the same process around weights that another program writes |
+//! | [`driver`] | one engine, for programs that decide by themselves when |
 //! | [`follow`](mod@follow) | one engine's thread |
 //! | [`prove`] | `windlass verify --engine` |
 //! | [`http`] | requests to an engine |
@@ -31,10 +33,12 @@
 //! receiver ends and every engine serves.
 
 pub mod check;
+pub mod driver;
 pub mod error;
 pub mod event;
 pub mod follow;
 pub mod guard;
+pub mod hold;
 pub mod http;
 pub mod order;
 pub mod pause;
@@ -65,7 +69,7 @@ pub use self::event::EngineEvent;
 use self::follow::Follower;
 pub use self::order::Label;
 use self::order::{DeltaFiles, How, Order};
-pub use self::pause::{CachePolicy, PauseMode};
+pub use self::pause::{CachePolicy, Halt, PauseMode};
 use crate::error::Error;
 
 /// Which engine it is.
@@ -103,7 +107,7 @@ impl EngineSpec {
 
     fn url(&self) -> String {
         let text = self.endpoint.as_str().trim_end_matches('/');
-        if text.starts_with("http://") { text.to_owned() } else { format!("http://{text}") }
+        if text.contains("://") { text.to_owned() } else { format!("http://{text}") }
     }
 
     /// The name of its directory.
@@ -168,6 +172,21 @@ pub struct EngineOptions {
     /// Only the version that is wanted is loaded, never a newer one that the image happens to hold: somebody else says
     /// when.
     pub exact: bool,
+    /// What a program decides that drives the engine itself.
+    pub manual: Manual,
+}
+
+/// What a program decides that drives an engine itself ([`driver`]).
+#[derive(Clone, Debug, Default)]
+pub struct Manual {
+    /// SGLang's own pause mode.
+    pub halt: Option<Halt>,
+    /// An SGLang server loads from a path, whether it has our loader or not.
+    pub disk: bool,
+    /// The program has compared the image with the engine, by rules of its own.
+    pub unchecked: bool,
+    /// The directory of links that an engine loads from.
+    pub links: Option<PathBuf>,
 }
 
 /// An engine, and the model that it serves where there are several: `[MODEL:]vllm=URL`.
@@ -227,6 +246,21 @@ pub struct EngineStatus {
     pub slow: Option<String>,
 }
 
+impl EngineStatus {
+    /// Of an engine that has not been asked yet.
+    fn new(engine: String) -> EngineStatus {
+        EngineStatus {
+            engine,
+            condition: Condition::Away,
+            live: None,
+            error: None,
+            given_up: None,
+            unplanned: 0,
+            slow: None,
+        }
+    }
+}
+
 /// What an engine's thread and everybody else share.
 #[derive(Debug)]
 struct Shared {
@@ -249,6 +283,19 @@ struct State {
 }
 
 impl State {
+    fn new(status: EngineStatus) -> State {
+        State {
+            status,
+            live: None,
+            given_up: None,
+            error_kind: None,
+            wanted: None,
+            ahead: None,
+            leads: false,
+            ending: false,
+        }
+    }
+
     /// Whether a delta from this version can be loaded before the image holds what it leads to.
     fn leads_from(&self, base: Label) -> bool {
         self.leads && self.live == Some(base) && self.status.condition == Condition::Serving
@@ -334,25 +381,7 @@ impl Engines {
             let dir = engines.place.engines.join(spec.dir_name());
             private::own_with(&dir, mode)?;
             private::own_with(&guard::reports(&dir), reports)?;
-            let status = EngineStatus {
-                engine: spec.name(),
-                condition: Condition::Away,
-                live: None,
-                error: None,
-                given_up: None,
-                unplanned: 0,
-                slow: None,
-            };
-            let state = State {
-                status,
-                live: None,
-                given_up: None,
-                error_kind: None,
-                wanted: None,
-                ahead: None,
-                leads: false,
-                ending: false,
-            };
+            let state = State::new(EngineStatus::new(spec.name()));
             let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
             let follower = Follower::new(
                 spec,

@@ -1,0 +1,420 @@
+//! A pause for weights that another program writes, such as tensors by value from Python.
+//!
+//! Owns: both ends. [`Holder`] is the writer's end. [`child`] is a guard's process, which pauses the engine, journals each
+//! step and resumes it. The process is kept for the next pause, because starting one takes longer than many loads. Called
+//! by [`super::driver`]. Must not: write weights, or decide whether what was written is a whole version.
+//!
+//! # What they say
+//!
+//! The writer says a [`Word`], one line of JSON on the guard's standard input; the guard answers each with one line. The
+//! writer may write after [`Word::Touch`] was answered, and not before: a writer that was stopped for longer than its
+//! lease gets an error instead.
+//!
+//! | the writer is gone, or the lease is over | the engine | the journal |
+//! |---|---|---|
+//! | before the first write | resumed, with its old weights | cleared |
+//! | after it (the lease does not end then) | stays paused | `writing`: the next load is a whole one |
+//!
+//! The guard takes the end of its input, and another parent process, as the writer's death: a fork of the writer keeps
+//! the input open.
+
+use std::io::{self, Write as _};
+use std::process::{Child, ChildStdin};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use windlass_core::error::Kind;
+use windlass_data::stop::Stop;
+
+use super::error::EngineError;
+use super::guard::{self, Failure, GRACE, Lines, Lock, Target};
+use super::transaction::{ANSWER, Journal, Phase, Plain, resume};
+use crate::error::Error;
+
+/// How long a guard that was told to end may take before it is left to itself.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// What a writer says. Times are seconds.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Word {
+    /// Pause the engine, within `lease`; resume it if the first write has not begun by then. The journal says that
+    /// `label` is to come.
+    Pause { label: Option<String>, lease: f64, timeout: f64 },
+    /// A write is about to begin; or, if false, the engine refused and nothing was written.
+    Touch(bool),
+    /// Flush the prefix cache.
+    Clear { timeout: f64 },
+    /// Everything is written: flush, name the version, resume.
+    Finish { clear: bool, label: Option<String>, timeout: f64 },
+    /// Nothing was written: resume.
+    Resume,
+    /// The writer failed after its first write.
+    Fence { error: String },
+}
+
+/// What a guard answers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    Done {
+        /// The engine needs a whole load: an earlier one did not finish.
+        dirty: bool,
+    },
+    Failed(Failure),
+}
+
+/// An engine while it is paused.
+struct Held {
+    _lock: Lock,
+    label: Option<String>,
+    /// An earlier load did not finish.
+    dirty: bool,
+    touched: bool,
+    lease: Duration,
+    until: Instant,
+}
+
+/// Carries out words.
+struct Holding {
+    target: Target,
+    engine: Box<dyn Plain>,
+    journal: Journal,
+    held: Option<Held>,
+    /// The lease that ended before the first write.
+    expired: Option<Duration>,
+    /// Set when the writer is gone.
+    alone: Stop,
+}
+
+impl Holding {
+    fn new(target: Target, alone: Stop) -> Result<Holding, EngineError> {
+        let (engine, journal) = (target.plain()?, Journal::of(&target.dir));
+        Ok(Holding { target, engine, journal, held: None, expired: None, alone })
+    }
+
+    /// Answers whether the engine needs a whole load.
+    fn hear(&mut self, word: Word) -> Result<bool, EngineError> {
+        match word {
+            Word::Pause { label, lease, timeout } => {
+                return self.pause(label, seconds(lease), seconds(timeout));
+            }
+            Word::Touch(touched) => self.touch(touched)?,
+            Word::Clear { timeout } => self.engine.clear(&Stop::after(seconds(timeout)))?,
+            Word::Finish { clear, label, timeout } => {
+                self.finish(clear, label.as_deref(), &Stop::after(seconds(timeout)))?;
+            }
+            Word::Resume => self.resume()?,
+            Word::Fence { error } => self.fence(&error)?,
+        }
+        Ok(self.held.as_ref().is_some_and(|h| h.dirty))
+    }
+
+    fn pause(
+        &mut self,
+        label: Option<String>,
+        lease: Duration,
+        timeout: Duration,
+    ) -> Result<bool, EngineError> {
+        if self.held.is_some() {
+            return Err(self.misuse("is paused already by this program"));
+        }
+        let lock = guard::lock(&self.target, &self.alone.with_timeout(timeout))?;
+        let entry = self.journal.read()?;
+        let dirty = entry.as_ref().is_some_and(|e| e.phase.is_dirty());
+        let first = if dirty { Phase::Writing } else { Phase::Pausing };
+        self.journal.put(first, label.as_deref().unwrap_or_default(), None)?;
+        let until = Instant::now() + lease;
+        self.expired = None;
+        self.held = Some(Held { _lock: lock, label, dirty, touched: false, lease, until });
+        match self.engine.pause(&self.alone.with_timeout(lease)) {
+            Ok(()) => Ok(dirty),
+            // It said no, and was not paused before.
+            Err(e @ EngineError::Refused { .. }) if entry.is_none() => {
+                self.held = None;
+                self.journal.clear()?;
+                Err(e)
+            }
+            Err(e) => {
+                self.resume()?;
+                Err(e)
+            }
+        }
+    }
+
+    fn held(&mut self) -> Result<&mut Held, EngineError> {
+        let lost = match self.expired {
+            Some(lease) => EngineError::Lease {
+                engine: self.target.engine.clone(),
+                why: format!("the lease of {lease:?} is over, and it goes on with its old weights"),
+                kind: Kind::Timeout,
+            },
+            None => self.misuse("is not paused by this program"),
+        };
+        self.held.as_mut().ok_or(lost)
+    }
+
+    fn misuse(&self, what: &str) -> EngineError {
+        let (text, advice) = (format!("{} {what}", self.target.engine), "pause, write, then finish".into());
+        EngineError::Guard { stage: None, kind: Kind::Invalid, text, advice }
+    }
+
+    fn touch(&mut self, touched: bool) -> Result<(), EngineError> {
+        let held = self.held()?;
+        held.touched = touched;
+        let (dirty, label) = (held.dirty, held.label.clone().unwrap_or_default());
+        if dirty {
+            return Ok(());
+        }
+        self.journal.put(if touched { Phase::Writing } else { Phase::Pausing }, &label, None)
+    }
+
+    fn finish(&mut self, clear: bool, label: Option<&str>, stop: &Stop) -> Result<(), EngineError> {
+        self.held()?;
+        if clear {
+            self.engine.clear(stop)?;
+        }
+        if let Some(label) = label {
+            self.engine.label(label, stop)?;
+        }
+        // A journal that cannot be written must not keep a loaded engine from serving.
+        let _ = self.journal.put(Phase::Loaded, label.unwrap_or_default(), None);
+        self.go_on()
+    }
+
+    /// Resumes an engine that this or an earlier load has paused.
+    fn go_on(&mut self) -> Result<(), EngineError> {
+        if self.engine.pauses() || self.held.as_ref().is_some_and(|h| h.dirty) {
+            resume(&*self.engine)?;
+        }
+        self.held = None;
+        self.journal.clear()
+    }
+
+    fn resume(&mut self) -> Result<(), EngineError> {
+        let Some(held) = &self.held else { return Ok(()) };
+        if held.dirty || held.touched {
+            // Its weights are of no version: the journal says so.
+            self.held = None;
+            return Ok(());
+        }
+        self.go_on()
+    }
+
+    fn fence(&mut self, error: &str) -> Result<(), EngineError> {
+        let held = match self.held.take() {
+            Some(held) => (held._lock, held.label),
+            None => (guard::lock(&self.target, &Stop::after(ANSWER))?, None),
+        };
+        let text = error.to_owned();
+        let error = EngineError::Guard { stage: None, kind: Kind::Stale, text, advice: String::new() };
+        self.journal.put(Phase::Fenced, held.1.as_deref().unwrap_or_default(), Some(&error))?;
+        self.engine.fence(&Stop::after(ANSWER))
+    }
+
+    /// Whether the old weights are paused, and whole.
+    fn can_resume(&self) -> bool {
+        self.held.as_ref().is_some_and(|h| !h.touched && !h.dirty)
+    }
+
+    /// Ends a lease that is over.
+    fn look(&mut self) {
+        let Some(held) = self.held.as_ref().filter(|h| h.until <= Instant::now()) else { return };
+        let lease = held.lease;
+        // What fails now is tried again with the next look.
+        if self.can_resume() && self.resume().is_ok() {
+            self.expired = Some(lease);
+        }
+    }
+
+    /// The writer is gone.
+    fn end(&mut self) {
+        if self.held.is_none() {
+            return;
+        }
+        let engine = self.target.engine.clone();
+        let told = if !self.can_resume() {
+            "stays paused, because its weights are of no whole version: load one".to_owned()
+        } else if let Err(e) = self.resume() {
+            format!("may be paused still: {}", crate::error::chain(&e))
+        } else {
+            "goes on with the weights that it had".to_owned()
+        };
+        let _ = writeln!(
+            io::stderr().lock(),
+            "windlass guard: the process that paused {engine} is gone; it {told}"
+        );
+    }
+}
+
+fn seconds(given: f64) -> Duration {
+    Duration::try_from_secs_f64(given).unwrap_or(GRACE)
+}
+
+/// The guard's process, until its writer `parent` is gone.
+pub(super) fn child(target: Target, parent: u32, cancel: &Stop) -> Result<(), Error> {
+    let (send, words) = channel();
+    let gone = cancel.clone();
+    let read = move || {
+        for line in io::stdin().lines() {
+            let Some(word) = line.ok().and_then(|l| serde_json::from_str::<Word>(&l).ok()) else { break };
+            if send.send(word).is_err() {
+                break;
+            }
+        }
+        gone.set();
+    };
+    let thread = std::thread::Builder::new().name("windlass-parent".into()).spawn(read);
+    thread.map_err(|e| Error::Bug(format!("no thread: {e}")))?;
+    let mut holding = Holding::new(target, cancel.clone())?;
+    let is_child =
+        || rustix::process::getppid().is_some_and(|p| p.as_raw_nonzero().get().unsigned_abs() == parent);
+    loop {
+        match words.recv_timeout(Stop::GLANCE) {
+            Ok(word) => guard::say(&match holding.hear(word) {
+                Ok(dirty) => Answer::Done { dirty },
+                Err(e) => Answer::Failed(Failure::of(&e)),
+            }),
+            Err(RecvTimeoutError::Timeout) if is_child() && !cancel.is_set() => holding.look(),
+            Err(_) => break,
+        }
+    }
+    holding.end();
+    Ok(())
+}
+
+/// The writer's end.
+#[derive(Debug)]
+pub struct Holder {
+    target: Target,
+    process: Option<Process>,
+}
+
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: Lines,
+    owner: u32,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.owner != std::process::id() {
+            return;
+        }
+        self.stdin = None;
+        // An idle guard ends at once; one that has an engine to resume may take longer, and needs nobody.
+        let until = Instant::now() + FAREWELL;
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Holder {
+    /// For an engine. Nothing is started before the first pause.
+    pub fn new(target: Target) -> Holder {
+        Holder { target, process: None }
+    }
+
+    /// Pauses the engine until [`Holder::finish`], [`Holder::resume`] or [`Holder::fence`]. The engine is resumed if the
+    /// first write has not begun within `lease`, or if this process is gone before it. Answers whether an earlier load did
+    /// not finish, so that this one must be whole.
+    pub fn pause(
+        &mut self,
+        label: Option<String>,
+        (lease, timeout): (Duration, Duration),
+        stop: &Stop,
+    ) -> Result<bool, EngineError> {
+        let ended = |p: &mut Process| !matches!(p.child.try_wait(), Ok(None));
+        if self.process.as_mut().is_some_and(ended) {
+            self.process = None;
+        }
+        if self.process.is_none() {
+            let task = json!({ "hold": { "target": self.target, "parent": std::process::id() } });
+            let (child, stdin, lines) = guard::spawn(&self.target.engine, &task)?;
+            self.process = Some(Process { child, stdin: Some(stdin), lines, owner: std::process::id() });
+        }
+        let word = Word::Pause { label, lease: lease.as_secs_f64(), timeout: timeout.as_secs_f64() };
+        self.ask(&word, lease + timeout, stop)
+    }
+
+    /// Says that a write is about to begin; from the answer on it may. `touched` false takes that back: the engine
+    /// refused, and nothing was written.
+    pub fn touch(&mut self, touched: bool, stop: &Stop) -> Result<(), EngineError> {
+        self.ask(&Word::Touch(touched), Duration::ZERO, stop).map(drop)
+    }
+
+    /// Flushes the prefix cache.
+    pub fn clear(&mut self, timeout: Duration, stop: &Stop) -> Result<(), EngineError> {
+        self.ask(&Word::Clear { timeout: timeout.as_secs_f64() }, timeout, stop).map(drop)
+    }
+
+    /// Ends a load: flushes the cache if `clear`, names the version `label` if it has a name, resumes the engine.
+    pub fn finish(
+        &mut self,
+        (clear, label): (bool, Option<String>),
+        timeout: Duration,
+        stop: &Stop,
+    ) -> Result<(), EngineError> {
+        let word = Word::Finish { clear, label, timeout: timeout.as_secs_f64() };
+        self.ask(&word, timeout + ANSWER, stop).map(drop)
+    }
+
+    /// Lets the engine go on with its old weights. If they are not whole, it stays paused.
+    pub fn resume(&mut self, stop: &Stop) -> Result<(), EngineError> {
+        if self.process.is_some() {
+            let told = self.ask(&Word::Resume, ANSWER, stop);
+            if told.is_ok() || self.process.is_some() {
+                return told.map(drop);
+            }
+        }
+        // The guard is gone: its journal says what is left to do.
+        let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
+        guard::left_behind(&self.target).map(drop)
+    }
+
+    /// Has the engine stay paused until a whole load is done.
+    pub fn fence(&mut self, error: &str, stop: &Stop) -> Result<(), EngineError> {
+        let word = Word::Fence { error: error.to_owned() };
+        if self.process.is_some() {
+            let told = self.ask(&word, ANSWER, stop);
+            if told.is_ok() || self.process.is_some() {
+                return told.map(drop);
+            }
+        }
+        Holding::new(self.target.clone(), Stop::never())?.hear(word).map(drop)
+    }
+
+    /// One word and its answer, which takes `most` at most.
+    fn ask(&mut self, word: &Word, most: Duration, stop: &Stop) -> Result<bool, EngineError> {
+        let engine = self.target.engine.clone();
+        let failed = |what: String| EngineError::Process { engine: engine.clone(), what };
+        let Some(process) = &mut self.process else { return Err(failed("is gone".into())) };
+        let until = Instant::now() + most + ANSWER * 2 + GRACE;
+        let mut line = serde_json::to_vec(word).map_err(|e| failed(format!("cannot be told: {e}")))?;
+        line.push(b'\n');
+        let told = process.stdin.as_mut().map(|s| s.write_all(&line).and_then(|()| s.flush()));
+        let why = loop {
+            if !matches!(told, Some(Ok(()))) {
+                break "is gone; its journal says what is left to do".to_owned();
+            }
+            match process.lines.next::<Answer>(Stop::GLANCE) {
+                Ok(Some(Answer::Done { dirty })) => return Ok(dirty),
+                Ok(Some(Answer::Failed(failure))) => return Err(failure.error()),
+                Ok(None) if stop.is_set() => {
+                    break "was left to itself, because the call was ended".to_owned();
+                }
+                Ok(None) if Instant::now() > until => break "did not get on".to_owned(),
+                Ok(None) => {}
+                Err(e) => break format!("ended without an answer ({e})"),
+            }
+        };
+        // It resumes the engine or leaves it fenced, by what was written.
+        self.process = None;
+        Err(failed(why))
+    }
+}
