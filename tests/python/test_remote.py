@@ -321,15 +321,17 @@ def test_an_sglang_server_beside_its_trainer_reads_what_was_pulled(tmp_path: Pat
     model.mkdir()
     (model / "config.json").write_text("{}")
     seen: list[Any] = []
+    info = {"model_path": str(model)}
 
     def read(body: Any) -> Any:
         seen.append(load_file(Path(body["model_path"]) / "model.safetensors")["weight"].tolist())
+        info["weight_version"] = body["weight_version"]
         return OK
 
     routes = {
         **SGLANG,
         "POST /update_weights_from_disk": read,
-        "GET /model_info": (200, {"model_path": str(model)}),
+        "GET /model_info": (200, info),
     }
     layer = torch.nn.Linear(2, 1, bias=False)
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -40,7 +39,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from windlass.engines.links import WEIGHTS, side_files
+from windlass import _windlass
+from windlass.engines.driver import EngineDriver
 from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
 from windlass.http import Answer, HttpClient
 from windlass.transfer.base import WeightLoader, each_tensor, strategy_from_config
@@ -446,6 +446,9 @@ class RemoteWeightLoader(WeightLoader):
     ``model`` is the directory that the server was started from: its configuration and tokenizer are linked beside the
     weights. An image (see :class:`windlass.transfer.tcp.ImageLoader`) is linked and not copied; tensors that come one
     by one are written once, below ``scratch``. ``server`` is a connection to use in place of one of its own.
+
+    SGLang itself waits for its requests to end; vLLM is paused, and its requests go on with the new weights. A load that
+    fails after its first write leaves the server paused for the next one (:class:`windlass.engines.driver.EngineDriver`).
     """
 
     def __init__(
@@ -464,12 +467,28 @@ class RemoteWeightLoader(WeightLoader):
         self._kind, self._model = kind, Path(model)
         self._server = server or HttpClient(url, token=token, timeout=timeout)
         self._scratch = Path(scratch)
+        limit = self._server.timeout
+        self._driver = EngineDriver(
+            kind,
+            self._server.url,
+            key=self._server.token,
+            pause="wait" if kind == "sglang" else "keep",
+            lease=limit,
+            timeout=limit,
+            disk=True,
+            unchecked=True,
+        )
 
     async def load_image(self, image: Image) -> None:
         """Has the server read the image in place."""
-        with self._directory() as folder:
-            (folder / WEIGHTS).symlink_to(image.path)
-            await self._load(folder, f"windlass:{image.incarnation:016x}:{image.version}")
+        label = f"windlass:{image.incarnation:016x}:{image.version}"
+        with tempfile.TemporaryDirectory(prefix="windlass-remote-", dir=self._scratch) as folder:
+            if self._kind == "vllm":
+                await asyncio.to_thread(self._read, Path(folder), image.path)
+                return
+            await asyncio.to_thread(
+                self._driver.load, image.path.parent, label=label, links=folder, model_dir=self._model
+            )
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Writes the tensors as a file, and has the server read it. They may be a part of the model."""
@@ -478,34 +497,25 @@ class RemoteWeightLoader(WeightLoader):
         tensors = {name: t.detach().cpu().contiguous() async for name, t in each_tensor(named_tensors)}
         if not tensors:
             return
-        with self._directory() as folder:
-            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with tempfile.TemporaryDirectory(prefix="windlass-remote-", dir=self._scratch) as folder:
+            file = Path(folder) / "tensors"
+            save_file(tensors, file, metadata={"format": "pt"})
             tensors.clear()
-            await self._load(folder, None)
+            await asyncio.to_thread(self._read, Path(folder) / "model", file)
 
-    @contextlib.contextmanager
-    def _directory(self) -> Any:
-        """A directory that looks like the model's, without its weights."""
-        folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
-        try:
-            for name, target in side_files(self._model).items():
-                (folder / name).symlink_to(target)
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    async def _load(self, folder: Path, version: str | None) -> None:
-        post = self._server.post
-        if self._kind == "sglang":
-            body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True, "weight_version": version}
-            await asyncio.to_thread(post, "/update_weights_from_disk", body, stage="load")
-            return
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await asyncio.to_thread(post, "/collective_rpc", body, stage="load")
-        said = await asyncio.to_thread(
-            post, "/reset_prefix_cache", stage="reset the cache", idempotent=True, query=RUNNING
-        )
-        _was_reset(said)
+    def _read(self, folder: Path, weights: Path) -> None:
+        """Has the server read a file, which may hold a part of the model, through a directory of links."""
+        _windlass.link_model(folder, weights, self._model)
+        # SGLang flushes its cache by itself, inside the call that waits for requests.
+        sglang = self._kind == "sglang"
+        with self._driver.paused(clear=not sglang) as writing:
+            writing.touched()
+            if sglang:
+                body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True}
+                self._server.post("/update_weights_from_disk", body, stage="load")
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                self._server.post("/collective_rpc", body, stage="load")
 
 
 #: Also those of running requests, which are computed again.

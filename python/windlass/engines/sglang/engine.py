@@ -117,7 +117,7 @@ class _Server(Engine):
     def __init__(self, client: HttpClient, token: str | None) -> None:
         self._client = client
         self.name = client.name
-        self.address = (client.url, token)
+        self.address = (client.url, token or client.token)
 
     def facts(self, *, timeout: float) -> Facts:
         return Facts.of(self._look("server_info", timeout))
