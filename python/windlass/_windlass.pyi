@@ -282,6 +282,11 @@ class EngineDriver:
         pause, load, flush, name, resume. `links` is the directory of links for an engine that loads from a path, beside
         what `model_dir` has. Answers as JSON: `version`, `how`, `pause_ms`, `load_ms`, `extras`, `retried`, `slow`, …
         """
+    @property
+    def name(self, /) -> str:
+        """
+        What messages call it.
+        """
     def pause(self, /, label: str | None, timeout: SupportsFloat | SupportsIndex) -> bool:
         """
         Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is
@@ -289,7 +294,7 @@ class EngineDriver:
         """
     def resume(self, /) -> None:
         """
-        Resumes an engine to which nothing was written.
+        Resumes an engine to which nothing was written. If its weights are not whole, it stays paused.
         """
     def status(self, /, timeout: SupportsFloat | SupportsIndex) -> str:
         """

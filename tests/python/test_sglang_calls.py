@@ -170,7 +170,7 @@ OWNER = """
     import sys, time
     from windlass.engines.driver import EngineDriver
 
-    driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2], lease=float(sys.argv[4]))
+    driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2], lease=float(sys.argv[4])).core
     for word in sys.argv[3].split():
         {"pause": lambda: driver.pause("step-7", 20.0), "touch": lambda: driver.touch(True),
          "finish": lambda: driver.finish(False, None, 20.0)}[word]()

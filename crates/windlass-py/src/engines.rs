@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use windlass::service::engines::driver::{Driver, ImageLoad};
+use windlass::service::engines::hold::Word;
 use windlass::service::engines::{
     CachePolicy, Dialect, EngineError, EngineOptions, Extras, Halt, Label, Manual, PauseMode, check,
 };
@@ -25,7 +25,10 @@ use crate::held::seconds;
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct EngineDriver {
     driver: Mutex<Driver>,
-    lease: Duration,
+    lease: f64,
+    /// What messages call it.
+    #[pyo3(get)]
+    name: String,
     home: Home,
 }
 
@@ -68,6 +71,10 @@ impl EngineDriver {
         work: impl FnOnce(&mut Driver, &Stop) -> Result<T, EngineError> + Send,
     ) -> PyResult<T> {
         enter(py, timeout, |stop| Ok(work(&mut *self.driver()?, stop)?))
+    }
+
+    fn tell(&self, py: Python<'_>, word: &Word) -> PyResult<bool> {
+        self.drive(py, None, |driver, stop| driver.holder.tell(word, stop))
     }
 }
 
@@ -115,13 +122,12 @@ impl EngineDriver {
             Some(_) => PauseMode::Keep,
             None => named("pause", pause, "keep, wait or abort, or SGLang's retract or in_place")?,
         };
-        let lease = seconds("a lease", lease)?;
         let options = EngineOptions {
             token: secret("token", token)?,
             key: secret("key", key)?,
             mode,
             cache: named::<CachePolicy>("cache", cache, "reset or keep")?,
-            lease,
+            lease: seconds("a lease", lease)?,
             timeout: seconds("a timeout", timeout)?,
             config: model_dir,
             extras: match extras {
@@ -139,7 +145,8 @@ impl EngineDriver {
         };
         program::set(program, environment);
         let driver = Driver::new(dialect, url, options, dir).map_err(Failure::from)?;
-        Ok(EngineDriver { driver: Mutex::new(driver), lease, home: Home::here() })
+        let name = driver.name().to_owned();
+        Ok(EngineDriver { driver: Mutex::new(driver), lease, name, home: Home::here() })
     }
 
     /// Loads the version in the image at `image_dir`, which must be the one that is called `label` if that is given: check,
@@ -179,36 +186,32 @@ impl EngineDriver {
     /// Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is
     /// resumed when the lease is over or this process ends. Answers whether an earlier load did not end.
     fn pause(&self, py: Python<'_>, label: Option<String>, timeout: f64) -> PyResult<bool> {
-        let timeout = seconds("a timeout", timeout)?;
-        let times = (self.lease.min(timeout), timeout);
-        self.drive(py, None, |driver, stop| driver.holder.pause(label, times, stop))
+        self.tell(py, &Word::Pause { label, lease: self.lease.min(timeout), timeout })
     }
 
     /// Says that a write is about to begin, or, with false, that the engine refused and nothing was written.
     fn touch(&self, py: Python<'_>, touched: bool) -> PyResult<()> {
-        self.drive(py, None, |driver, stop| driver.holder.touch(touched, stop))
+        self.tell(py, &Word::Touch(touched)).map(drop)
     }
 
     /// Flushes the prefix cache of a paused engine.
     fn clear(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
-        let timeout = seconds("a timeout", timeout)?;
-        self.drive(py, None, |driver, stop| driver.holder.clear(timeout, stop))
+        self.tell(py, &Word::Clear { timeout }).map(drop)
     }
 
     /// Ends a load: flushes the cache if `clear`, names the version `label` if it has a name, resumes the engine.
     fn finish(&self, py: Python<'_>, clear: bool, label: Option<String>, timeout: f64) -> PyResult<()> {
-        let timeout = seconds("a timeout", timeout)?;
-        self.drive(py, None, |driver, stop| driver.holder.finish((clear, label), timeout, stop))
+        self.tell(py, &Word::Finish { clear, label, timeout }).map(drop)
     }
 
-    /// Resumes an engine to which nothing was written.
+    /// Resumes an engine to which nothing was written. If its weights are not whole, it stays paused.
     fn resume(&self, py: Python<'_>) -> PyResult<()> {
-        self.drive(py, None, |driver, stop| driver.holder.resume(stop))
+        self.tell(py, &Word::Resume).map(drop)
     }
 
     /// Has the engine stay paused until a whole load is done, because of `error`.
-    fn fence(&self, py: Python<'_>, error: &str) -> PyResult<()> {
-        self.drive(py, None, |driver, stop| driver.holder.fence(error, stop))
+    fn fence(&self, py: Python<'_>, error: String) -> PyResult<()> {
+        self.tell(py, &Word::Fence { error }).map(drop)
     }
 }
 

@@ -28,8 +28,9 @@ log = logging.getLogger("windlass")
 class Pauses(Protocol):
     """Pauses one engine for weights that this process writes."""
 
-    #: What messages call the engine.
-    name: str
+    @property
+    def name(self) -> str:
+        """What messages call the engine."""
 
     def pause(self, label: str | None, timeout: float) -> bool:
         """Pauses it; ``label`` is to come. Answers whether an earlier load did not finish."""
@@ -134,7 +135,6 @@ class EngineDriver:
         unchecked: bool = False,
         dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.name = f"{kind}={url}"
         self._cache, self._timeout = cache, timeout
         options: dict[str, Any] = {
             "token": token,
@@ -152,8 +152,10 @@ class EngineDriver:
         self._arguments = kind, url, options
         self._made: tuple[int, _windlass.EngineDriver] | None = None
 
-    def _core(self) -> _windlass.EngineDriver:
-        """Made at first use, because it makes a directory; a forked child has one of its own, with a guard of its own."""
+    @property
+    def core(self) -> _windlass.EngineDriver:
+        """Has the steps of :meth:`paused`. Made at first use, because it makes a directory; a forked child has its own, with a
+        guard of its own."""
         if self._made is None or self._made[0] != os.getpid():
             kind, url, options = self._arguments
             core = _windlass.EngineDriver(
@@ -177,18 +179,18 @@ class EngineDriver:
         ``load_ms``, ``extras``, ``retried`` and ``slow``.
         """
         done: dict[str, Any] = json.loads(
-            self._core().load(image_dir, label=label, links=links, model_dir=model_dir, timeout=timeout)
+            self.core.load(image_dir, label=label, links=links, model_dir=model_dir, timeout=timeout)
         )
         return done
 
     def status(self, timeout: float = 30.0) -> dict[str, Any]:
         """What the server and its journal say: ``engine``, ``live``, ``phase`` (of a load that did not end)."""
-        status: dict[str, Any] = json.loads(self._core().status(timeout))
+        status: dict[str, Any] = json.loads(self.core.status(timeout))
         return status
 
     def is_dirty(self) -> bool:
         """Whether a load began and did not end, by the journal: the server needs a whole one."""
-        return self._core().is_dirty()
+        return self.core.is_dirty()
 
     def paused(
         self, label: str | None = None, *, clear: bool = True, timeout: float | None = None
@@ -199,30 +201,4 @@ class EngineDriver:
         and the server goes on.
         """
         limit = self._timeout if timeout is None else timeout
-        return paused(self, label, clear and self._cache == "reset", limit)
-
-    # The steps of :meth:`paused`; see :class:`Pauses`.
-
-    def pause(self, label: str | None, timeout: float) -> bool:
-        """Pauses the server."""
-        return self._core().pause(label, timeout)
-
-    def touch(self, touched: bool) -> None:
-        """A write is about to begin."""
-        self._core().touch(touched)
-
-    def clear(self, timeout: float) -> None:
-        """Flushes the prefix cache."""
-        self._core().clear(timeout)
-
-    def finish(self, clear: bool, label: str | None, timeout: float) -> None:
-        """Everything is written."""
-        self._core().finish(clear, label, timeout)
-
-    def resume(self) -> None:
-        """Nothing was written."""
-        self._core().resume()
-
-    def fence(self, error: str) -> None:
-        """A load did not finish."""
-        self._core().fence(error)
+        return paused(self.core, label, clear and self._cache == "reset", limit)

@@ -143,12 +143,16 @@ class Gate:
                 unchecked=True,
                 dir=dir,
             )
-        self._pauses: Pauses = self.driver or InProcess(engine, pause)
+        self._in_process = InProcess(engine, pause)
 
     @property
     def name(self) -> str:
         """What messages call the engine."""
         return self.engine.name
+
+    @property
+    def _pauses(self) -> Pauses:
+        return self._in_process if self.driver is None else self.driver.core
 
     @contextlib.contextmanager
     def alone(self, until: float) -> Iterator[None]:

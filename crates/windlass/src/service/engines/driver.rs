@@ -155,9 +155,9 @@ impl Driver {
         Ok(self.journal.read()?.map(|entry| entry.phase))
     }
 
-    /// How long from a pause to the first write, and for a whole load.
-    pub fn times(&self) -> (Duration, Duration) {
-        (self.options.lease, self.options.timeout)
+    /// Its name in messages.
+    pub fn name(&self) -> &str {
+        &self.follower.name
     }
 }
 

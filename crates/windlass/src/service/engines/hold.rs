@@ -39,7 +39,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// What a writer says. Times are seconds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Word {
+pub enum Word {
     /// Pause the engine, within `lease`; resume it if the first write has not begun by then. The journal says that
     /// `label` is to come.
     Pause { label: Option<String>, lease: f64, timeout: f64 },
@@ -53,6 +53,17 @@ enum Word {
     Resume,
     /// The writer failed after its first write.
     Fence { error: String },
+}
+
+impl Word {
+    /// How long it may take, beyond what every word may.
+    fn most(&self) -> Duration {
+        match self {
+            Word::Pause { lease, timeout, .. } => seconds(*lease) + seconds(*timeout),
+            Word::Clear { timeout } | Word::Finish { timeout, .. } => seconds(*timeout),
+            Word::Touch(_) | Word::Resume | Word::Fence { .. } => Duration::ZERO,
+        }
+    }
 }
 
 /// What a guard answers.
@@ -320,100 +331,61 @@ impl Holder {
         Holder { target, process: None }
     }
 
-    /// Pauses the engine until [`Holder::finish`], [`Holder::resume`] or [`Holder::fence`]. The engine is resumed if the
-    /// first write has not begun within `lease`, or if this process is gone before it. Answers whether an earlier load did
-    /// not finish, so that this one must be whole.
-    pub fn pause(
-        &mut self,
-        label: Option<String>,
-        (lease, timeout): (Duration, Duration),
-        stop: &Stop,
-    ) -> Result<bool, EngineError> {
-        let ended = |p: &mut Process| !matches!(p.child.try_wait(), Ok(None));
-        if self.process.as_mut().is_some_and(ended) {
-            self.process = None;
+    /// Says a word and waits for the answer: whether an earlier load did not finish, so that this one must be whole.
+    /// [`Word::Pause`] starts a guard if there is none.
+    pub fn tell(&mut self, word: &Word, stop: &Stop) -> Result<bool, EngineError> {
+        if matches!(word, Word::Pause { .. }) {
+            self.start()?;
         }
-        if self.process.is_none() {
-            let task = json!({ "hold": { "target": self.target, "parent": std::process::id() } });
-            let (child, stdin, lines) = guard::spawn(&self.target.engine, &task)?;
-            self.process = Some(Process { child, stdin: Some(stdin), lines, owner: std::process::id() });
-        }
-        let word = Word::Pause { label, lease: lease.as_secs_f64(), timeout: timeout.as_secs_f64() };
-        self.ask(&word, lease + timeout, stop)
-    }
-
-    /// Says that a write is about to begin; from the answer on it may. `touched` false takes that back: the engine
-    /// refused, and nothing was written.
-    pub fn touch(&mut self, touched: bool, stop: &Stop) -> Result<(), EngineError> {
-        self.ask(&Word::Touch(touched), Duration::ZERO, stop).map(drop)
-    }
-
-    /// Flushes the prefix cache.
-    pub fn clear(&mut self, timeout: Duration, stop: &Stop) -> Result<(), EngineError> {
-        self.ask(&Word::Clear { timeout: timeout.as_secs_f64() }, timeout, stop).map(drop)
-    }
-
-    /// Ends a load: flushes the cache if `clear`, names the version `label` if it has a name, resumes the engine.
-    pub fn finish(
-        &mut self,
-        (clear, label): (bool, Option<String>),
-        timeout: Duration,
-        stop: &Stop,
-    ) -> Result<(), EngineError> {
-        let word = Word::Finish { clear, label, timeout: timeout.as_secs_f64() };
-        self.ask(&word, timeout + ANSWER, stop).map(drop)
-    }
-
-    /// Lets the engine go on with its old weights. If they are not whole, it stays paused.
-    pub fn resume(&mut self, stop: &Stop) -> Result<(), EngineError> {
-        if self.process.is_some() {
-            let told = self.ask(&Word::Resume, ANSWER, stop);
-            if told.is_ok() || self.process.is_some() {
-                return told.map(drop);
-            }
+        let told = self.ask(word, stop);
+        if told.is_ok() || self.process.is_some() {
+            return told;
         }
         // The guard is gone: its journal says what is left to do.
-        let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
-        guard::left_behind(&self.target).map(drop)
-    }
-
-    /// Has the engine stay paused until a whole load is done.
-    pub fn fence(&mut self, error: &str, stop: &Stop) -> Result<(), EngineError> {
-        let word = Word::Fence { error: error.to_owned() };
-        if self.process.is_some() {
-            let told = self.ask(&word, ANSWER, stop);
-            if told.is_ok() || self.process.is_some() {
-                return told.map(drop);
+        match word {
+            Word::Pause { .. } | Word::Touch(_) | Word::Clear { .. } | Word::Finish { .. } => told,
+            Word::Resume => {
+                let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
+                guard::left_behind(&self.target)
             }
+            Word::Fence { .. } => Holding::new(self.target.clone(), Stop::never())?.hear(word.clone()),
         }
-        Holding::new(self.target.clone(), Stop::never())?.hear(word).map(drop)
     }
 
-    /// One word and its answer, which takes `most` at most.
-    fn ask(&mut self, word: &Word, most: Duration, stop: &Stop) -> Result<bool, EngineError> {
+    fn start(&mut self) -> Result<(), EngineError> {
+        let lives = |p: &mut Process| matches!(p.child.try_wait(), Ok(None));
+        if !self.process.as_mut().is_some_and(lives) {
+            let owner = std::process::id();
+            let task = json!({ "hold": { "target": self.target, "parent": owner } });
+            let (child, stdin, lines) = guard::spawn(&self.target.engine, &task)?;
+            self.process = Some(Process { child, stdin: Some(stdin), lines, owner });
+        }
+        Ok(())
+    }
+
+    fn ask(&mut self, word: &Word, stop: &Stop) -> Result<bool, EngineError> {
         let engine = self.target.engine.clone();
         let failed = |what: String| EngineError::Process { engine: engine.clone(), what };
         let Some(process) = &mut self.process else { return Err(failed("is gone".into())) };
-        let until = Instant::now() + most + ANSWER * 2 + GRACE;
+        let until = Instant::now() + word.most() + ANSWER * 2 + GRACE;
         let mut line = serde_json::to_vec(word).map_err(|e| failed(format!("cannot be told: {e}")))?;
         line.push(b'\n');
-        let told = process.stdin.as_mut().map(|s| s.write_all(&line).and_then(|()| s.flush()));
+        // A guard that is gone is seen by what it does not say.
+        let _ = process.stdin.as_mut().map(|s| s.write_all(&line).and_then(|()| s.flush()));
         let why = loop {
-            if !matches!(told, Some(Ok(()))) {
-                break "is gone; its journal says what is left to do".to_owned();
-            }
-            match process.lines.next::<Answer>(Stop::GLANCE) {
+            match process.lines.next(Stop::GLANCE) {
                 Ok(Some(Answer::Done { dirty })) => return Ok(dirty),
                 Ok(Some(Answer::Failed(failure))) => return Err(failure.error()),
-                Ok(None) if stop.is_set() => {
-                    break "was left to itself, because the call was ended".to_owned();
+                // It resumes the engine or leaves it fenced, by what was written.
+                Ok(None) if stop.is_set() => break "was left to itself, because the call was ended".into(),
+                Ok(None) if Instant::now() > until => {
+                    let _ = process.child.kill();
+                    break "did not get on and was killed".into();
                 }
-                Ok(None) if Instant::now() > until => break "did not get on".to_owned(),
                 Ok(None) => {}
                 Err(e) => break format!("ended without an answer ({e})"),
             }
         };
-        // It resumes the engine or leaves it fenced, by what was written.
         self.process = None;
         Err(failed(why))
     }
