@@ -9,8 +9,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use windlass::service::engines::driver::{Driver, ImageLoad};
 use windlass::service::engines::hold::Word;
+use windlass::service::engines::transaction::Phase;
 use windlass::service::engines::{
-    CachePolicy, Dialect, EngineError, EngineOptions, Extras, Halt, Label, Manual, PauseMode, check,
+    CachePolicy, Dialect, EngineOptions, Extras, Halt, Label, Manual, PauseMode, check,
 };
 use windlass::service::program;
 use windlass_core::address::Token;
@@ -68,13 +69,13 @@ impl EngineDriver {
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
-        work: impl FnOnce(&mut Driver, &Stop) -> Result<T, EngineError> + Send,
+        work: impl FnOnce(&mut Driver, &Stop) -> Result<T, Failure> + Send,
     ) -> PyResult<T> {
-        enter(py, timeout, |stop| Ok(work(&mut *self.driver()?, stop)?))
+        enter(py, timeout, |stop| work(&mut *self.driver()?, stop))
     }
 
     fn tell(&self, py: Python<'_>, word: &Word) -> PyResult<bool> {
-        self.drive(py, None, |driver, stop| driver.holder.tell(word, stop))
+        self.drive(py, None, |driver, stop| Ok(driver.holder.tell(word, stop)?))
     }
 }
 
@@ -166,21 +167,21 @@ impl EngineDriver {
         let wanted = wanted.map_err(|_| Failure::invalid(format!("{label:?} is not a label of Windlass")))?;
         let timeout = timeout.map(|t| seconds("a timeout", t)).transpose()?;
         let load = ImageLoad { image: image_dir, wanted, links, model_dir, timeout };
-        let done = self.drive(py, None, |driver, stop| driver.load(load, stop))?;
+        let done = self.drive(py, None, |driver, stop| Ok(driver.load(load, stop)?))?;
         json(&done)
     }
 
     /// Asks the engine, and its journal, as JSON: `engine`, `live` (the version of ours that it has), `phase` (how far a load
     /// got that did not end).
     fn status(&self, py: Python<'_>, timeout: f64) -> PyResult<String> {
-        let status = self.drive(py, Some(timeout), |driver, stop| driver.status(stop))?;
+        let status = self.drive(py, Some(timeout), |driver, stop| Ok(driver.status(stop)?))?;
         json(&status)
     }
 
     /// Whether a load began and did not end, by the journal: the engine needs a whole one.
     fn is_dirty(&self) -> PyResult<bool> {
         let phase = self.driver()?.phase().map_err(Failure::from)?;
-        Ok(phase.is_some_and(|phase| phase.is_dirty()))
+        Ok(phase.is_some_and(Phase::is_dirty))
     }
 
     /// Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is

@@ -79,7 +79,7 @@ enum Answer {
 
 /// An engine while it is paused.
 struct Held {
-    _lock: Lock,
+    lock: Lock,
     label: Option<String>,
     /// An earlier load did not finish.
     dirty: bool,
@@ -139,7 +139,7 @@ impl Holding {
         self.journal.put(first, label.as_deref().unwrap_or_default(), None)?;
         let until = Instant::now() + lease;
         self.expired = None;
-        self.held = Some(Held { _lock: lock, label, dirty, touched: false, lease, until });
+        self.held = Some(Held { lock, label, dirty, touched: false, lease, until });
         match self.engine.pause(&self.alone.with_timeout(lease)) {
             Ok(()) => Ok(dirty),
             // It said no, and was not paused before.
@@ -216,7 +216,7 @@ impl Holding {
 
     fn fence(&mut self, error: &str) -> Result<(), EngineError> {
         let held = match self.held.take() {
-            Some(held) => (held._lock, held.label),
+            Some(held) => (held.lock, held.label),
             None => (guard::lock(&self.target, &Stop::after(ANSWER))?, None),
         };
         let text = error.to_owned();
