@@ -252,54 +252,48 @@ class EngineDriver:
     """
     One engine, loaded with the lock, the journal and the guard process of `windlass receive --engine`.
     """
-    def __new__(cls, /, kind: str, url: str, *, program: SupportsGetItem[int, str], environment: SupportsGetItem[int, tuple[str, str | None]] = ..., token: str | None = None, key: str | None = None, pause: str = "keep", cache: str = "reset", lease: SupportsFloat | SupportsIndex = 60.0, timeout: SupportsFloat | SupportsIndex = 600.0, model_dir: str | PathLike[str] | None = None, extras: str = "ignore", disk: bool = False, unchecked: bool = False, dir: str | PathLike[str] | None = None) -> EngineDriver:
+    def __new__(cls, /, kind: str, url: str, *, program: SupportsGetItem[int, str], environment: SupportsGetItem[int, tuple[str, str | None]] = ..., key: str | None = None, pause: str = "keep", cache: str = "reset", dir: str | PathLike[str] | None = None) -> EngineDriver:
         """
-        For the engine of `kind` (`vllm`, `sglang`) at `url`. `token` is that of the Windlass plugin, `key` the engine's own.
-        `pause` is `keep`, `wait` or `abort`, or SGLang's `retract` or `in_place`; `cache` is `reset` or `keep`. `lease` are
-        the seconds from a pause to the first write, `timeout` those of a load. With `disk`, an SGLang server loads from a
-        path; with `unchecked`, the caller has compared the image with the engine. `dir` is where locks and journals are.
-        `program` are the words that start the command, with the changes of its `environment`.
+        For the engine of `kind` (`vllm`, `sglang`) at `url`; `key` is its own API key. `pause` is `keep`, `wait` or `abort`, or
+        SGLang's `retract` or `in_place`; `cache` is `reset` or `keep`. `dir` is where locks and journals are. `program` are
+        the words that start the command, with the changes of its `environment`.
         """
     def clear(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Flushes the prefix cache of a paused engine.
+        Flushes the prefix cache, paused or not.
         """
     def fence(self, /, error: str) -> None:
         """
         Has the engine stay paused until a whole load is done, because of `error`.
         """
-    def finish(self, /, clear: bool, label: str | None, timeout: SupportsFloat | SupportsIndex) -> None:
-        """
-        Ends a load: flushes the cache if `clear`, names the version `label` if it has a name, resumes the engine.
-        """
     def is_dirty(self, /) -> bool:
         """
         Whether a load began and did not end, by the journal: the engine needs a whole one.
         """
-    def load(self, /, image_dir: str | PathLike[str], *, label: str | None = None, links: str | PathLike[str] | None = None, model_dir: str | PathLike[str] | None = None, timeout: SupportsFloat | SupportsIndex | None = None) -> str:
+    def label(self, /, label: str, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Loads the version in the image at `image_dir`, which must be the one that is called `label` if that is given: check,
-        pause, load, flush, name, resume. `links` is the directory of links for an engine that loads from a path, beside
-        what `model_dir` has. Answers as JSON: `version`, `how`, `pause_ms`, `load_ms`, `extras`, `retried`, `slow`, …
+        Names the version that the caller has written.
+        """
+    def load(self, /, image_dir: str | PathLike[str], links: str | PathLike[str], *, lease: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex, label: str | None = None, model_dir: str | PathLike[str] | None = None) -> tuple[float, float]:
+        """
+        Has an SGLang server load the version in the image at `image_dir`, which must be the one that is called `label` if that
+        is given: pause, load, flush, name, resume. `links` is the directory of links that it loads from, beside what `model_dir`
+        has. Answers for how many milliseconds it was paused, and how many of them the load took.
         """
     @property
     def name(self, /) -> str:
         """
         What messages call it.
         """
-    def pause(self, /, label: str | None, timeout: SupportsFloat | SupportsIndex) -> bool:
+    def pause(self, /, label: str | None, lease: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> bool:
         """
         Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is
-        resumed when the lease is over or this process ends. Answers whether an earlier load did not end.
+        resumed when the `lease` is over or this process ends. Answers whether an earlier load did not end.
         """
-    def resume(self, /) -> None:
+    def resume(self, /, whole: bool) -> bool:
         """
-        Resumes an engine to which nothing was written. If its weights are not whole, it stays paused.
-        """
-    def status(self, /, timeout: SupportsFloat | SupportsIndex) -> str:
-        """
-        Asks the engine, and its journal, as JSON: `engine`, `live` (the version of ours that it has), `phase` (how far a load
-        got that did not end).
+        Resumes the engine, with the new weights if they are `whole`, or with the old ones. Answers whether it stays paused,
+        because something was written and not finished.
         """
     def touch(self, /, touched: bool) -> None:
         """

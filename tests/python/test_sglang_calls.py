@@ -127,7 +127,7 @@ def test_a_load_that_fails_leaves_the_server_paused_until_the_next_one(
 
 def test_a_flush_that_answers_no_is_an_error(recorder: Recorder) -> None:
     recorder.answers["flush_cache"] = [(400, "requests are running")]
-    loader = loader_of(recorder, timeout=4.0)
+    loader = loader_of(recorder)
     with pytest.raises(WindlassStale, match="not flushed"):
         asyncio.run(loader.load_weights(WEIGHTS))
     assert "continue_generation" not in recorder.routes
@@ -170,10 +170,10 @@ OWNER = """
     import sys, time
     from windlass.engines.driver import EngineDriver
 
-    driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2], lease=float(sys.argv[4])).core
+    driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2]).core
     for word in sys.argv[3].split():
-        {"pause": lambda: driver.pause("step-7", 20.0), "touch": lambda: driver.touch(True),
-         "finish": lambda: driver.finish(False, None, 20.0)}[word]()
+        {"pause": lambda: driver.pause("step-7", float(sys.argv[4]), 20.0), "touch": lambda: driver.touch(True),
+         "finish": lambda: driver.resume(True)}[word]()
     print("there", flush=True)
     sys.stdin.read()
     driver.touch(True)

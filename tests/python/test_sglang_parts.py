@@ -138,38 +138,6 @@ def test_a_checkpoint_that_cannot_be_judged_is_refused(tmp_path: Path) -> None:
         Served.from_checkpoint(tmp_path)
 
 
-def test_a_linked_model_has_the_image_and_nothing_else_that_an_engine_would_load(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "model", {"a": torch.zeros(1)}, model_type="x")
-    for name in ("tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin", "old.pt"):
-        (model / name).write_text("{}")
-    image = tmp_path / "image.safetensors"
-    save_file({"a": torch.ones(1)}, image)
-    links = tmp_path / "links"
-    _windlass.link_model(links, image, model)
-    assert sorted(p.name for p in links.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert all(p.is_symlink() for p in links.iterdir())
-    assert (links / "model.safetensors").resolve() == image.resolve()
-    # Again, with another image and a file less.
-    other = tmp_path / "other.safetensors"
-    save_file({"a": torch.zeros(1)}, other)
-    (model / "tokenizer.json").unlink()
-    _windlass.link_model(links, other, model)
-    assert sorted(p.name for p in links.iterdir()) == ["config.json", "model.safetensors"]
-    assert (links / "model.safetensors").resolve() == other.resolve()
-
-
-def test_a_directory_with_files_of_its_own_is_left_alone(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "model", {"a": torch.zeros(1)})
-    before = (model / "model.safetensors").read_bytes()
-    image = tmp_path / "image.safetensors"
-    save_file({"a": torch.ones(1)}, image)
-    with pytest.raises(WindlassInvalid, match="not a link of ours") as e:
-        _windlass.link_model(model, image, model)
-    assert "directory of its own" in e.value.advice
-    assert (model / "model.safetensors").read_bytes() == before
-    assert not (model / "model.safetensors").is_symlink()
-
-
 def test_a_bucket_is_read_as_sglang_reads_it() -> None:
     tensors = [
         ("odd", torch.arange(3, dtype=torch.uint8)),

@@ -10,7 +10,6 @@ says so to the next driver.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from windlass import _windlass
 from windlass.errors import WindlassError
 from windlass.publish.supervise import own_environment, own_program
 
-__all__ = ["EngineDriver", "Pauses", "Writing", "paused"]
+__all__ = ["EngineDriver", "Pauses", "Writing"]
 
 log = logging.getLogger("windlass")
 
@@ -32,33 +31,33 @@ class Pauses(Protocol):
     def name(self) -> str:
         """What messages call the engine."""
 
-    def pause(self, label: str | None, timeout: float) -> bool:
+    def pause(self, label: str | None, lease: float, timeout: float) -> bool:
         """Pauses it; ``label`` is to come. Answers whether an earlier load did not finish."""
 
     def touch(self, touched: bool) -> None:
         """A write is about to begin; or the engine refused it, and nothing was written."""
 
-    def clear(self, timeout: float) -> None:
-        """Flushes the prefix cache."""
-
-    def finish(self, clear: bool, label: str | None, timeout: float) -> None:
-        """Everything is written: flush, name the version, resume."""
-
-    def resume(self) -> None:
-        """Nothing was written: resume. An engine whose weights are not whole stays paused."""
+    def resume(self, whole: bool) -> bool:
+        """Resumes it, with the new weights if they are ``whole``. Answers whether it stays paused, because they are not."""
 
     def fence(self, error: str) -> None:
         """Stay paused until a whole load is done."""
+
+    def clear(self, timeout: float) -> None:
+        """Flushes the prefix cache."""
+
+    def label(self, label: str, timeout: float) -> None:
+        """Names the version that was written."""
 
 
 class Writing:
     """The time between a pause and its end."""
 
-    def __init__(self, pauses: Pauses, dirty: bool) -> None:
-        self._pauses = pauses
+    def __init__(self, pauses: Pauses, label: str | None, lease: float, timeout: float) -> None:
+        self._pauses, self._label = pauses, label
         self._touched = False
         #: An earlier load did not finish: this one must be whole.
-        self.dirty = dirty
+        self.dirty = pauses.pause(label, lease, timeout)
 
     def touched(self, touched: bool = True) -> None:
         """Called before the first write; from here on a failure leaves the engine paused. With false: the engine refused, and
@@ -67,54 +66,44 @@ class Writing:
             self._pauses.touch(touched)
             self._touched = touched
 
+    def done(self, clear: bool, timeout: float) -> None:
+        """Everything is written: flush if ``clear``, name the version, resume."""
+        if clear:
+            self._pauses.clear(timeout)
+        if self._label is not None:
+            self._pauses.label(self._label, timeout)
+        self._pauses.resume(True)
+
     def failed(self, error: BaseException) -> bool:
         """The engine goes on with what it had, or stays paused. Answers whether it stays."""
+        stays = self._touched or self.dirty
         try:
             if self._touched:
                 self._pauses.fence(str(error))
             else:
-                self._pauses.resume()
+                self._pauses.resume(False)
         except WindlassError as e:
-            log.error(
-                "%s could not be %s: %s", self._pauses.name, "paused" if self._touched else "resumed", e
-            )
-        if self._touched or self.dirty:
+            log.error("%s could not be %s: %s", self._pauses.name, "paused" if stays else "resumed", e)
+        if stays:
             log.error(
                 "%s stays paused: a load began and did not finish (%s); load a whole version again, or restart it",
                 self._pauses.name,
                 error,
             )
-        return self._touched or self.dirty
-
-
-@contextlib.contextmanager
-def paused(pauses: Pauses, label: str | None, clear: bool, timeout: float) -> Iterator[Writing]:
-    """The engine paused inside the block; at its end it is flushed if ``clear``, called ``label``, and resumed."""
-    writing = Writing(pauses, pauses.pause(label, timeout))
-    try:
-        yield writing
-        pauses.finish(clear, label, timeout)
-    except BaseException as e:
-        writing.failed(e)
-        raise
+        return stays
 
 
 class EngineDriver:
     """Drives one server.
 
     >>> driver = EngineDriver("sglang", "http://127.0.0.1:30000", key="...")               # doctest: +SKIP
-    >>> driver.load("/dev/shm/images/policy")["version"]                                   # doctest: +SKIP
-    'windlass:0000000000000001:7'
     >>> with driver.paused("step-8") as writing:                                           # doctest: +SKIP
     ...     writing.touched()
     ...     send_weights()
 
-    - ``token``: of the Windlass plugin in a vLLM server; ``key``: the server's own API key.
+    - ``key``: the server's own API key.
     - ``pause``: ``keep``, ``wait`` or ``abort``, or SGLang's ``retract`` or ``in_place``. ``cache``: ``reset`` or ``keep``.
-    - ``lease``: seconds from a pause to the first write; then the server goes on. ``timeout``: of a load.
-    - ``model_dir``: the checkpoint of the server, to compare an image with; ``unchecked`` if the caller has compared.
-    - ``extras``: ``ignore`` or ``error``, for tensors that the server does not take.
-    - ``disk``: an SGLang server loads from a path, whether it has the loader of Windlass or not.
+    - ``timeout``: of a load, and of the time from a pause to the first write; then the server goes on.
     - ``dir``: where the lock and the journal are. Drivers of one server must name the same.
     """
 
@@ -123,39 +112,20 @@ class EngineDriver:
         kind: Literal["vllm", "sglang"],
         url: str,
         *,
-        token: str | None = None,
         key: str | None = None,
         pause: str = "keep",
         cache: str = "reset",
-        lease: float = 60.0,
         timeout: float = 600.0,
-        model_dir: str | os.PathLike[str] | None = None,
-        extras: str = "ignore",
-        disk: bool = False,
-        unchecked: bool = False,
         dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._cache, self._timeout = cache, timeout
-        options: dict[str, Any] = {
-            "token": token,
-            "key": key,
-            "pause": pause,
-            "cache": cache,
-            "lease": lease,
-            "timeout": timeout,
-            "model_dir": model_dir,
-            "extras": extras,
-            "disk": disk,
-            "unchecked": unchecked,
-            "dir": dir,
-        }
+        options: dict[str, Any] = {"key": key, "pause": pause, "cache": cache, "dir": dir}
         self._arguments = kind, url, options
         self._made: tuple[int, _windlass.EngineDriver] | None = None
 
     @property
     def core(self) -> _windlass.EngineDriver:
-        """Has the steps of :meth:`paused`. Made at first use, because it makes a directory; a forked child has its own, with a
-        guard of its own."""
+        """Has the steps of :meth:`paused`. Made at first use; a forked child has its own, with a guard of its own."""
         if self._made is None or self._made[0] != os.getpid():
             kind, url, options = self._arguments
             core = _windlass.EngineDriver(
@@ -167,38 +137,35 @@ class EngineDriver:
     def load(
         self,
         image_dir: str | os.PathLike[str],
+        links: str | os.PathLike[str],
         *,
         label: str | None = None,
-        links: str | os.PathLike[str] | None = None,
         model_dir: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Loads the version in an image, which must be ``label`` if that is given: check, pause, load, flush, name, resume.
+    ) -> tuple[float, float]:
+        """Has an SGLang server read an image, which must hold ``label`` if that is given: pause, load, flush, name, resume.
 
-        ``links`` is the directory of links for a server that loads from a path. Answers ``version``, ``how``, ``pause_ms``,
-        ``load_ms``, ``extras``, ``retried`` and ``slow``.
+        It reads through the directory ``links``, which gets links to the image and to what ``model_dir`` has beside weights.
+        The caller has checked that the image fits. Answers how many milliseconds the server was paused, and how many of
+        them the load took.
         """
-        done: dict[str, Any] = json.loads(
-            self.core.load(image_dir, label=label, links=links, model_dir=model_dir, timeout=timeout)
-        )
-        return done
+        limit = self._timeout if timeout is None else timeout
+        return self.core.load(image_dir, links, label=label, model_dir=model_dir, lease=limit, timeout=limit)
 
-    def status(self, timeout: float = 30.0) -> dict[str, Any]:
-        """What the server and its journal say: ``engine``, ``live``, ``phase`` (of a load that did not end)."""
-        status: dict[str, Any] = json.loads(self.core.status(timeout))
-        return status
-
-    def is_dirty(self) -> bool:
-        """Whether a load began and did not end, by the journal: the server needs a whole one."""
-        return self.core.is_dirty()
-
+    @contextlib.contextmanager
     def paused(
         self, label: str | None = None, *, clear: bool = True, timeout: float | None = None
-    ) -> contextlib.AbstractContextManager[Writing]:
+    ) -> Iterator[Writing]:
         """The server paused, for weights that this process writes inside the block. See :class:`Writing`.
 
         At its end the prefix cache is flushed, unless it is to be kept or ``clear`` is false, the version is called ``label``,
         and the server goes on.
         """
         limit = self._timeout if timeout is None else timeout
-        return paused(self.core, label, clear and self._cache == "reset", limit)
+        writing = Writing(self.core, label, limit, limit)
+        try:
+            yield writing
+            writing.done(clear and self._cache == "reset", limit)
+        except BaseException as e:
+            writing.failed(e)
+            raise

@@ -17,9 +17,7 @@ use super::{Threads, Work, done, parse_count};
 use crate::error::Error;
 use crate::service::agent::Agent;
 use crate::service::engines::prove::Prove;
-use crate::service::engines::{
-    CachePolicy, EngineOptions, EngineSpec, Extras, Manual, ModelEngine, PauseMode,
-};
+use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::service::receive::{Controlled, Publisher, Receive};
 use crate::service::tls;
 use crate::service::token;
@@ -320,7 +318,6 @@ impl ParsedEngines {
             extras: self.extras,
             group,
             exact: false,
-            manual: Manual::default(),
         };
         Ok(Some((self.engines, options)))
     }

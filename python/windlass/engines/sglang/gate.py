@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from windlass.engines.driver import EngineDriver, Pauses, Writing
-from windlass.engines.sglang.engine import Engine
+from windlass.engines.sglang.engine import Embedded, Engine, Server
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -40,12 +40,12 @@ ENDING = 10.0
 class InProcess:
     """Pauses an ``sglang.Engine`` in this process, by its own methods. It dies with the process: it needs no guard."""
 
-    def __init__(self, engine: Engine, pause: Pause) -> None:
+    def __init__(self, engine: Embedded, pause: Pause) -> None:
         self.name = engine.name
         self._engine, self._pause = engine, pause
         self._dirty = False
 
-    def pause(self, label: str | None, timeout: float) -> bool:
+    def pause(self, label: str | None, lease: float, timeout: float) -> bool:
         """Pauses, unless the load itself waits for requests to end."""
         if self._pause != "wait":
             must(self._engine, "pause_generation", {"mode": self._pause}, "pause", timeout)
@@ -53,6 +53,21 @@ class InProcess:
 
     def touch(self, touched: bool) -> None:
         """Nothing outlives this process that must know."""
+
+    def resume(self, whole: bool) -> bool:
+        """Resumes, unless its weights are of no version."""
+        if self._dirty and not whole:
+            return True
+        if self._pause != "wait" or self._dirty:
+            must(self._engine, "continue_generation", {}, "continue", SHORT)
+        self._dirty = False
+        return False
+
+    def fence(self, error: str) -> None:
+        """Pauses it, also if the load needed no pause."""
+        self._dirty = True
+        mode = "retract" if self._pause == "wait" else self._pause
+        must(self._engine, "pause_generation", {"mode": mode}, "fence", SHORT)
 
     def clear(self, timeout: float) -> None:
         """Flushes the prefix cache. Requests that were ended are waited for; a refusal beyond that is an error."""
@@ -65,27 +80,10 @@ class InProcess:
                 )
             time.sleep(0.05)
 
-    def finish(self, clear: bool, label: str | None, timeout: float) -> None:
-        """Flushes, names the version, resumes."""
-        if clear:
-            self.clear(timeout)
-        if label is not None:
-            body = {"new_version": label, "abort_all_requests": False}
-            must(self._engine, "update_weight_version", body, "label", timeout)
-        if self._pause != "wait" or self._dirty:
-            must(self._engine, "continue_generation", {}, "continue", timeout)
-        self._dirty = False
-
-    def resume(self) -> None:
-        """Resumes, unless its weights are of no version."""
-        if self._pause != "wait" and not self._dirty:
-            must(self._engine, "continue_generation", {}, "continue", SHORT)
-
-    def fence(self, error: str) -> None:
-        """Pauses it, also if the load needed no pause."""
-        self._dirty = True
-        mode = "retract" if self._pause == "wait" else self._pause
-        must(self._engine, "pause_generation", {"mode": mode}, "fence", SHORT)
+    def label(self, label: str, timeout: float) -> None:
+        """Names the version."""
+        body = {"new_version": label, "abort_all_requests": False}
+        must(self._engine, "update_weight_version", body, "label", timeout)
 
 
 class Passage:
@@ -109,7 +107,7 @@ class Gate:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Server | Embedded,
         pause: Pause,
         cache: Literal["reset", "keep"],
         *,
@@ -129,21 +127,14 @@ class Gate:
         self._busy = threading.Lock()
         #: Of a server.
         self.driver: EngineDriver | None = None
-        if engine.address is not None:
+        self._in_process: InProcess | None = None
+        if isinstance(engine, Embedded):
+            self._in_process = InProcess(engine, pause)
+        else:
             url, key = engine.address
             self.driver = EngineDriver(
-                "sglang",
-                url,
-                key=key,
-                pause=pause,
-                cache=cache,
-                lease=timeout,
-                timeout=timeout,
-                disk=True,
-                unchecked=True,
-                dir=dir,
+                "sglang", url, key=key, pause=pause, cache=cache, timeout=timeout, dir=dir
             )
-        self._in_process = InProcess(engine, pause)
 
     @property
     def name(self) -> str:
@@ -152,7 +143,10 @@ class Gate:
 
     @property
     def _pauses(self) -> Pauses:
-        return self._in_process if self.driver is None else self.driver.core
+        if self.driver is not None:
+            return self.driver.core
+        assert self._in_process is not None
+        return self._in_process
 
     @contextlib.contextmanager
     def alone(self, until: float) -> Iterator[None]:
@@ -187,16 +181,16 @@ class Gate:
         """Pauses, unless it sleeps already."""
         if self.released:
             return Passage(label, until, None)
-        self.dirty = self._pauses.pause(label, left(until)) or self.dirty
-        return Passage(label, until, Writing(self._pauses, self.dirty))
+        writing = Writing(self._pauses, label, left(until), left(until))
+        self.dirty = writing.dirty
+        return Passage(label, until, writing)
 
     def passed(self, passage: Passage, *, flush: bool = True) -> None:
         """A whole load is done: the engine is flushed and goes on under its label."""
         if passage.writing is None:
             self._label = passage.label
         else:
-            clear = flush and self.cache == "reset"
-            self._pauses.finish(clear, passage.label, left(passage.until))
+            passage.writing.done(flush and self.cache == "reset", left(passage.until))
         self.dirty = False
 
     def failed(self, passage: Passage, error: BaseException) -> None:
@@ -206,13 +200,13 @@ class Gate:
         else:
             self.dirty = passage.writing.failed(error)
 
-    def load(self, image: str, **how: Any) -> dict[str, Any]:
+    def load(self, image: str, links: Path, **how: Any) -> tuple[float, float]:
         """The whole load of an image by a server that reads it from a path."""
         assert self.driver is not None
         try:
-            done = self.driver.load(image, **how)
+            done = self.driver.load(image, links, **how)
         except BaseException:
-            self.dirty = self.driver.is_dirty()
+            self.dirty = self.driver.core.is_dirty()
             raise
         self.dirty = False
         return done
@@ -240,7 +234,9 @@ class Gate:
 
     def wake(self, until: float) -> None:
         """The end of :meth:`sleep`, when memory and weights are back."""
-        self._pauses.finish(False, self._label, left(until))
+        if self._label is not None:
+            self._pauses.label(self._label, left(until))
+        self._pauses.resume(True)
 
     @contextlib.contextmanager
     def open_for_weights(self, until: float) -> Iterator[None]:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from windlass import _windlass
 from windlass.engines.sglang import payload
 from windlass.engines.sglang.custom import PATH, check_identity, shapes_of
-from windlass.engines.sglang.engine import Engine, Facts, connect
+from windlass.engines.sglang.engine import Facts, connect
 from windlass.engines.sglang.gate import SHORT, Gate, Passage, Pause, left, must, short
 from windlass.engines.sglang.reports import raise_worst, read_reports, reports_in, silence
 from windlass.engines.sglang.served import Fit, Rules, Served, Shape
@@ -147,7 +147,7 @@ class SGLangWeightLoader(WeightLoader):
             )
         if not timeout > 0 or bucket_bytes < 1:
             raise WindlassInvalid(f"timeout {timeout!r} and bucket_bytes {bucket_bytes!r} must be above zero")
-        self._engine: Engine = connect(engine, name=name, api_key=api_key)
+        self._engine = connect(engine, name=name, api_key=api_key)
         self._gate = Gate(self._engine, pause, cache, timeout=timeout, dir=None if dir is None else Path(dir))
         self._checkpoint = None if checkpoint is None else str(checkpoint)
         self._way = way
@@ -373,10 +373,9 @@ class SGLangWeightLoader(WeightLoader):
         directory, checkpoint = directory.resolve(), Path(self._checkpoint or facts.checkpoint)
         model = checkpoint if checkpoint.is_dir() else None
         if self._gate.driver is not None and not self._gate.released:
-            done = self._gate.load(
-                order.image, label=order.label, links=directory, model_dir=model, timeout=left(until)
+            return self._gate.load(
+                order.image, directory, label=order.label, model_dir=model, timeout=left(until)
             )
-            return done["pause_ms"], done["load_ms"]
         # An engine in this process, or one that sleeps and is paused already.
         _windlass.link_model(directory, held.path, model)
         body = {

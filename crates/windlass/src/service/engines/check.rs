@@ -212,7 +212,8 @@ mod tests {
         let (config, dir, slot) =
             (home.path().join("config"), home.path().join("model"), home.path().join("a"));
         fs::create_dir(&config).unwrap();
-        for name in ["config.json", "tokenizer.json", "model-1.safetensors", "model.safetensors.index.json"] {
+        let weights = ["model-1.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "old.pt"];
+        for name in ["config.json", "tokenizer.json"].iter().chain(&weights) {
             fs::write(config.join(name), name).unwrap();
         }
         fs::write(&slot, "image").unwrap();

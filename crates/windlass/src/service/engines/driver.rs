@@ -1,36 +1,42 @@
 //! One engine, driven by a program that decides by itself when: a load at a time, with the guard, the lock and the journal
 //! of `windlass receive --engine`.
 //!
-//! Owns: [`Driver`]. Called by the Python package, for its loaders. Must not: load anything by itself.
+//! Owns: [`Driver`]. Called by the Python package, for its loaders. Must not: load anything by itself, or compare an image
+//! with an engine, which its caller has done.
 //!
-//! Two programs may drive one engine: the lock in its directory lets them take turns, if both use the same directory.
+//! Two programs may drive one engine: the lock in its directory lets them take turns, if both use the same directory. The
+//! directory is removed when the engine serves and its driver ends. What killed programs have left is removed by the next
+//! driver, also a journal whose engine has ended.
 
+use std::fs;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use serde::Serialize;
-use windlass_core::address::{AddressError, Endpoint};
-use windlass_data::private;
+use windlass_core::address::{AddressError, Endpoint, Token};
+use windlass_data::image::ImageView;
+use windlass_data::region::Region;
 use windlass_data::stop::Stop;
 
-use super::check::Baseline;
+use super::check;
 use super::error::EngineError;
-use super::follow::Follower;
-use super::guard::{self, GRACE, Routes, Target};
-use super::hold::Holder;
-use super::http::Http;
-use super::transaction::{Done, Journal, Phase};
-use super::{Dialect, EngineOptions, EngineSpec, EngineStatus, Label, Place, Shared, State};
+use super::guard::{self, GRACE, Guard, Job, Lock, Routes, Target};
+use super::hold::{Holder, Word};
+use super::order::How;
+use super::transaction::{self, Done, Journal, Outcome};
+use super::{CachePolicy, Dialect, EngineSpec, Halt, Label, PauseMode};
 use crate::error::Error;
 
-/// An engine, its directory and its options.
+/// How long an engine may take to accept a connection before its journal is kept.
+const CONNECT: Duration = Duration::from_millis(500);
+
+/// An engine and its directory.
+#[derive(Debug)]
 pub struct Driver {
-    follower: Follower,
-    /// For weights that the program writes itself.
-    pub holder: Holder,
-    journal: Journal,
-    options: EngineOptions,
+    target: Target,
+    holder: Mutex<Holder>,
 }
 
 /// One load of an image.
@@ -40,29 +46,14 @@ pub struct ImageLoad {
     pub image: PathBuf,
     /// The version that it must hold; any, if none is given.
     pub wanted: Option<Label>,
-    /// The directory of links, for engines that load from a path.
-    pub links: Option<PathBuf>,
-    /// What an engine needs beside the weights, in place of the option.
+    /// The directory of links that the engine loads from.
+    pub links: PathBuf,
+    /// What an engine needs beside the weights.
     pub model_dir: Option<PathBuf>,
-    /// From the first write to the end, in place of the option.
-    pub timeout: Option<Duration>,
-}
-
-/// An engine as it is now.
-#[derive(Clone, Debug, Serialize)]
-pub struct DriverStatus {
-    /// Its name in messages.
-    pub engine: String,
-    /// The name of the version that it says it has, if that is one of ours.
-    pub live: Option<String>,
-    /// How far a load got that did not end; `None` if the engine serves.
-    pub phase: Option<Phase>,
-}
-
-impl std::fmt::Debug for Driver {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Driver").field("holder", &self.holder).finish_non_exhaustive()
-    }
+    /// From the pause to the first write.
+    pub lease: Duration,
+    /// From the first write to the end.
+    pub timeout: Duration,
 }
 
 /// The directory of a user's engines, if a program names none: like the engines, it does not outlive the host's memory.
@@ -70,6 +61,34 @@ fn default_dir() -> PathBuf {
     let shared = Path::new("/dev/shm");
     let parent = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
     parent.join(format!("windlass-engines-{}", rustix::process::getuid().as_raw()))
+}
+
+/// Removes what killed programs have left of engines that serve, or that have ended.
+fn sweep(engines: &Path) {
+    for entry in fs::read_dir(engines).into_iter().flatten().flatten() {
+        let dir = entry.path();
+        let journal = Journal::of(&dir);
+        if matches!(journal.read(), Ok(Some(_)))
+            && has_ended(&entry.file_name().to_string_lossy())
+            && let Ok(Some(_lock)) = Lock::take(&dir)
+        {
+            let _ = journal.clear();
+        }
+        guard::remove_idle(&dir);
+    }
+}
+
+/// Whether nothing listens where the engine was whose directory has this name ([`EngineSpec::dir_name`]).
+fn has_ended(name: &str) -> bool {
+    let address = name.split_once('-').and_then(|(_, address)| address.rsplit_once('-'));
+    let Some((host, Ok(port))) = address.map(|(host, port)| (host, port.parse::<u16>())) else {
+        return false;
+    };
+    let Ok(mut found) = (host, port).to_socket_addrs() else { return false };
+    found.all(|address| {
+        let refused = TcpStream::connect_timeout(&address, CONNECT);
+        refused.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
+    })
 }
 
 /// The host and port of a URL, which may have neither a port nor an end.
@@ -86,84 +105,114 @@ fn endpoint_of(url: &str) -> Result<Endpoint, AddressError> {
 }
 
 impl Driver {
-    /// Drives the engine at `url`. Its lock, journal and reports are in a directory of its own below `dir`.
+    /// Drives the engine at `url`. Its lock and its journal are in a directory of its own below `dir`.
     pub fn new(
         dialect: Dialect,
         url: &str,
-        options: EngineOptions,
+        key: Option<&Token>,
+        (mode, cache, halt): (PauseMode, CachePolicy, Option<Halt>),
         dir: Option<PathBuf>,
     ) -> Result<Driver, Error> {
-        let url = url.trim_end_matches('/');
-        let endpoint = endpoint_of(url).map_err(|e| Error::Usage(e.to_string()))?;
-        let spec = EngineSpec { dialect, endpoint };
-        let parent = dir.unwrap_or_else(default_dir);
-        let dir = parent.join(spec.dir_name());
-        private::own_with(&parent, 0o700)?;
-        private::own_with(&dir, 0o700)?;
-        private::own_with(&guard::reports(&dir), 0o700)?;
-        let name = format!("{}={url}", dialect.as_str());
+        let url = url.trim_end_matches('/').to_owned();
+        let endpoint = endpoint_of(&url).map_err(|e| Error::Usage(e.to_string()))?;
+        let parent = dir.unwrap_or_else(|| {
+            let dir = default_dir();
+            sweep(&dir);
+            dir
+        });
+        let dir = parent.join(EngineSpec { dialect, endpoint }.dir_name());
         let target = Target {
-            engine: name.clone(),
+            engine: format!("{}={url}", dialect.as_str()),
             routes: match dialect {
                 Dialect::Vllm => Routes::Vllm,
                 Dialect::Sglang => Routes::Sglang,
             },
-            url: url.to_owned(),
-            key: options.key.as_ref().map(|k| k.expose().to_owned()),
-            dir: dir.clone(),
-            model: dir.join("model"),
-            mode: options.mode,
-            cache: options.cache,
-            halt: options.manual.halt,
+            url,
+            key: key.map(|k| k.expose().to_owned()),
+            model: PathBuf::new(),
+            dir,
+            mode,
+            cache,
+            halt,
         };
-        let state = State::new(EngineStatus::new(name.clone()));
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let place = Place { image: PathBuf::new(), engines: dir.clone() };
-        let told = (shared, Arc::new(|_: &_| ()) as super::Teller, Stop::never());
-        let mut follower = Follower::new(&spec, options.clone(), place, dir.clone(), None, told);
-        follower.http = Http::new(name, url, options.key.clone());
-        Ok(Driver { follower, holder: Holder::new(target), journal: Journal::of(&dir), options })
+        Ok(Driver { holder: Mutex::new(Holder::new(target.clone())), target })
     }
 
-    /// Loads the version in an image: a whole guarded load.
-    pub fn load(&mut self, load: ImageLoad, stop: &Stop) -> Result<Done, EngineError> {
-        let follower = &mut self.follower;
-        let config = load.model_dir.or_else(|| self.options.config.clone());
-        let checks = !self.options.manual.unchecked;
-        follower.baseline = match config.as_deref().filter(|_| checks) {
-            Some(dir) => Baseline::of_checkpoint(dir)?,
-            None => None,
+    /// Has an SGLang server load the version in an image, through a directory of links: a whole guarded load.
+    pub fn load(&self, load: &ImageLoad, stop: &Stop) -> Result<Done, EngineError> {
+        let engine = &self.target.engine;
+        if self.target.routes == Routes::Vllm {
+            let why = "a driver has SGLang servers load an image; use `windlass receive --engine`".into();
+            return Err(EngineError::Unsupported { engine: engine.clone(), why });
+        }
+        let stop = stop.with_timeout(load.lease + load.timeout + GRACE);
+        let region = Region::open(&load.image)?;
+        let view = ImageView::take(&region, load.lease + load.timeout + GRACE, &stop)?;
+        let label = Label::from(view.known());
+        if let Some(wanted) = load.wanted.filter(|wanted| *wanted != label) {
+            return Err(transaction::stale(engine, format!("the image holds {label}, not {wanted}")));
+        }
+        check::link(&load.links, &view.path(), load.model_dir.as_deref())?;
+        let job = Job {
+            target: Target { model: load.links.clone(), ..self.target.clone() },
+            image: load.image.clone(),
+            layout_hash: view.manifest().layout_hash(),
+            incarnation: label.incarnation.0,
+            version: label.version,
+            lease: load.lease.as_secs_f64(),
+            timeout: load.timeout.as_secs_f64(),
+            prepare: false,
+            exact: true,
+            how: How::Auto,
         };
-        follower.options.config = config;
-        follower.options.manual.links = load.links;
-        follower.options.timeout = load.timeout.unwrap_or(self.options.timeout);
-        follower.options.lease = self.options.lease.min(follower.options.timeout);
-        follower.place.image = load.image;
-        follower.stop = stop.with_timeout(follower.options.lease + follower.options.timeout + GRACE);
-        follower.once(load.wanted)
+        match Guard::start(&job)?.wait(&stop, |_| ())? {
+            Outcome::Loaded(done) => Ok(done),
+            Outcome::Kept(e) | Outcome::Fenced(e) | Outcome::Lost(e) => Err(e),
+        }
     }
 
-    /// What the engine says of itself, and what its journal says.
-    pub fn status(&mut self, stop: &Stop) -> Result<DriverStatus, EngineError> {
-        self.follower.stop = stop.clone();
-        let live = self.follower.live()?.map(|label| label.to_string());
-        Ok(DriverStatus { engine: self.follower.name.clone(), live, phase: self.phase()? })
+    /// For weights that the program writes itself. Answers whether the engine needs a whole load.
+    pub fn tell(&self, word: &Word, stop: &Stop) -> Result<bool, EngineError> {
+        self.holder.lock().unwrap_or_else(PoisonError::into_inner).tell(word, stop)
     }
 
-    /// How far a load got that did not end; `None` if the engine serves.
-    pub fn phase(&self) -> Result<Option<Phase>, EngineError> {
-        Ok(self.journal.read()?.map(|entry| entry.phase))
+    /// Flushes the prefix cache, paused or not.
+    pub fn clear(&self, stop: &Stop) -> Result<(), EngineError> {
+        Target { cache: CachePolicy::Reset, ..self.target.clone() }.plain()?.clear(stop)
+    }
+
+    /// Names the version that the program has written.
+    pub fn label(&self, label: &str, stop: &Stop) -> Result<(), EngineError> {
+        self.target.plain()?.label(label, stop)
+    }
+
+    /// Whether a load began and did not end, by the journal: the engine needs a whole one.
+    pub fn is_dirty(&self) -> Result<bool, EngineError> {
+        Ok(Journal::of(&self.target.dir).read()?.is_some_and(|entry| entry.phase.is_dirty()))
     }
 
     /// Its name in messages.
     pub fn name(&self) -> &str {
-        &self.follower.name
+        &self.target.engine
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.holder.get_mut().unwrap_or_else(PoisonError::into_inner).end();
+        if self.target.dir.is_dir() && guard::remove_idle(&self.target.dir) {
+            // Unless there are others.
+            let _ = self.target.dir.parent().map(fs::remove_dir);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
+    use crate::service::engines::transaction::Phase;
 
     #[test]
     fn a_url_without_a_port_or_with_a_path_names_its_server() {
@@ -177,5 +226,31 @@ mod tests {
             assert_eq!(endpoint_of(url).unwrap().as_str(), expected);
         }
         assert!(endpoint_of("http://").is_err());
+    }
+
+    #[test]
+    fn what_killed_drivers_left_goes_unless_the_engine_is_there_and_not_whole() {
+        let home = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let here = listener.local_addr().unwrap().port();
+        // Nothing listens on the first ports.
+        let (gone, busy) = (1, 2);
+        let dir = |dialect: &str, port: u16| home.path().join(format!("{dialect}-127.0.0.1-{port}"));
+        let kept = [dir("sglang", here), home.path().join("vllm-of-another-kind")];
+        let swept = [dir("vllm", here), dir("sglang", gone)];
+        for dir in kept.iter().chain(&swept) {
+            drop(Lock::take(dir).unwrap().unwrap());
+        }
+        for dir in [&kept[0], &kept[1], &swept[1]] {
+            Journal::of(dir).put(Phase::Writing, "windlass:1:1", None).unwrap();
+        }
+        let busy = dir("sglang", busy);
+        let lock = Lock::take(&busy).unwrap().unwrap();
+        sweep(home.path());
+        assert!(kept.iter().all(|dir| dir.is_dir()) && busy.is_dir(), "kept");
+        assert!(!swept.iter().any(|dir| dir.exists()), "swept");
+        drop(lock);
+        sweep(home.path());
+        assert!(!busy.exists());
     }
 }

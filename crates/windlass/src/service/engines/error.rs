@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
 use windlass_data::image::ImageError;
+use windlass_data::private::PrivateError;
 use windlass_data::region::RegionError;
 
 use crate::error::Error;
@@ -126,6 +127,8 @@ pub enum EngineError {
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
+    Private(#[from] PrivateError),
+    #[error(transparent)]
     Region(#[from] RegionError),
     #[error(transparent)]
     File(#[from] FileError),
@@ -157,6 +160,7 @@ impl EngineError {
             EngineError::Cache { .. } | EngineError::Version { .. } => Kind::Stale,
             EngineError::Process { .. } => Kind::PeerLost,
             EngineError::Image(e) => e.kind(),
+            EngineError::Private(e) => e.kind(),
             EngineError::Region(e) => e.kind(),
             EngineError::File(e) => e.kind(),
             EngineError::Io { source, .. } => io_kind(source),
@@ -177,6 +181,7 @@ impl EngineError {
             | EngineError::Links { .. }
             | EngineError::File(_)
             | EngineError::Image(_)
+            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::Io { .. } => Stage::Check,
             EngineError::Cache { .. } => Stage::Cache,
@@ -205,6 +210,7 @@ impl EngineError {
             | EngineError::Guard { .. }
             | EngineError::Process { .. }
             | EngineError::Image(_)
+            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::File(_)
             | EngineError::Io { .. } => false,
@@ -243,6 +249,7 @@ impl EngineError {
             | EngineError::Unsupported { .. }
             | EngineError::Process { .. } => "",
             EngineError::Image(_)
+            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::File(_)
             | EngineError::Io { .. } => self.kind().advice(),

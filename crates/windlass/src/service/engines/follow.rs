@@ -74,15 +74,15 @@ enum Next {
 
 pub(super) struct Follower {
     spec: EngineSpec,
-    pub(super) name: String,
-    pub(super) options: EngineOptions,
-    pub(super) place: Place,
+    name: String,
+    options: EngineOptions,
+    place: Place,
     dir: PathBuf,
-    pub(super) baseline: Option<Baseline>,
+    baseline: Option<Baseline>,
     shared: Arc<Shared>,
     teller: Teller,
-    pub(super) stop: Stop,
-    pub(super) http: Http,
+    stop: Stop,
+    http: Http,
     /// The engine was prepared in this life.
     prepared: bool,
     /// The life of an engine that says so.
@@ -232,7 +232,6 @@ impl Follower {
                 // One without a version of ours may have been restarted unseen, with other flags.
                 let loading = match self.loading.take().filter(|_| label.is_some()) {
                     Some(known) => known,
-                    None if self.options.manual.disk => Loading::Disk { why: "as it was told".into() },
                     None => Sglang::loading(&self.http, self.options.mode, &self.stop)?,
                 };
                 self.loading = Some(loading.clone());
@@ -366,8 +365,26 @@ impl Follower {
             return Next::After(POLL);
         }
         self.list(extras);
-        match self.attempt(found, view) {
+        let manifest = Arc::clone(view.manifest());
+        let (outcome, engine) = match &found.way {
+            Way::Plugin(plugin, status) => (self.by_plugin(plugin, status, found, view), "plugin"),
+            Way::Native | Way::Sglang(_) => {
+                let job = self.job(found, label, manifest.layout_hash());
+                drop(view);
+                (self.by_guard(&job), "guard")
+            }
+        };
+        tracing::debug!(engine = self.name, by = engine, ?outcome, "load");
+        match outcome {
             Outcome::Loaded(done) => {
+                let _ = Baseline::note(&self.taken(), &manifest);
+                let done = transaction::Done {
+                    slow: match &found.way {
+                        Way::Sglang(Loading::Disk { why }) => Some(why.clone()),
+                        Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => done.slow,
+                    },
+                    ..done
+                };
                 self.loaded(done.version.parse().unwrap_or(label), done, false);
                 Next::Now
             }
@@ -383,75 +400,6 @@ impl Follower {
             }
             Outcome::Kept(e) | Outcome::Lost(e) => self.failed(Some(label), &e, false),
         }
-    }
-
-    /// Loads what is held.
-    fn attempt(&mut self, found: &Found, view: ImageView) -> Outcome {
-        let (label, manifest) = (Label::from(view.known()), Arc::clone(view.manifest()));
-        let (outcome, engine) = match &found.way {
-            Way::Plugin(plugin, status) => (self.by_plugin(plugin, status, found, view), "plugin"),
-            Way::Native | Way::Sglang(_) => {
-                let job = self.job(found, label, manifest.layout_hash());
-                drop(view);
-                (self.by_guard(&job), "guard")
-            }
-        };
-        tracing::debug!(engine = self.name, by = engine, ?outcome, "load");
-        let Outcome::Loaded(done) = outcome else { return outcome };
-        let _ = Baseline::note(&self.taken(), &manifest);
-        let slow = match &found.way {
-            Way::Sglang(Loading::Disk { why }) => Some(why.clone()),
-            Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => done.slow,
-        };
-        Outcome::Loaded(transaction::Done { slow, ..done })
-    }
-
-    /// One load, for a program that says when: the version that the image holds, which must be `wanted` if that is
-    /// given. Waits for another guard and for the image until the stop.
-    pub(super) fn once(&mut self, wanted: Option<Label>) -> Result<transaction::Done, EngineError> {
-        let mut found = self.ask()?;
-        found.fenced |= loop {
-            match self.left_behind(&found)? {
-                Some(dirty) => break dirty,
-                None => self.glance("another guard is loading it")?,
-            }
-        };
-        let (view, extras) = loop {
-            match self.image(&found)? {
-                Some(image) => break image,
-                None => self.glance("the image holds no whole version")?,
-            }
-        };
-        let label = Label::from(view.known());
-        if wanted.is_some_and(|wanted| wanted != label) {
-            let wanted = wanted.map_or_else(String::new, |w| w.to_string());
-            return Err(transaction::stale(&self.name, format!("the image holds {label}, not {wanted}")));
-        }
-        match self.attempt(&found, view) {
-            Outcome::Loaded(mut done) => {
-                self.prepared = true;
-                done.extras.extend(extras);
-                Ok(done)
-            }
-            Outcome::Kept(e) | Outcome::Fenced(e) | Outcome::Lost(e) => Err(e),
-        }
-    }
-
-    /// Waits a moment for what `why` says; an error when the stop is set.
-    fn glance(&self, why: &str) -> Result<(), EngineError> {
-        self.stop.check().map_err(|s| EngineError::Guard {
-            stage: Some(Stage::Check),
-            kind: s.kind(),
-            text: format!("{}: {s}: {why}", self.name),
-            advice: String::new(),
-        })?;
-        std::thread::sleep(self.stop.nap());
-        Ok(())
-    }
-
-    /// The version of ours that the engine says it has.
-    pub(super) fn live(&mut self) -> Result<Option<Label>, EngineError> {
-        Ok(self.ask()?.label)
     }
 
     fn loaded(&mut self, label: Label, done: transaction::Done, ahead: bool) {
@@ -544,19 +492,6 @@ impl Follower {
             Err(ImageError::NotWhole { .. }) => return Ok(None),
             other => other?,
         };
-        let extras = if self.options.manual.unchecked { Vec::new() } else { self.compare(found, &view)? };
-        match found.way {
-            Way::Sglang(Loading::Disk { .. }) => {
-                let config = self.options.config.as_deref().or(found.model.as_deref());
-                check::link(&self.model(), &view.path(), config)?;
-            }
-            Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => {}
-        }
-        Ok(Some((view, extras)))
-    }
-
-    /// Compares an image with what the engine can take; answers the names that it does not.
-    fn compare(&self, found: &Found, view: &ImageView) -> Result<Vec<String>, EngineError> {
         let by_name = matches!(found.way, Way::Sglang(Loading::Disk { .. }));
         let (known, manifest) = (view.known().clone(), Arc::clone(view.manifest()));
         // What it took before it was restarted says nothing about what it is now.
@@ -577,11 +512,18 @@ impl Follower {
             let (engine, image) = (self.name.clone(), known.identity.to_string());
             return Err(EngineError::Extras { engine, image, names });
         }
-        Ok(extras)
+        match found.way {
+            Way::Sglang(Loading::Disk { .. }) => {
+                let config = self.options.config.as_deref().or(found.model.as_deref());
+                check::link(&self.model(), &view.path(), config)?;
+            }
+            Way::Plugin(..) | Way::Native | Way::Sglang(Loading::Workers { .. }) => {}
+        }
+        Ok(Some((view, extras)))
     }
 
     fn model(&self) -> PathBuf {
-        self.options.manual.links.clone().unwrap_or_else(|| self.place.engines.join("model"))
+        self.place.engines.join("model")
     }
 
     fn target(&self, found: &Found) -> Target {
@@ -592,13 +534,13 @@ impl Follower {
                 Way::Sglang(Loading::Disk { .. }) => Routes::Sglang,
                 Way::Sglang(Loading::Workers { count }) => Routes::SglangWorkers(count),
             },
-            url: self.http.url.clone(),
+            url: self.spec.url(),
             key: self.options.key.as_ref().map(|k| k.expose().to_owned()),
             dir: self.dir.clone(),
             model: self.model(),
             mode: self.options.mode,
             cache: self.options.cache,
-            halt: self.options.manual.halt,
+            halt: None,
         }
     }
 
@@ -614,11 +556,7 @@ impl Follower {
             prepare: !self.prepared || found.label.is_none(),
             exact: self.options.exact,
             // An engine that does not know what it has is not asked to find out what changed.
-            how: match found.way {
-                Way::Sglang(Loading::Disk { .. }) if !found.fenced => How::Auto,
-                _ if found.label.is_none() || found.fenced => How::Dense,
-                Way::Plugin(..) | Way::Native | Way::Sglang(_) => How::Auto,
-            },
+            how: if found.label.is_none() || found.fenced { How::Dense } else { How::Auto },
         }
     }
 

@@ -21,7 +21,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
@@ -35,6 +35,7 @@ use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, LayoutHash, Version};
 use windlass_data::image::ImageView;
+use windlass_data::private;
 use windlass_data::region::Region;
 use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
@@ -197,17 +198,33 @@ impl Failure {
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 
 impl Lock {
-    /// Takes the lock in an engine's directory; `None` if a guard has it.
+    /// Takes the lock in an engine's directory, which is made if it is missing; `None` if a guard has it.
     pub fn take(dir: &Path) -> Result<Option<Lock>, EngineError> {
         let path = dir.join("lock");
-        let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
-        let file = file.map_err(EngineError::io("open", &path))?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Lock(file))),
-            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-            Err(e) => Err(EngineError::io("lock", &path)(e.into())),
+        loop {
+            private::own(dir, 0o700)?;
+            let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
+            let file = match file {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other.map_err(EngineError::io("open", &path))?,
+            };
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(e) => return Err(EngineError::io("lock", &path)(e.into())),
+            }
+            // One that was removed with its directory in between keeps no other guard out.
+            if file.metadata().map_err(EngineError::io("look at", &path))?.nlink() > 0 {
+                return Ok(Some(Lock(file)));
+            }
         }
     }
+}
+
+/// Removes the directory of an engine that serves, unless a guard is at work; whether it did.
+pub(super) fn remove_idle(dir: &Path) -> bool {
+    let lock = Lock::take(dir).ok().flatten();
+    lock.is_some() && matches!(Journal::of(dir).read(), Ok(None)) && fs::remove_dir_all(dir).is_ok()
 }
 
 /// A guard at work, seen from the receiver.
@@ -419,8 +436,8 @@ fn work(job: &Job, alone: &Stop, told: &dyn Fn(Phase)) -> Outcome {
         Ok(lock) => lock,
         Err(e) => return Outcome::Kept(e),
     };
-    let dirty = match journal.read() {
-        Ok(entry) => entry.is_some_and(|e| e.phase.is_dirty()),
+    let dirty = match left_behind(&job.target) {
+        Ok(dirty) => dirty,
         Err(e) => return Outcome::Kept(e),
     };
     let take = |stop: &Stop| take(job, dirty, stop);

@@ -41,29 +41,14 @@ const FAREWELL: Duration = Duration::from_secs(2);
 #[serde(rename_all = "snake_case")]
 pub enum Word {
     /// Pause the engine, within `lease`; resume it if the first write has not begun by then. The journal says that
-    /// `label` is to come.
+    /// `label` is to come. An engine that is paused already stays so, with a new lease.
     Pause { label: Option<String>, lease: f64, timeout: f64 },
     /// A write is about to begin; or, if false, the engine refused and nothing was written.
     Touch(bool),
-    /// Flush the prefix cache.
-    Clear { timeout: f64 },
-    /// Everything is written: flush, name the version, resume.
-    Finish { clear: bool, label: Option<String>, timeout: f64 },
-    /// Nothing was written: resume.
-    Resume,
+    /// Resume: with the new weights, which are `whole`, or with the old ones if nothing was written.
+    Resume { whole: bool },
     /// The writer failed after its first write.
     Fence { error: String },
-}
-
-impl Word {
-    /// How long it may take, beyond what every word may.
-    fn most(&self) -> Duration {
-        match self {
-            Word::Pause { lease, timeout, .. } => seconds(*lease) + seconds(*timeout),
-            Word::Clear { timeout } | Word::Finish { timeout, .. } => seconds(*timeout),
-            Word::Touch(_) | Word::Resume | Word::Fence { .. } => Duration::ZERO,
-        }
-    }
 }
 
 /// What a guard answers.
@@ -109,18 +94,11 @@ impl Holding {
     /// Answers whether the engine needs a whole load.
     fn hear(&mut self, word: Word) -> Result<bool, EngineError> {
         match word {
-            Word::Pause { label, lease, timeout } => {
-                return self.pause(label, seconds(lease), seconds(timeout));
-            }
-            Word::Touch(touched) => self.touch(touched)?,
-            Word::Clear { timeout } => self.engine.clear(&Stop::after(seconds(timeout)))?,
-            Word::Finish { clear, label, timeout } => {
-                self.finish(clear, label.as_deref(), &Stop::after(seconds(timeout)))?;
-            }
-            Word::Resume => self.resume()?,
-            Word::Fence { error } => self.fence(&error)?,
+            Word::Pause { label, lease, timeout } => self.pause(label, seconds(lease), seconds(timeout)),
+            Word::Touch(touched) => self.touch(touched),
+            Word::Resume { whole } => self.resume(whole),
+            Word::Fence { error } => self.fence(&error),
         }
-        Ok(self.held.as_ref().is_some_and(|h| h.dirty))
     }
 
     fn pause(
@@ -129,10 +107,10 @@ impl Holding {
         lease: Duration,
         timeout: Duration,
     ) -> Result<bool, EngineError> {
-        if self.held.is_some() {
-            return Err(self.misuse("is paused already by this program"));
-        }
-        let lock = guard::lock(&self.target, &self.alone.with_timeout(timeout))?;
+        let lock = match self.held.take() {
+            Some(held) => held.lock,
+            None => guard::lock(&self.target, &self.alone.with_timeout(timeout))?,
+        };
         let entry = self.journal.read()?;
         let dirty = entry.as_ref().is_some_and(|e| e.phase.is_dirty());
         let first = if dirty { Phase::Writing } else { Phase::Pausing };
@@ -149,80 +127,72 @@ impl Holding {
                 Err(e)
             }
             Err(e) => {
-                self.resume()?;
+                self.resume(false)?;
                 Err(e)
             }
         }
     }
 
     fn held(&mut self) -> Result<&mut Held, EngineError> {
-        let lost = match self.expired {
-            Some(lease) => EngineError::Lease {
-                engine: self.target.engine.clone(),
-                why: format!("the lease of {lease:?} is over, and it goes on with its old weights"),
-                kind: Kind::Timeout,
-            },
-            None => self.misuse("is not paused by this program"),
+        let engine = self.target.engine.clone();
+        let (why, kind) = match self.expired {
+            Some(lease) => (
+                format!("the lease of {lease:?} is over, and it goes on with its old weights"),
+                Kind::Timeout,
+            ),
+            None => ("it is not paused by this program: pause it first".into(), Kind::Invalid),
         };
-        self.held.as_mut().ok_or(lost)
+        self.held.as_mut().ok_or(EngineError::Lease { engine, why, kind })
     }
 
-    fn misuse(&self, what: &str) -> EngineError {
-        let (text, advice) = (format!("{} {what}", self.target.engine), "pause, write, then finish".into());
-        EngineError::Guard { stage: None, kind: Kind::Invalid, text, advice }
-    }
-
-    fn touch(&mut self, touched: bool) -> Result<(), EngineError> {
+    fn touch(&mut self, touched: bool) -> Result<bool, EngineError> {
         let held = self.held()?;
         held.touched = touched;
         let (dirty, label) = (held.dirty, held.label.clone().unwrap_or_default());
-        if dirty {
-            return Ok(());
+        if !dirty {
+            self.journal.put(if touched { Phase::Writing } else { Phase::Pausing }, &label, None)?;
         }
-        self.journal.put(if touched { Phase::Writing } else { Phase::Pausing }, &label, None)
+        Ok(dirty)
     }
 
-    fn finish(&mut self, clear: bool, label: Option<&str>, stop: &Stop) -> Result<(), EngineError> {
-        self.held()?;
-        if clear {
-            self.engine.clear(stop)?;
+    /// Answers whether the engine stays paused, because its weights are of no version.
+    fn resume(&mut self, whole: bool) -> Result<bool, EngineError> {
+        let Some(held) = &self.held else {
+            if whole {
+                self.held()?;
+            }
+            // Paused by another program, or by a guard that is gone.
+            let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
+            if self.journal.read()?.is_some_and(|e| e.phase.is_dirty()) {
+                return Ok(true);
+            }
+            resume(&*self.engine)?;
+            return self.journal.clear().map(|()| false);
+        };
+        if !whole && (held.dirty || held.touched) {
+            self.held = None;
+            return Ok(true);
         }
-        if let Some(label) = label {
-            self.engine.label(label, stop)?;
+        if whole {
+            // A journal that cannot be written must not keep a loaded engine from serving.
+            let _ = self.journal.put(Phase::Loaded, held.label.as_deref().unwrap_or_default(), None);
         }
-        // A journal that cannot be written must not keep a loaded engine from serving.
-        let _ = self.journal.put(Phase::Loaded, label.unwrap_or_default(), None);
-        self.go_on()
-    }
-
-    /// Resumes an engine that this or an earlier load has paused.
-    fn go_on(&mut self) -> Result<(), EngineError> {
-        if self.engine.pauses() || self.held.as_ref().is_some_and(|h| h.dirty) {
+        if self.engine.pauses() || held.dirty {
             resume(&*self.engine)?;
         }
         self.held = None;
-        self.journal.clear()
+        self.journal.clear().map(|()| false)
     }
 
-    fn resume(&mut self) -> Result<(), EngineError> {
-        let Some(held) = &self.held else { return Ok(()) };
-        if held.dirty || held.touched {
-            // Its weights are of no version: the journal says so.
-            self.held = None;
-            return Ok(());
-        }
-        self.go_on()
-    }
-
-    fn fence(&mut self, error: &str) -> Result<(), EngineError> {
-        let held = match self.held.take() {
+    fn fence(&mut self, error: &str) -> Result<bool, EngineError> {
+        let (_lock, label) = match self.held.take() {
             Some(held) => (held.lock, held.label),
             None => (guard::lock(&self.target, &Stop::after(ANSWER))?, None),
         };
         let text = error.to_owned();
         let error = EngineError::Guard { stage: None, kind: Kind::Stale, text, advice: String::new() };
-        self.journal.put(Phase::Fenced, held.1.as_deref().unwrap_or_default(), Some(&error))?;
-        self.engine.fence(&Stop::after(ANSWER))
+        self.journal.put(Phase::Fenced, label.as_deref().unwrap_or_default(), Some(&error))?;
+        self.engine.fence(&Stop::after(ANSWER)).map(|()| true)
     }
 
     /// Whether the old weights are paused, and whole.
@@ -235,7 +205,7 @@ impl Holding {
         let Some(held) = self.held.as_ref().filter(|h| h.until <= Instant::now()) else { return };
         let lease = held.lease;
         // What fails now is tried again with the next look.
-        if self.can_resume() && self.resume().is_ok() {
+        if self.can_resume() && self.resume(false).is_ok() {
             self.expired = Some(lease);
         }
     }
@@ -248,7 +218,7 @@ impl Holding {
         let engine = self.target.engine.clone();
         let told = if !self.can_resume() {
             "stays paused, because its weights are of no whole version: load one".to_owned()
-        } else if let Err(e) = self.resume() {
+        } else if let Err(e) = self.resume(false) {
             format!("may be paused still: {}", crate::error::chain(&e))
         } else {
             "goes on with the weights that it had".to_owned()
@@ -338,18 +308,18 @@ impl Holder {
             self.start()?;
         }
         let told = self.ask(word, stop);
-        if told.is_ok() || self.process.is_some() {
-            return told;
-        }
-        // The guard is gone: its journal says what is left to do.
         match word {
-            Word::Pause { .. } | Word::Touch(_) | Word::Clear { .. } | Word::Finish { .. } => told,
-            Word::Resume => {
-                let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
-                guard::left_behind(&self.target)
+            // There is no guard, or it is gone: the journal says what is left to do.
+            Word::Resume { whole: false } | Word::Fence { .. } if self.process.is_none() => {
+                Holding::new(self.target.clone(), Stop::never())?.hear(word.clone())
             }
-            Word::Fence { .. } => Holding::new(self.target.clone(), Stop::never())?.hear(word.clone()),
+            Word::Pause { .. } | Word::Touch(_) | Word::Resume { .. } | Word::Fence { .. } => told,
         }
+    }
+
+    /// Ends the guard, which resumes the engine or leaves it fenced, by what was written.
+    pub(super) fn end(&mut self) {
+        self.process = None;
     }
 
     fn start(&mut self) -> Result<(), EngineError> {
@@ -367,7 +337,11 @@ impl Holder {
         let engine = self.target.engine.clone();
         let failed = |what: String| EngineError::Process { engine: engine.clone(), what };
         let Some(process) = &mut self.process else { return Err(failed("is gone".into())) };
-        let until = Instant::now() + word.most() + ANSWER * 2 + GRACE;
+        let most = match word {
+            Word::Pause { lease, timeout, .. } => seconds(*lease) + seconds(*timeout),
+            Word::Touch(_) | Word::Resume { .. } | Word::Fence { .. } => Duration::ZERO,
+        };
+        let until = Instant::now() + most + ANSWER * 2 + GRACE;
         let mut line = serde_json::to_vec(word).map_err(|e| failed(format!("cannot be told: {e}")))?;
         line.push(b'\n');
         // A guard that is gone is seen by what it does not say.

@@ -107,7 +107,7 @@ impl EngineSpec {
 
     fn url(&self) -> String {
         let text = self.endpoint.as_str().trim_end_matches('/');
-        if text.contains("://") { text.to_owned() } else { format!("http://{text}") }
+        if text.starts_with("http://") { text.to_owned() } else { format!("http://{text}") }
     }
 
     /// The name of its directory.
@@ -172,21 +172,6 @@ pub struct EngineOptions {
     /// Only the version that is wanted is loaded, never a newer one that the image happens to hold: somebody else says
     /// when.
     pub exact: bool,
-    /// What a program decides that drives the engine itself.
-    pub manual: Manual,
-}
-
-/// What a program decides that drives an engine itself ([`driver`]).
-#[derive(Clone, Debug, Default)]
-pub struct Manual {
-    /// SGLang's own pause mode.
-    pub halt: Option<Halt>,
-    /// An SGLang server loads from a path, whether it has our loader or not.
-    pub disk: bool,
-    /// The program has compared the image with the engine, by rules of its own.
-    pub unchecked: bool,
-    /// The directory of links that an engine loads from.
-    pub links: Option<PathBuf>,
 }
 
 /// An engine, and the model that it serves where there are several: `[MODEL:]vllm=URL`.
@@ -246,21 +231,6 @@ pub struct EngineStatus {
     pub slow: Option<String>,
 }
 
-impl EngineStatus {
-    /// Of an engine that has not been asked yet.
-    fn new(engine: String) -> EngineStatus {
-        EngineStatus {
-            engine,
-            condition: Condition::Away,
-            live: None,
-            error: None,
-            given_up: None,
-            unplanned: 0,
-            slow: None,
-        }
-    }
-}
-
 /// What an engine's thread and everybody else share.
 #[derive(Debug)]
 struct Shared {
@@ -283,19 +253,6 @@ struct State {
 }
 
 impl State {
-    fn new(status: EngineStatus) -> State {
-        State {
-            status,
-            live: None,
-            given_up: None,
-            error_kind: None,
-            wanted: None,
-            ahead: None,
-            leads: false,
-            ending: false,
-        }
-    }
-
     /// Whether a delta from this version can be loaded before the image holds what it leads to.
     fn leads_from(&self, base: Label) -> bool {
         self.leads && self.live == Some(base) && self.status.condition == Condition::Serving
@@ -381,7 +338,25 @@ impl Engines {
             let dir = engines.place.engines.join(spec.dir_name());
             private::own_with(&dir, mode)?;
             private::own_with(&guard::reports(&dir), reports)?;
-            let state = State::new(EngineStatus::new(spec.name()));
+            let status = EngineStatus {
+                engine: spec.name(),
+                condition: Condition::Away,
+                live: None,
+                error: None,
+                given_up: None,
+                unplanned: 0,
+                slow: None,
+            };
+            let state = State {
+                status,
+                live: None,
+                given_up: None,
+                error_kind: None,
+                wanted: None,
+                ahead: None,
+                leads: false,
+                ending: false,
+            };
             let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
             let follower = Follower::new(
                 spec,
@@ -522,13 +497,7 @@ fn tidy(engines: &Path) {
         if entry.file_name() == "model" || entry.file_name() == INCOMING {
             continue;
         }
-        let lock = guard::Lock::take(&dir).ok().flatten();
-        let serves = matches!(transaction::Journal::of(&dir).read(), Ok(None));
-        if lock.is_some() && serves {
-            let _ = fs::remove_dir_all(&dir);
-        } else {
-            left = true;
-        }
+        left |= !guard::remove_idle(&dir);
     }
     if !left {
         let _ = fs::remove_dir_all(engines);
