@@ -262,9 +262,10 @@ class EngineDriver:
         """
         Flushes the prefix cache, paused or not.
         """
-    def fence(self, /, error: str) -> None:
+    def fail(self, /, error: str) -> bool:
         """
-        Has the engine stay paused until a whole load is done, because of `error`.
+        Resumes the engine with its old weights, or has it stay paused until a whole load is done, because of `error`, if
+        something was written. Answers whether it stays paused.
         """
     def is_dirty(self, /) -> bool:
         """
@@ -290,10 +291,9 @@ class EngineDriver:
         Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is
         resumed when the `lease` is over or this process ends. Answers whether an earlier load did not end.
         """
-    def resume(self, /, whole: bool) -> bool:
+    def resume(self, /) -> None:
         """
-        Resumes the engine, with the new weights if they are `whole`, or with the old ones. Answers whether it stays paused,
-        because something was written and not finished.
+        Resumes the engine with its new weights, which are whole.
         """
     def touch(self, /, touched: bool) -> None:
         """

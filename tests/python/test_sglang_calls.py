@@ -173,7 +173,7 @@ OWNER = """
     driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2]).core
     for word in sys.argv[3].split():
         {"pause": lambda: driver.pause("step-7", float(sys.argv[4]), 20.0), "touch": lambda: driver.touch(True),
-         "finish": lambda: driver.resume(True)}[word]()
+         "finish": lambda: driver.resume()}[word]()
     print("there", flush=True)
     sys.stdin.read()
     driver.touch(True)

@@ -133,15 +133,15 @@ impl EngineDriver {
         self.tell(py, &Word::Touch(touched)).map(drop)
     }
 
-    /// Resumes the engine, with the new weights if they are `whole`, or with the old ones. Answers whether it stays paused,
-    /// because something was written and not finished.
-    fn resume(&self, py: Python<'_>, whole: bool) -> PyResult<bool> {
-        self.tell(py, &Word::Resume { whole })
+    /// Resumes the engine with its new weights, which are whole.
+    fn resume(&self, py: Python<'_>) -> PyResult<()> {
+        self.tell(py, &Word::Resume).map(drop)
     }
 
-    /// Has the engine stay paused until a whole load is done, because of `error`.
-    fn fence(&self, py: Python<'_>, error: String) -> PyResult<()> {
-        self.tell(py, &Word::Fence { error }).map(drop)
+    /// Resumes the engine with its old weights, or has it stay paused until a whole load is done, because of `error`, if
+    /// something was written. Answers whether it stays paused.
+    fn fail(&self, py: Python<'_>, error: String) -> PyResult<bool> {
+        self.tell(py, &Word::Fail { error })
     }
 
     /// Flushes the prefix cache, paused or not.

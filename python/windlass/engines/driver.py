@@ -37,11 +37,11 @@ class Pauses(Protocol):
     def touch(self, touched: bool) -> None:
         """A write is about to begin; or the engine refused it, and nothing was written."""
 
-    def resume(self, whole: bool) -> bool:
-        """Resumes it, with the new weights if they are ``whole``. Answers whether it stays paused, because they are not."""
+    def resume(self) -> None:
+        """Everything is written: resumes it."""
 
-    def fence(self, error: str) -> None:
-        """Stay paused until a whole load is done."""
+    def fail(self, error: str) -> bool:
+        """Resumes it if nothing was written. Answers whether it stays paused until a whole load is done."""
 
     def clear(self, timeout: float) -> None:
         """Flushes the prefix cache."""
@@ -72,16 +72,13 @@ class Writing:
             self._pauses.clear(timeout)
         if self._label is not None:
             self._pauses.label(self._label, timeout)
-        self._pauses.resume(True)
+        self._pauses.resume()
 
     def failed(self, error: BaseException) -> bool:
         """The engine goes on with what it had, or stays paused. Answers whether it stays."""
         stays = self._touched or self.dirty
         try:
-            if self._touched:
-                self._pauses.fence(str(error))
-            else:
-                self._pauses.resume(False)
+            stays = self._pauses.fail(str(error))
         except WindlassError as e:
             log.error("%s could not be %s: %s", self._pauses.name, "paused" if stays else "resumed", e)
         if stays:

@@ -133,7 +133,9 @@ class RemoteEngine(InferenceEngine):
 
     async def resume(self) -> None:
         """Lets generation go on. A server that has weights of no version stays paused, and that is an error."""
-        if await asyncio.to_thread(self._driver.core.resume, self._state == "whole"):
+        if self._state == "whole":
+            await asyncio.to_thread(self._driver.core.resume)
+        elif await asyncio.to_thread(self._driver.core.fail, "it was to go on"):
             raise WindlassStale(
                 f"{self.name} stays paused: an update of its weights began and did not finish", "sync again"
             )

@@ -604,6 +604,7 @@ fn an_engine_that_was_only_waited_for_is_paused_after_a_load_that_failed() {
 }
 
 #[test]
+#[expect(clippy::result_large_err, reason = "a load is given its image by such a function")]
 fn an_image_taken_back_during_a_load_from_disk_leaves_the_engine_fenced() {
     let mut world = World::new();
     let engine = Engine::start(Kind::Sglang);

@@ -43,31 +43,36 @@ class InProcess:
     def __init__(self, engine: Embedded, pause: Pause) -> None:
         self.name = engine.name
         self._engine, self._pause = engine, pause
+        #: The last load did not finish.
         self._dirty = False
+        self._touched = False
 
     def pause(self, label: str | None, lease: float, timeout: float) -> bool:
         """Pauses, unless the load itself waits for requests to end."""
+        self._touched = False
         if self._pause != "wait":
             must(self._engine, "pause_generation", {"mode": self._pause}, "pause", timeout)
         return self._dirty
 
     def touch(self, touched: bool) -> None:
-        """Nothing outlives this process that must know."""
+        """From here on, or again, something is or nothing was written."""
+        self._touched = touched
 
-    def resume(self, whole: bool) -> bool:
-        """Resumes, unless its weights are of no version."""
-        if self._dirty and not whole:
-            return True
+    def resume(self) -> None:
+        """Resumes, unless the load needed no pause."""
         if self._pause != "wait" or self._dirty:
             must(self._engine, "continue_generation", {}, "continue", SHORT)
         self._dirty = False
-        return False
 
-    def fence(self, error: str) -> None:
-        """Pauses it, also if the load needed no pause."""
-        self._dirty = True
-        mode = "retract" if self._pause == "wait" else self._pause
-        must(self._engine, "pause_generation", {"mode": mode}, "fence", SHORT)
+    def fail(self, error: str) -> bool:
+        """Resumes; or pauses, also if the load needed no pause, if its weights are of no version."""
+        self._dirty = self._dirty or self._touched
+        if not self._dirty:
+            self.resume()
+        else:
+            mode = "retract" if self._pause == "wait" else self._pause
+            must(self._engine, "pause_generation", {"mode": mode}, "fence", SHORT)
+        return self._dirty
 
     def clear(self, timeout: float) -> None:
         """Flushes the prefix cache. Requests that were ended are waited for; a refusal beyond that is an error."""
@@ -236,7 +241,7 @@ class Gate:
         """The end of :meth:`sleep`, when memory and weights are back."""
         if self._label is not None:
             self._pauses.label(self._label, left(until))
-        self._pauses.resume(True)
+        self._pauses.resume()
 
     @contextlib.contextmanager
     def open_for_weights(self, until: float) -> Iterator[None]:

@@ -17,12 +17,13 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{self, Path, PathBuf};
 
+use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_data::file::{FileError, Layout};
 use windlass_data::image::Known;
 use windlass_data::seal::draft::{Draft, make_dir};
 
-use super::error::EngineError;
+use super::error::{EngineError, Stage};
 
 /// The tensors that an engine is known to have.
 #[derive(Clone, Debug)]
@@ -136,7 +137,12 @@ pub fn link(dir: &Path, weights: &Path, config: Option<&Path>) -> Result<(), Eng
     make_dir(dir).map_err(EngineError::io("create", dir))?;
     let present = list(dir)?;
     if let Some(own) = present.iter().find(|path| !path.is_symlink()) {
-        return Err(EngineError::Links { dir: dir.to_owned(), file: own.clone() });
+        return Err(EngineError::Guard {
+            stage: Some(Stage::Check),
+            kind: Kind::Invalid,
+            text: format!("{} has {}, which is not a link of ours", dir.display(), own.display()),
+            advice: "name a directory of its own for the links".into(),
+        });
     }
     for path in present.iter().filter(|p| p.file_name().is_none_or(|name| !wanted.contains_key(name))) {
         fs::remove_file(path).map_err(EngineError::io("remove", path))?;

@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
 use windlass_data::image::ImageError;
-use windlass_data::private::PrivateError;
 use windlass_data::region::RegionError;
 
 use crate::error::Error;
@@ -105,13 +104,6 @@ pub enum EngineError {
     /// It says that it has other weights than it was given.
     #[error("{engine} was loaded with {expected}, and says that it has {found}")]
     Version { engine: String, expected: String, found: String },
-    #[error("{} has {}, which is not a link of ours", dir.display(), file.display())]
-    Links {
-        /// Where links to a model were to be made.
-        dir: PathBuf,
-        /// The user's.
-        file: PathBuf,
-    },
     #[error("{engine}: {why}")]
     Unsupported { engine: String, why: String },
     #[error("{text}")]
@@ -126,8 +118,6 @@ pub enum EngineError {
     Process { engine: String, what: String },
     #[error(transparent)]
     Image(#[from] ImageError),
-    #[error(transparent)]
-    Private(#[from] PrivateError),
     #[error(transparent)]
     Region(#[from] RegionError),
     #[error(transparent)]
@@ -154,13 +144,10 @@ impl EngineError {
             | EngineError::Guard { kind, .. } => *kind,
             EngineError::Answer { .. } => Kind::Corrupt,
             EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Kind::Unsupported,
-            EngineError::Layout { .. } | EngineError::Extras { .. } | EngineError::Links { .. } => {
-                Kind::Invalid
-            }
+            EngineError::Layout { .. } | EngineError::Extras { .. } => Kind::Invalid,
             EngineError::Cache { .. } | EngineError::Version { .. } => Kind::Stale,
             EngineError::Process { .. } => Kind::PeerLost,
             EngineError::Image(e) => e.kind(),
-            EngineError::Private(e) => e.kind(),
             EngineError::Region(e) => e.kind(),
             EngineError::File(e) => e.kind(),
             EngineError::Io { source, .. } => io_kind(source),
@@ -178,10 +165,8 @@ impl EngineError {
             EngineError::NoRoute { .. } | EngineError::Unsupported { .. } => Stage::Ask,
             EngineError::Layout { .. }
             | EngineError::Extras { .. }
-            | EngineError::Links { .. }
             | EngineError::File(_)
             | EngineError::Image(_)
-            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::Io { .. } => Stage::Check,
             EngineError::Cache { .. } => Stage::Cache,
@@ -202,7 +187,6 @@ impl EngineError {
             | EngineError::Declined { .. }
             | EngineError::Layout { .. }
             | EngineError::Extras { .. }
-            | EngineError::Links { .. }
             | EngineError::Cache { .. }
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
@@ -210,7 +194,6 @@ impl EngineError {
             | EngineError::Guard { .. }
             | EngineError::Process { .. }
             | EngineError::Image(_)
-            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::File(_)
             | EngineError::Io { .. } => false,
@@ -227,7 +210,6 @@ impl EngineError {
             EngineError::Extras { .. } => {
                 "leave them out where they are published, or accept them with --extras ignore"
             }
-            EngineError::Links { .. } => "name a directory of its own for the links",
             EngineError::Cache { .. } => {
                 "the engine stays paused, because it would answer from old weights; restart it if this repeats"
             }
@@ -249,7 +231,6 @@ impl EngineError {
             | EngineError::Unsupported { .. }
             | EngineError::Process { .. } => "",
             EngineError::Image(_)
-            | EngineError::Private(_)
             | EngineError::Region(_)
             | EngineError::File(_)
             | EngineError::Io { .. } => self.kind().advice(),

@@ -36,7 +36,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, LayoutHash, Version};
 use windlass_data::image::ImageView;
 use windlass_data::private;
-use windlass_data::region::Region;
+use windlass_data::region::{Region, RegionError};
 use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
 
@@ -202,7 +202,7 @@ impl Lock {
     pub fn take(dir: &Path) -> Result<Option<Lock>, EngineError> {
         let path = dir.join("lock");
         loop {
-            private::own(dir, 0o700)?;
+            private::own(dir, 0o700).map_err(RegionError::from)?;
             let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
             let file = match file {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,

@@ -45,10 +45,10 @@ pub enum Word {
     Pause { label: Option<String>, lease: f64, timeout: f64 },
     /// A write is about to begin; or, if false, the engine refused and nothing was written.
     Touch(bool),
-    /// Resume: with the new weights, which are `whole`, or with the old ones if nothing was written.
-    Resume { whole: bool },
-    /// The writer failed after its first write.
-    Fence { error: String },
+    /// Everything is written: resume.
+    Resume,
+    /// The writer failed: resume with the old weights if they are whole, or stay paused.
+    Fail { error: String },
 }
 
 /// What a guard answers.
@@ -96,8 +96,8 @@ impl Holding {
         match word {
             Word::Pause { label, lease, timeout } => self.pause(label, seconds(lease), seconds(timeout)),
             Word::Touch(touched) => self.touch(touched),
-            Word::Resume { whole } => self.resume(whole),
-            Word::Fence { error } => self.fence(&error),
+            Word::Resume => self.resume(),
+            Word::Fail { error } => self.fail(&error),
         }
     }
 
@@ -107,12 +107,13 @@ impl Holding {
         lease: Duration,
         timeout: Duration,
     ) -> Result<bool, EngineError> {
-        let lock = match self.held.take() {
-            Some(held) => held.lock,
-            None => guard::lock(&self.target, &self.alone.with_timeout(timeout))?,
+        let (lock, dirty) = match self.held.take() {
+            Some(held) => (held.lock, held.dirty || held.touched),
+            None => {
+                let lock = guard::lock(&self.target, &self.alone.with_timeout(timeout))?;
+                (lock, guard::left_behind(&self.target)?)
+            }
         };
-        let entry = self.journal.read()?;
-        let dirty = entry.as_ref().is_some_and(|e| e.phase.is_dirty());
         let first = if dirty { Phase::Writing } else { Phase::Pausing };
         self.journal.put(first, label.as_deref().unwrap_or_default(), None)?;
         let until = Instant::now() + lease;
@@ -120,14 +121,14 @@ impl Holding {
         self.held = Some(Held { lock, label, dirty, touched: false, lease, until });
         match self.engine.pause(&self.alone.with_timeout(lease)) {
             Ok(()) => Ok(dirty),
-            // It said no, and was not paused before.
-            Err(e @ EngineError::Refused { .. }) if entry.is_none() => {
+            // It said no, and so is not paused.
+            Err(e @ EngineError::Refused { .. }) if !dirty => {
                 self.held = None;
                 self.journal.clear()?;
                 Err(e)
             }
             Err(e) => {
-                self.resume(false)?;
+                self.fail(&e.to_string())?;
                 Err(e)
             }
         }
@@ -155,44 +156,49 @@ impl Holding {
         Ok(dirty)
     }
 
+    fn resume(&mut self) -> Result<bool, EngineError> {
+        let label = self.held()?.label.clone().unwrap_or_default();
+        // A journal that cannot be written must not keep a loaded engine from serving.
+        let _ = self.journal.put(Phase::Loaded, &label, None);
+        self.go_on()
+    }
+
     /// Answers whether the engine stays paused, because its weights are of no version.
-    fn resume(&mut self, whole: bool) -> Result<bool, EngineError> {
-        let Some(held) = &self.held else {
-            if whole {
-                self.held()?;
+    fn fail(&mut self, error: &str) -> Result<bool, EngineError> {
+        let (mut lock, mut label) = (None, None);
+        let torn = match &self.held {
+            Some(held) => {
+                label.clone_from(&held.label);
+                held.dirty || held.touched
             }
             // Paused by another program, or by a guard that is gone.
-            let _lock = guard::lock(&self.target, &Stop::after(ANSWER))?;
-            if self.journal.read()?.is_some_and(|e| e.phase.is_dirty()) {
-                return Ok(true);
+            None => {
+                lock = Some(guard::lock(&self.target, &Stop::after(ANSWER))?);
+                self.journal.read()?.is_some_and(|e| e.phase.is_dirty())
             }
+        };
+        if !torn && lock.is_some() {
             resume(&*self.engine)?;
             return self.journal.clear().map(|()| false);
-        };
-        if !whole && (held.dirty || held.touched) {
-            self.held = None;
-            return Ok(true);
         }
-        if whole {
-            // A journal that cannot be written must not keep a loaded engine from serving.
-            let _ = self.journal.put(Phase::Loaded, held.label.as_deref().unwrap_or_default(), None);
+        if !torn {
+            return self.go_on();
         }
-        if self.engine.pauses() || held.dirty {
+        let text = error.to_owned();
+        let error = EngineError::Guard { stage: None, kind: Kind::Stale, text, advice: String::new() };
+        let put = self.journal.put(Phase::Fenced, label.as_deref().unwrap_or_default(), Some(&error));
+        let fenced = put.and_then(|()| self.engine.fence(&Stop::after(ANSWER)));
+        self.held = None;
+        fenced.map(|()| true)
+    }
+
+    /// Resumes an engine that this or an earlier load has paused.
+    fn go_on(&mut self) -> Result<bool, EngineError> {
+        if self.engine.pauses() || self.held.as_ref().is_some_and(|h| h.dirty) {
             resume(&*self.engine)?;
         }
         self.held = None;
         self.journal.clear().map(|()| false)
-    }
-
-    fn fence(&mut self, error: &str) -> Result<bool, EngineError> {
-        let (_lock, label) = match self.held.take() {
-            Some(held) => (held.lock, held.label),
-            None => (guard::lock(&self.target, &Stop::after(ANSWER))?, None),
-        };
-        let text = error.to_owned();
-        let error = EngineError::Guard { stage: None, kind: Kind::Stale, text, advice: String::new() };
-        self.journal.put(Phase::Fenced, label.as_deref().unwrap_or_default(), Some(&error))?;
-        self.engine.fence(&Stop::after(ANSWER)).map(|()| true)
     }
 
     /// Whether the old weights are paused, and whole.
@@ -205,7 +211,7 @@ impl Holding {
         let Some(held) = self.held.as_ref().filter(|h| h.until <= Instant::now()) else { return };
         let lease = held.lease;
         // What fails now is tried again with the next look.
-        if self.can_resume() && self.resume(false).is_ok() {
+        if self.can_resume() && self.go_on().is_ok() {
             self.expired = Some(lease);
         }
     }
@@ -218,7 +224,7 @@ impl Holding {
         let engine = self.target.engine.clone();
         let told = if !self.can_resume() {
             "stays paused, because its weights are of no whole version: load one".to_owned()
-        } else if let Err(e) = self.resume(false) {
+        } else if let Err(e) = self.go_on() {
             format!("may be paused still: {}", crate::error::chain(&e))
         } else {
             "goes on with the weights that it had".to_owned()
@@ -310,10 +316,10 @@ impl Holder {
         let told = self.ask(word, stop);
         match word {
             // There is no guard, or it is gone: the journal says what is left to do.
-            Word::Resume { whole: false } | Word::Fence { .. } if self.process.is_none() => {
+            Word::Fail { .. } if self.process.is_none() => {
                 Holding::new(self.target.clone(), Stop::never())?.hear(word.clone())
             }
-            Word::Pause { .. } | Word::Touch(_) | Word::Resume { .. } | Word::Fence { .. } => told,
+            Word::Pause { .. } | Word::Touch(_) | Word::Resume | Word::Fail { .. } => told,
         }
     }
 
@@ -339,7 +345,7 @@ impl Holder {
         let Some(process) = &mut self.process else { return Err(failed("is gone".into())) };
         let most = match word {
             Word::Pause { lease, timeout, .. } => seconds(*lease) + seconds(*timeout),
-            Word::Touch(_) | Word::Resume { .. } | Word::Fence { .. } => Duration::ZERO,
+            Word::Touch(_) | Word::Resume | Word::Fail { .. } => Duration::ZERO,
         };
         let until = Instant::now() + most + ANSWER * 2 + GRACE;
         let mut line = serde_json::to_vec(word).map_err(|e| failed(format!("cannot be told: {e}")))?;

@@ -27,7 +27,7 @@
 //! | | invariant | test |
 //! |---|---|---|
 //! | TRANSACTION-1 | a load that goes no further than the pause resumes the old weights | `a_receiver_killed_before_the_first_write_leaves_no_engine_paused`, `the_end_of_the_pause_lease_resumes_the_old_weights` |
-//! | TRANSACTION-2 | after the first write an engine is resumed only with a whole version | `a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard`, `an_engine_that_cannot_be_written_stays_fenced_and_heals` |
+//! | TRANSACTION-2 | after the first write an engine is resumed only with a whole version | `a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard`, `an_engine_that_cannot_be_written_stays_fenced_and_heals`, `an_image_taken_back_during_a_load_from_disk_leaves_the_engine_fenced` |
 //! | TRANSACTION-3 | a failed write is repeated once before the engine is given up | `a_failed_update_is_repeated_once_while_the_engine_is_paused` |
 //! | TRANSACTION-4 | a guard's death is found and made good | `a_killed_guard_is_found_and_the_engine_is_finished_by_the_next` |
 
