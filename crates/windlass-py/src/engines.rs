@@ -89,7 +89,6 @@ impl EngineDriver {
         let key = key.map_err(|e| Failure::invalid(format!("key: {e}")))?;
         program::set(program, environment);
         let driver = Driver::new(dialect, url, key.as_ref(), (mode, cache, halt), dir);
-        let driver = driver.map_err(Failure::from)?;
         let name = driver.name().to_owned();
         Ok(EngineDriver { driver, name, home: Home::here() })
     }

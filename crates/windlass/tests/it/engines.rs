@@ -604,6 +604,19 @@ fn an_engine_that_was_only_waited_for_is_paused_after_a_load_that_failed() {
 }
 
 #[test]
+fn an_update_from_disk_whose_cache_was_in_use_is_flushed_and_named_afterwards() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Sglang);
+    let receiver = world.receive(&[&engine], &["--pause=wait"]);
+    loaded(&receiver, 0);
+    engine.state().unflushed = true;
+    world.publish(1);
+    loaded(&receiver, 1);
+    assert_eq!((engine.version(), engine.state().caches), (Some(1), 2));
+    assert_eq!((engine.called("/update_weights_from_disk"), engine.called("/flush_cache")), (2, 1));
+}
+
+#[test]
 #[expect(clippy::result_large_err, reason = "a load is given its image by such a function")]
 fn an_image_taken_back_during_a_load_from_disk_leaves_the_engine_fenced() {
     let mut world = World::new();

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use windlass_core::address::{AddressError, Endpoint, Token};
+use windlass_core::address::Token;
 use windlass_data::image::ImageView;
 use windlass_data::region::Region;
 use windlass_data::stop::Stop;
@@ -26,8 +26,7 @@ use super::guard::{self, GRACE, Guard, Job, Lock, Routes, Target};
 use super::hold::{Holder, Word};
 use super::order::How;
 use super::transaction::{self, Done, Journal, Outcome};
-use super::{CachePolicy, Dialect, EngineSpec, Halt, Label, PauseMode};
-use crate::error::Error;
+use super::{CachePolicy, Dialect, Halt, Label, PauseMode};
 
 /// How long an engine may take to accept a connection before its journal is kept.
 const CONNECT: Duration = Duration::from_millis(500);
@@ -78,7 +77,7 @@ fn sweep(engines: &Path) {
     }
 }
 
-/// Whether nothing listens where the engine was whose directory has this name ([`EngineSpec::dir_name`]).
+/// Whether nothing listens where the engine was whose directory has this name (`Dialect::dir_name`).
 fn has_ended(name: &str) -> bool {
     let address = name.split_once('-').and_then(|(_, address)| address.rsplit_once('-'));
     let Some((host, Ok(port))) = address.map(|(host, port)| (host, port.parse::<u16>())) else {
@@ -91,19 +90,6 @@ fn has_ended(name: &str) -> bool {
     })
 }
 
-/// The host and port of a URL, which may have neither a port nor an end.
-fn endpoint_of(url: &str) -> Result<Endpoint, AddressError> {
-    let (scheme, rest) = url.split_once("://").unwrap_or(("http", url));
-    let authority = rest.split('/').next().unwrap_or_default();
-    let has_port = authority.rsplit(']').next().is_some_and(|end| end.contains(':'));
-    let port = match (has_port, scheme) {
-        (true, _) => "",
-        (false, "https") => ":443",
-        (false, _) => ":80",
-    };
-    format!("{scheme}://{authority}{port}").parse()
-}
-
 impl Driver {
     /// Drives the engine at `url`. Its lock and its journal are in a directory of its own below `dir`.
     pub fn new(
@@ -112,15 +98,14 @@ impl Driver {
         key: Option<&Token>,
         (mode, cache, halt): (PauseMode, CachePolicy, Option<Halt>),
         dir: Option<PathBuf>,
-    ) -> Result<Driver, Error> {
+    ) -> Driver {
         let url = url.trim_end_matches('/').to_owned();
-        let endpoint = endpoint_of(&url).map_err(|e| Error::Usage(e.to_string()))?;
         let parent = dir.unwrap_or_else(|| {
             let dir = default_dir();
             sweep(&dir);
             dir
         });
-        let dir = parent.join(EngineSpec { dialect, endpoint }.dir_name());
+        let dir = parent.join(dialect.dir_name(url.rsplit("://").next().unwrap_or_default()));
         let target = Target {
             engine: format!("{}={url}", dialect.as_str()),
             routes: match dialect {
@@ -135,7 +120,7 @@ impl Driver {
             cache,
             halt,
         };
-        Ok(Driver { holder: Mutex::new(Holder::new(target.clone())), target })
+        Driver { holder: Mutex::new(Holder::new(target.clone())), target }
     }
 
     /// Has an SGLang server load the version in an image, through a directory of links: a whole guarded load.
@@ -200,10 +185,7 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         self.holder.get_mut().unwrap_or_else(PoisonError::into_inner).end();
-        if self.target.dir.is_dir() && guard::remove_idle(&self.target.dir) {
-            // Unless there are others.
-            let _ = self.target.dir.parent().map(fs::remove_dir);
-        }
+        guard::remove_idle(&self.target.dir);
     }
 }
 
@@ -213,20 +195,6 @@ mod tests {
 
     use super::*;
     use crate::service::engines::transaction::Phase;
-
-    #[test]
-    fn a_url_without_a_port_or_with_a_path_names_its_server() {
-        for (url, expected) in [
-            ("http://127.0.0.1:30000", "http://127.0.0.1:30000"),
-            ("http://host", "http://host:80"),
-            ("https://host/engine/1", "https://host:443"),
-            ("http://[::1]:8000/x", "http://[::1]:8000"),
-            ("http://[::1]", "http://[::1]:80"),
-        ] {
-            assert_eq!(endpoint_of(url).unwrap().as_str(), expected);
-        }
-        assert!(endpoint_of("http://").is_err());
-    }
 
     #[test]
     fn what_killed_drivers_left_goes_unless_the_engine_is_there_and_not_whole() {

@@ -221,10 +221,14 @@ impl Lock {
     }
 }
 
-/// Removes the directory of an engine that serves, unless a guard is at work; whether it did.
+/// Removes the directory of an engine that serves, unless a guard is at work, and the one above it if that was the last;
+/// whether it did.
 pub(super) fn remove_idle(dir: &Path) -> bool {
-    let lock = Lock::take(dir).ok().flatten();
-    lock.is_some() && matches!(Journal::of(dir).read(), Ok(None)) && fs::remove_dir_all(dir).is_ok()
+    let lock = dir.is_dir().then(|| Lock::take(dir).ok().flatten()).flatten();
+    let is_idle = lock.is_some() && matches!(Journal::of(dir).read(), Ok(None));
+    let removed = is_idle && fs::remove_dir_all(dir).is_ok();
+    let _ = dir.parent().filter(|_| removed).map(fs::remove_dir);
+    removed
 }
 
 /// A guard at work, seen from the receiver.

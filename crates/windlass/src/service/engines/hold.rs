@@ -269,6 +269,9 @@ pub(super) fn child(target: Target, parent: u32, cancel: &Stop) -> Result<(), Er
         }
     }
     holding.end();
+    let dir = holding.target.dir.clone();
+    drop(holding);
+    guard::remove_idle(&dir);
     Ok(())
 }
 

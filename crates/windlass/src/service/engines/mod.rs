@@ -88,6 +88,12 @@ impl Dialect {
             Dialect::Sglang => "sglang",
         }
     }
+
+    /// The name of the directory of an engine at this address.
+    fn dir_name(self, address: &str) -> String {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
+        format!("{}-{}", self.as_str(), address.chars().map(plain).collect::<String>())
+    }
 }
 
 /// An engine: `vllm=URL` or `sglang=URL`.
@@ -112,9 +118,7 @@ impl EngineSpec {
 
     /// The name of its directory.
     fn dir_name(&self) -> String {
-        let address = self.endpoint.address().to_string();
-        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
-        format!("{}-{}", self.dialect.as_str(), address.chars().map(plain).collect::<String>())
+        self.dialect.dir_name(&self.endpoint.address().to_string())
     }
 }
 

@@ -293,8 +293,10 @@ impl Plain for Sglang {
         self.flushed.store(false, Ordering::Relaxed);
         match self.http.tell(Stage::Load, "/update_weights_from_disk", body, UNTIL_STOP, stop) {
             Ok(()) => self.flushed.store(flush, Ordering::Relaxed),
-            // Requests that were ended are still on their way out: `clear` waits for them.
-            Err(EngineError::Refused { status: 400, body, .. }) if body.contains(UNFLUSHED) => {}
+            // Requests that were ended are still on their way out: `clear` waits for them. It has not taken the name.
+            Err(EngineError::Refused { status: 400, body, .. }) if body.contains(UNFLUSHED) => {
+                self.label(&order.label().to_string(), stop)?;
+            }
             // Only an engine that is known to be whole can go on with what it has.
             Err(EngineError::Refused { engine, status: 400, body: text, kind, .. })
                 if order.how == How::Auto && UNTOUCHED.iter().any(|start| text.contains(start)) =>
