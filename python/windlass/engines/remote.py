@@ -118,11 +118,10 @@ class RemoteEngine(InferenceEngine):
         stage: str,
         again: bool = False,
         accept: Collection[int] = (),
-        query: Mapping[str, object] | None = None,
     ) -> Answer:
         """Asks the server. ``again`` says that asking twice does no harm."""
         return await asyncio.to_thread(
-            self.server.post, path, body, stage=stage, idempotent=again, accept=accept, query=query
+            self.server.post, path, body, stage=stage, idempotent=again, accept=accept
         )
 
     async def pause(self) -> None:

@@ -405,7 +405,7 @@ pub(crate) fn child(session: &Session) -> Result<(), Error> {
 }
 
 /// To the process that started this one, if it is still there.
-pub(super) fn say(said: &impl Serialize) {
+pub(super) fn say<T: Serialize>(said: &T) {
     if let Ok(mut line) = serde_json::to_vec(said) {
         line.push(b'\n');
         let mut out = io::stdout().lock();

@@ -51,16 +51,8 @@ pub enum Word {
     Fail { error: String },
 }
 
-/// What a guard answers.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Answer {
-    Done {
-        /// The engine needs a whole load: an earlier one did not finish.
-        dirty: bool,
-    },
-    Failed(Failure),
-}
+/// What a guard answers: whether the engine needs a whole load, because an earlier one did not finish.
+type Answer = Result<bool, Failure>;
 
 /// An engine while it is paused.
 struct Held {
@@ -260,10 +252,7 @@ pub(super) fn child(target: Target, parent: u32, cancel: &Stop) -> Result<(), Er
         || rustix::process::getppid().is_some_and(|p| p.as_raw_nonzero().get().unsigned_abs() == parent);
     loop {
         match words.recv_timeout(Stop::GLANCE) {
-            Ok(word) => guard::say(&match holding.hear(word) {
-                Ok(dirty) => Answer::Done { dirty },
-                Err(e) => Answer::Failed(Failure::of(&e)),
-            }),
+            Ok(word) => guard::say::<Answer>(&holding.hear(word).map_err(|e| Failure::of(&e))),
             Err(RecvTimeoutError::Timeout) if is_child() && !cancel.is_set() => holding.look(),
             Err(_) => break,
         }
@@ -356,9 +345,8 @@ impl Holder {
         // A guard that is gone is seen by what it does not say.
         let _ = process.stdin.as_mut().map(|s| s.write_all(&line).and_then(|()| s.flush()));
         let why = loop {
-            match process.lines.next(Stop::GLANCE) {
-                Ok(Some(Answer::Done { dirty })) => return Ok(dirty),
-                Ok(Some(Answer::Failed(failure))) => return Err(failure.error()),
+            match process.lines.next::<Answer>(Stop::GLANCE) {
+                Ok(Some(answer)) => return answer.map_err(Failure::error),
                 // It resumes the engine or leaves it fenced, by what was written.
                 Ok(None) if stop.is_set() => break "was left to itself, because the call was ended".into(),
                 Ok(None) if Instant::now() > until => {
