@@ -55,7 +55,6 @@ MOVED = {
     "memory": "receive.memory",
     "receiver": "receive.receiver",
     "remote": "engines.remote",
-    "sglang.links": "engines.links",
 }
 
 #: Names that ``windlass`` itself had, and the module of each.

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "legacy_request", "main", "make_place", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "read_token", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "EngineDriver", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "legacy_request", "link_model", "main", "make_place", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "read_token", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -245,6 +245,59 @@ class DevicePlan:
         """
         Takes the sums of what the parameters hold now for those of their blocks, by which records are checked from now
         on. The parameters are only read, and must be a version whole.
+        """
+
+@final
+class EngineDriver:
+    """
+    One engine, loaded with the lock, the journal and the guard process of `windlass receive --engine`.
+    """
+    def __new__(cls, /, kind: str, url: str, *, program: SupportsGetItem[int, str], environment: SupportsGetItem[int, tuple[str, str | None]] = ..., key: str | None = None, pause: str = "keep", cache: str = "reset", dir: str | PathLike[str] | None = None) -> EngineDriver:
+        """
+        For the engine of `kind` (`vllm`, `sglang`) at `url`; `key` is its own API key. `pause` is `keep`, `wait` or `abort`, or
+        SGLang's `retract` or `in_place`; `cache` is `reset` or `keep`. `dir` is where locks and journals are. `program` are
+        the words that start the command, with the changes of its `environment`.
+        """
+    def clear(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Flushes the prefix cache, paused or not.
+        """
+    def fail(self, /, error: str) -> bool:
+        """
+        Resumes the engine with its old weights, or has it stay paused until a whole load is done, because of `error`, if
+        something was written. Answers whether it stays paused.
+        """
+    def is_dirty(self, /) -> bool:
+        """
+        Whether a load began and did not end, by the journal: the engine needs a whole one.
+        """
+    def label(self, /, label: str, timeout: SupportsFloat | SupportsIndex) -> None:
+        """
+        Names the version that the caller has written.
+        """
+    def load(self, /, image_dir: str | PathLike[str], links: str | PathLike[str], *, lease: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex, label: str | None = None, model_dir: str | PathLike[str] | None = None) -> tuple[float, float]:
+        """
+        Has an SGLang server load the version in the image at `image_dir`, which must be the one that is called `label` if that
+        is given: pause, load, flush, name, resume. `links` is the directory of links that it loads from, beside what `model_dir`
+        has. Answers for how many milliseconds it was paused, and how many of them the load took.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        What messages call it.
+        """
+    def pause(self, /, label: str | None, lease: SupportsFloat | SupportsIndex, timeout: SupportsFloat | SupportsIndex) -> bool:
+        """
+        Pauses the engine for weights that the caller writes, which will be called `label`. Until `touch`, the engine is
+        resumed when the `lease` is over or this process ends. Answers whether an earlier load did not end.
+        """
+    def resume(self, /) -> None:
+        """
+        Resumes the engine with its new weights, which are whole.
+        """
+    def touch(self, /, touched: bool) -> None:
+        """
+        Says that a write is about to begin, or, with false, that the engine refused and nothing was written.
         """
 
 @final
@@ -916,6 +969,11 @@ def kinds() -> list[tuple[str, str, str, str]]:
 def legacy_request(text: str, one: bool) -> str:
     """
     The legacy dictionaries of a request, as JSON text of a list. With `one`, a request that is several is refused.
+    """
+
+def link_model(dir: str | PathLike[str], weights: str | PathLike[str], model_dir: str | PathLike[str] | None = None) -> None:
+    """
+    Makes `dir` a model that an engine can load: links to the file `weights` and to everything in `model_dir` but weights.
     """
 
 def main(argv: SupportsGetItem[int, str], program: SupportsGetItem[int, str]) -> int:

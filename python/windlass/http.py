@@ -142,6 +142,8 @@ class HttpClient:
         self.name = f"{name} at {self.url}" if name else self.url
         self.timeout = timeout
         self.attempts = attempts
+        #: What it sends as ``Authorization: Bearer``.
+        self.token = token
         self._headers = {"accept": "application/json", **(headers or {})}
         if token is not None:
             if any(ord(c) < 33 or ord(c) > 126 for c in token):

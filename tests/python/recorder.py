@@ -13,6 +13,7 @@ class Recorder:
     """A server that says yes, unless it is told otherwise."""
 
     def __init__(self, checkpoint: Path) -> None:
+        self.home = checkpoint
         self.info: dict[str, Any] = {"version": "0.5.23", "model_path": str(checkpoint), "tp_size": 2}
         #: Answers by route, each used once, the last one for ever: (status, body), or None to hang up.
         self.answers: dict[str, list[tuple[int, Any] | None]] = {}

@@ -14,9 +14,9 @@ import torch
 from fake_engines import OK, SGLANG, VLLM, VLLM_LEGACY, Fake, serving, slowly
 from windlass import (
     WindlassDenied,
-    WindlassError,
     WindlassInvalid,
     WindlassPeerLost,
+    WindlassStale,
     WindlassTimeout,
     WindlassUnsupported,
 )
@@ -57,12 +57,16 @@ def one(engine: Any, **how: Any) -> InferenceEngineClient:
         async def _post(self, path: str, body: Any = None, **how: Any) -> Answer:
             return Answer(200, b"{}")
 
+        async def pause(self) -> None: ...
+
+        resume = reset_prefix_cache = pause
+
     return InferenceEngineClient([Before("http://h", shape=EngineShape(tp=2)), engine], **how)
 
 
-def test_a_native_vllm_is_told_by_its_own_routes() -> None:
+def test_a_native_vllm_is_told_by_its_own_routes(tmp_path: Path) -> None:
     with serving(VLLM) as fake:
-        engine = VllmEngine(fake.url, strategy={"strategy": "broadcast"}, token="secret")
+        engine = VllmEngine(fake.url, strategy={"strategy": "broadcast"}, token="secret", dir=tmp_path)
         asyncio.run(whole(one(engine, pause=True), INFO, REQUEST))
     assert fake.paths[0] == "/init_weight_transfer_engine"
     assert fake.asked[0][1] == {
@@ -76,7 +80,7 @@ def test_a_native_vllm_is_told_by_its_own_routes() -> None:
     ]  # fmt: skip
     assert dict(fake.asked)["/update_weights"] == {"update_info": {"request": REQUEST.to_dict()}}
     assert dict(fake.asked)["/finish_weight_update"] == {"weight_version": "7"}
-    assert "mode=keep" in fake.queries
+    assert "mode=keep&clear_cache=true" in fake.queries
     assert all(headers["authorization"] == "Bearer secret" for headers in fake.headers)
 
 
@@ -95,9 +99,9 @@ def test_a_legacy_vllm_gets_a_dictionary_for_each_parameter() -> None:
     assert [body for path, body in fake.asked if path == "/update_weights"] == REQUEST.to_legacy_dicts()
 
 
-def test_sglang_is_told_by_its_own_routes_inside_a_session() -> None:
+def test_sglang_is_told_by_its_own_routes_inside_a_session(tmp_path: Path) -> None:
     with serving(SGLANG) as fake:
-        asyncio.run(whole(one(SglangEngine(fake.url), pause=True), INFO, REQUEST))
+        asyncio.run(whole(one(SglangEngine(fake.url, dir=tmp_path), pause=True), INFO, REQUEST))
     assert fake.asked[0] == ("/init_weights_update_group", GROUP)
     # The cache is reset while the update begins.
     paths = [path for path in fake.paths[1:] if path != "/flush_cache"]
@@ -136,10 +140,11 @@ def test_an_older_sglang_has_no_session_and_an_override_leaves_the_old_group_fir
     ]  # fmt: skip
 
 
-def test_a_session_that_a_failed_sync_left_open_is_used_by_the_next() -> None:
+def test_a_session_that_a_failed_sync_left_open_is_used_by_the_next(tmp_path: Path) -> None:
     answers = iter([(500, {"message": "lost"}), OK])
     with serving({**SGLANG, "POST /update_weights_from_distributed": lambda body: next(answers)}) as fake:
-        client = InferenceEngineClient([SglangEngine(fake.url)], prefix_cache="keep", pause=True)
+        engine = SglangEngine(fake.url, dir=tmp_path)
+        client = InferenceEngineClient([engine], prefix_cache="keep", pause=True)
 
         async def run() -> None:
             await client.init_weight_transfer(INFO)
@@ -147,6 +152,11 @@ def test_a_session_that_a_failed_sync_left_open_is_used_by_the_next() -> None:
             with pytest.raises(EnginesFailed, match="lost"):
                 await client.update_weights(REQUEST)
             assert "paused" in await client.abort_sync()
+            # Nor by hand, nor by another program that has written nothing.
+            with pytest.raises(WindlassStale, match="stays paused"):
+                await engine.resume()
+            with pytest.raises(WindlassStale, match="stays paused"):
+                await SglangEngine(fake.url, dir=tmp_path).resume()
             assert "/continue_generation" not in fake.paths
             await client.begin_sync()
             await client.update_weights(REQUEST)
@@ -201,22 +211,22 @@ def test_an_answer_other_than_yes_is_an_error_of_its_kind(answer: Any, kind: Any
     assert fake.url in str(refused.value)
 
 
-def test_a_call_that_may_be_repeated_is_and_one_that_may_not_is_not() -> None:
+def test_a_call_that_may_be_repeated_is_and_one_that_may_not_is_not(tmp_path: Path) -> None:
     answers = iter([(503, {}), None, OK])
     with serving({"POST /resume": lambda body: next(answers)}) as fake:
-        asyncio.run(VllmEngine(fake.url).resume())
+        asyncio.run(VllmEngine(fake.url, dir=tmp_path).resume())
         assert len(fake.asked) == 3
     with serving({"POST /update_weights": lambda body: None}) as fake:
         with pytest.raises(WindlassPeerLost, match="update_weights"):
             asyncio.run(VllmEngine(fake.url).update_weights(REQUEST))
         assert len(fake.asked) == 1
-    with serving({"POST /resume": lambda body: None}) as fake:
+    with serving({"POST /shutdown_weight_transfer_engine": lambda body: None}) as fake:
         with pytest.raises(WindlassPeerLost):
-            asyncio.run(VllmEngine(fake.url, attempts=2).resume())
+            asyncio.run(VllmEngine(fake.url, attempts=2).close())
         assert len(fake.asked) == 2
 
 
-def test_a_server_that_is_slow_or_gone_is_an_error_within_the_deadline() -> None:
+def test_a_server_that_is_slow_or_gone_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     with serving({"POST /update_weights": slowly(5, OK)}) as fake:
         begun = time.monotonic()
         with pytest.raises(WindlassTimeout, match=r"no answer within 0.3 s"):
@@ -226,7 +236,7 @@ def test_a_server_that_is_slow_or_gone_is_an_error_within_the_deadline() -> None
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(WindlassPeerLost, match=url):
-            asyncio.run(VllmEngine(url).resume())
+            asyncio.run(VllmEngine(url, dir=tmp_path).resume())
 
 
 def test_one_dead_server_of_three_is_named() -> None:
@@ -241,16 +251,16 @@ def test_one_dead_server_of_three_is_named() -> None:
     assert list(failed.value.failures) == [dead.url]
 
 
-def test_a_cache_that_was_not_reset_is_an_error() -> None:
+def test_a_cache_that_was_not_reset_is_an_error(tmp_path: Path) -> None:
     refused = {
         "POST /reset_prefix_cache": (200, {"success": False}),
         "POST /flush_cache": (400, "requests are running"),
     }
     with serving(refused) as fake:
-        with pytest.raises(WindlassError, match="did not reset its prefix cache"):
-            asyncio.run(VllmEngine(fake.url).reset_prefix_cache())
-        with pytest.raises(WindlassInvalid, match="requests are running"):
-            asyncio.run(SglangEngine(fake.url, flush_timeout=0.2).reset_prefix_cache())
+        with pytest.raises(WindlassStale, match="was not flushed"):
+            asyncio.run(VllmEngine(fake.url, dir=tmp_path).reset_prefix_cache())
+        with pytest.raises(WindlassStale, match="requests are running"):
+            asyncio.run(SglangEngine(fake.url, dir=tmp_path).reset_prefix_cache())
         assert fake.paths.count("/flush_cache") > 1
 
 
@@ -294,7 +304,7 @@ def test_a_remote_loader_makes_a_directory_that_the_server_can_read(
 
     path = "POST /update_weights_from_disk" if kind == "sglang" else "POST /collective_rpc"
     with serving({**routes, path: read}) as fake:
-        loader = RemoteWeightLoader(kind, fake.url, model, scratch=scratch)
+        loader = RemoteWeightLoader(kind, fake.url, model, scratch=scratch, dir=tmp_path / "engines")
         asyncio.run(loader.load_weights({"w": torch.arange(3.0)}))
     (files, tensors) = seen[0]
     assert files == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -321,20 +331,23 @@ def test_an_sglang_server_beside_its_trainer_reads_what_was_pulled(tmp_path: Pat
     model.mkdir()
     (model / "config.json").write_text("{}")
     seen: list[Any] = []
+    info = {"model_path": str(model)}
 
     def read(body: Any) -> Any:
         seen.append(load_file(Path(body["model_path"]) / "model.safetensors")["weight"].tolist())
+        info["weight_version"] = body["weight_version"]
         return OK
 
     routes = {
         **SGLANG,
         "POST /update_weights_from_disk": read,
-        "GET /model_info": (200, {"model_path": str(model)}),
+        "GET /model_info": (200, info),
     }
     layer = torch.nn.Linear(2, 1, bias=False)
 
     async def run(url: str) -> None:
-        client = InferenceEngineClient([SglangEngine(url)], prefix_cache="keep")
+        engine = SglangEngine(url, dir=tmp_path / "engines")
+        client = InferenceEngineClient([engine], prefix_cache="keep", pause=True)
         manager = WeightSyncManager(strategy, ModuleWeightExtractor(), client)
         await manager.initialize()
         for value in (1.0, 2.0):

@@ -7,8 +7,12 @@ that runs there: older servers, refusals, and the exact order of calls that ``do
 from __future__ import annotations
 
 import asyncio
-import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from recorder import Recorder
-from windlass.engines.sglang import SGLangWeightLoader, gate, lease
-from windlass.engines.sglang.engine import connect
-from windlass.engines.sglang.gate import Gate
+from windlass.engines.sglang import SGLangWeightLoader
 from windlass.errors import (
     WindlassCorrupt,
     WindlassDenied,
@@ -41,8 +43,13 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     recorder.close()
 
 
+def loader_of(recorder: Recorder, timeout: float = 20.0, **options: Any) -> SGLangWeightLoader:
+    # A journal of its own: ports are used again.
+    return SGLangWeightLoader(recorder.url, timeout=timeout, dir=recorder.home / "engines", **options)
+
+
 def load(recorder: Recorder, **options: Any) -> SGLangWeightLoader:
-    loader = SGLangWeightLoader(recorder.url, timeout=20.0, **options)
+    loader = loader_of(recorder, **options)
     asyncio.run(loader.load_weights(WEIGHTS))
     return loader
 
@@ -92,7 +99,7 @@ def test_a_server_that_refuses_the_pause_is_not_touched(recorder: Recorder) -> N
 
 def test_a_server_that_refuses_the_session_goes_on(recorder: Recorder) -> None:
     recorder.answers["begin_weight_update"] = [(400, {"success": False, "message": "not today"})]
-    loader = SGLangWeightLoader(recorder.url, timeout=20.0)
+    loader = loader_of(recorder)
     with pytest.raises(Exception, match="not today"):
         asyncio.run(loader.load_weights(WEIGHTS))
     assert recorder.routes == ["pause_generation", "begin_weight_update", "continue_generation"]
@@ -106,7 +113,7 @@ def test_a_load_that_fails_leaves_the_server_paused_until_the_next_one(
     answer: tuple[int, Any] | None, recorder: Recorder
 ) -> None:
     recorder.answers["update_weights_from_tensor"] = [answer, (200, {"success": True})]
-    loader = SGLangWeightLoader(recorder.url, timeout=20.0)
+    loader = loader_of(recorder)
     with pytest.raises(WindlassCorrupt if answer else WindlassPeerLost):
         asyncio.run(loader.load_weights(WEIGHTS))
     # Not tried again by itself: it may have been done. It is paused once more, in case it was not.
@@ -118,25 +125,9 @@ def test_a_load_that_fails_leaves_the_server_paused_until_the_next_one(
     assert not loader.dirty
 
 
-def test_a_server_that_was_only_waited_for_is_paused_after_a_failure(
-    recorder: Recorder, tmp_path: Path
-) -> None:
-    gate = Gate(connect(recorder.url), "wait", "reset")
-    with pytest.raises(KeyError), gate.stopped(time.monotonic() + 20) as passage:
-        passage.touched = True
-        raise KeyError("torn")
-    assert gate.dirty
-    assert recorder.calls == [("pause_generation", {"mode": "retract"})]
-    with gate.stopped(time.monotonic() + 20):
-        pass
-    assert recorder.routes == ["pause_generation", "continue_generation"]
-    assert not gate.dirty
-
-
-def test_a_flush_that_answers_no_is_an_error(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "ENDING", 0.2)
+def test_a_flush_that_answers_no_is_an_error(recorder: Recorder) -> None:
     recorder.answers["flush_cache"] = [(400, "requests are running")]
-    loader = SGLangWeightLoader(recorder.url, timeout=20.0)
+    loader = loader_of(recorder)
     with pytest.raises(WindlassStale, match="not flushed"):
         asyncio.run(loader.load_weights(WEIGHTS))
     assert "continue_generation" not in recorder.routes
@@ -165,7 +156,7 @@ def test_replicas_are_refused_where_sglang_would_end(recorder: Recorder) -> None
 
 
 def test_a_load_waits_for_the_one_before_it(recorder: Recorder) -> None:
-    loader = SGLangWeightLoader(recorder.url, timeout=20.0)
+    loader = loader_of(recorder)
 
     async def both() -> None:
         await asyncio.gather(loader.load_weights(WEIGHTS), loader.load_weights(WEIGHTS))
@@ -173,22 +164,103 @@ def test_a_load_waits_for_the_one_before_it(recorder: Recorder) -> None:
     asyncio.run(both())
     one = ["pause_generation", *SESSION, "flush_cache", "continue_generation"]
     assert recorder.routes == [*one, *one]
-    assert isinstance(loader._gate, Gate)
+
+
+OWNER = """
+    import sys, time
+    from windlass.engines.driver import EngineDriver
+
+    driver = EngineDriver("sglang", sys.argv[1], dir=sys.argv[2]).core
+    for word in sys.argv[3].split():
+        {"pause": lambda: driver.pause("step-7", float(sys.argv[4]), 20.0), "touch": lambda: driver.touch(True),
+         "finish": lambda: driver.resume()}[word]()
+    print("there", flush=True)
+    sys.stdin.read()
+    driver.touch(True)
+"""
+
+
+def journal_of(recorder: Recorder) -> Any:
+    [found] = (recorder.home / "engines").glob("*/journal.json")
+    return json.loads(found.read_text())
+
+
+def wait_for(what: Any, message: str) -> None:
+    until = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < until, message
+        time.sleep(0.02)
+
+
+def owner(recorder: Recorder, words: str, lease: float = 60.0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), recorder.url, str(recorder.home / "engines")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    started = subprocess.Popen(
+        [*command, words, str(lease)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None and started.stdout.readline().strip() == "there"
+    return started
+
+
+def guards_of(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for found in lists for child in found.read_text().split()]
 
 
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        (["paused"], ["continue_generation"]),
-        (["paused", "over", "paused"], ["continue_generation"]),
-        (["paused", "over"], []),
-        (["paused", "touched"], []),
-        ([], []),
+        ("pause", ["pause_generation", "continue_generation"]),
+        ("pause finish pause", ["pause_generation", "continue_generation"] * 2),
+        ("pause finish", ["pause_generation", "continue_generation"]),
+        ("pause touch", ["pause_generation"]),
+        ("", []),
     ],
 )
 def test_a_pause_ends_with_its_owner_only_before_the_first_write(
-    recorder: Recorder, words: list[str], asked: list[str]
+    recorder: Recorder, words: str, asked: list[str]
 ) -> None:
-    place = json.dumps({"url": recorder.url, "token": None})
-    lease.main(io.StringIO("\n".join([place, *words, ""])))
+    with owner(recorder, words) as killed:
+        guards = guards_of(killed.pid)
+        killed.kill()
+    for guard in guards:
+        wait_for(lambda pid=guard: not Path(f"/proc/{pid}").exists(), "the guard ends with its owner")
     assert recorder.routes == asked
+    if "touch" not in words:
+        assert not (recorder.home / "engines").exists(), "nothing is left behind"
+        return
+    assert (journal_of(recorder)["phase"], journal_of(recorder)["version"]) == ("writing", "step-7")
+    # The next loader knows: what fails before its first write does not let the server go on.
+    recorder.calls.clear()
+    recorder.answers["begin_weight_update"] = [(400, {"message": "not today"}), (200, {"success": True})]
+    loader = loader_of(recorder)
+    with pytest.raises(Exception, match="not today"):
+        asyncio.run(loader.load_weights(WEIGHTS))
+    assert loader.dirty and "continue_generation" not in recorder.routes
+    asyncio.run(loader.load_weights(WEIGHTS))
+    assert not loader.dirty and recorder.routes[-1] == "continue_generation"
+
+
+def test_a_pause_ends_with_its_lease_and_its_late_owner_writes_nothing(recorder: Recorder) -> None:
+    with owner(recorder, "pause", lease=0.5) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        wait_for(lambda: "continue_generation" in recorder.routes, "the lease resumes the server")
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.stdin is not None
+        stopped.stdin.close()
+        assert stopped.wait(30) != 0, "its touch is an error"
+
+
+def test_a_guard_that_is_killed_leaves_a_server_that_its_owner_resumes(recorder: Recorder) -> None:
+    loader, others = loader_of(recorder), set(guards_of(os.getpid()))
+
+    async def broken() -> None:
+        async with loader.update():
+            [guard] = set(guards_of(os.getpid())) - others
+            os.kill(guard, signal.SIGKILL)
+            await loader.load_weights(WEIGHTS)
+
+    with pytest.raises(WindlassPeerLost, match="guard"):
+        asyncio.run(broken())
+    assert recorder.routes[-1] == "continue_generation" and not loader.dirty
+    assert "update_weights_from_tensor" not in recorder.routes

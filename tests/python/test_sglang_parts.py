@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from recorder import Recorder
 from windlass import Receiver, WeightManager, _windlass
-from windlass.engines.links import link_model
 from windlass.engines.sglang import SGLangLora, SGLangWeightLoader, custom, payload
 from windlass.engines.sglang.served import Rules, Served, Shape
 from windlass.engines.sglang.session import SglangSession
@@ -137,37 +136,6 @@ def test_a_checkpoint_that_cannot_be_judged_is_refused(tmp_path: Path) -> None:
     assert "checkpoint=" in e.value.advice
     with pytest.raises(WindlassUnsupported, match="no safetensors files"):
         Served.from_checkpoint(tmp_path)
-
-
-def test_a_linked_model_has_the_image_and_nothing_else_that_an_engine_would_load(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "model", {"a": torch.zeros(1)}, model_type="x")
-    for name in ("tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin", "old.pt"):
-        (model / name).write_text("{}")
-    image = tmp_path / "image.safetensors"
-    save_file({"a": torch.ones(1)}, image)
-    links = link_model(tmp_path / "links", image, model)
-    assert sorted(p.name for p in links.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert all(p.is_symlink() for p in links.iterdir())
-    assert (links / "model.safetensors").resolve() == image.resolve()
-    # Again, with another image and a file less.
-    other = tmp_path / "other.safetensors"
-    save_file({"a": torch.zeros(1)}, other)
-    (model / "tokenizer.json").unlink()
-    link_model(links, other, model)
-    assert sorted(p.name for p in links.iterdir()) == ["config.json", "model.safetensors"]
-    assert (links / "model.safetensors").resolve() == other.resolve()
-
-
-def test_a_directory_with_files_of_its_own_is_left_alone(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "model", {"a": torch.zeros(1)})
-    before = (model / "model.safetensors").read_bytes()
-    image = tmp_path / "image.safetensors"
-    save_file({"a": torch.ones(1)}, image)
-    with pytest.raises(WindlassInvalid, match="not a link of ours") as e:
-        link_model(model, image, model)
-    assert "directory of its own" in e.value.advice
-    assert (model / "model.safetensors").read_bytes() == before
-    assert not (model / "model.safetensors").is_symlink()
 
 
 def test_a_bucket_is_read_as_sglang_reads_it() -> None:
@@ -471,14 +439,15 @@ class Taken:
         raise WindlassStale("it was taken back")
 
 
-@pytest.mark.parametrize("way", ["disk", "tensors"])
 def test_an_image_taken_back_during_a_load_leaves_the_server_fenced(
-    way: str, world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = {**world.publish(), "reports": None}
     recorder = Recorder(world.checkpoint)
     try:
-        loader = SGLangWeightLoader(recorder.url, way=way, bucket_bytes=8)  # type: ignore[arg-type]
+        loader = SGLangWeightLoader(
+            recorder.url, way="tensors", bucket_bytes=8, dir=world.checkpoint.parent / "engines"
+        )
         real = _windlass.open_image
         with monkeypatch.context() as patch:
             patch.setattr(_windlass, "open_image", lambda *how: Taken(real(*how)))
@@ -486,7 +455,7 @@ def test_an_image_taken_back_during_a_load_leaves_the_server_fenced(
                 asyncio.run(loader.load_image(order))
         assert loader.dirty
         assert "continue_generation" not in recorder.routes
-        assert asyncio.run(loader.load_image(order)).way == way
+        assert asyncio.run(loader.load_image(order)).way == "tensors"
         assert recorder.routes[-1] == "continue_generation"
         assert not loader.dirty
     finally:

@@ -8,6 +8,6 @@ use pyo3::prelude::*;
 /// `program` is how to start it again. Signals are the command's own from here on.
 #[pyfunction]
 pub(crate) fn main(py: Python<'_>, argv: Vec<OsString>, program: Vec<OsString>) -> u8 {
-    windlass::service::program::set(program);
+    windlass::service::program::set(program, Vec::new());
     py.detach(|| windlass::cli::main_from(argv))
 }

@@ -4,6 +4,7 @@
 //! [`Kind::row`], and a test compares the two.
 
 use pyo3::prelude::*;
+use windlass::service::engines::EngineError;
 use windlass::service::supervise::SuperviseError;
 use windlass::{Error, chain};
 use windlass_core::address::AddressError;
@@ -100,6 +101,12 @@ impl From<PublishError> for Failure {
 
 impl From<RegionError> for Failure {
     fn from(e: RegionError) -> Failure {
+        Failure::from(Error::from(e))
+    }
+}
+
+impl From<EngineError> for Failure {
+    fn from(e: EngineError) -> Failure {
         Failure::from(Error::from(e))
     }
 }

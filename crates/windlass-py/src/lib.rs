@@ -8,6 +8,7 @@
 mod cli;
 mod copies;
 mod core;
+mod engines;
 mod enter;
 mod errors;
 mod facts;
@@ -34,6 +35,8 @@ mod _windlass {
         dtype_safetensors, dtypes, engine_rank, extent, legacy_request, make_place, module_of, packed_layout,
         parse_request, parse_sync_info, rank_offsets, read_token, threshold_from_gb, world_size,
     };
+    #[pymodule_export]
+    use crate::engines::{EngineDriver, link_model};
     #[pymodule_export]
     use crate::errors::kinds;
     #[pymodule_export]

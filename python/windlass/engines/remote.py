@@ -21,6 +21,9 @@ Calls, by dialect
 vLLM's routes need ``VLLM_SERVER_DEV_MODE=1``, and the transfer backend ``windlass`` on the server
 (``--weight-transfer-config '{"backend": "windlass"}'``).
 
+A server is paused, resumed, flushed and named by :class:`windlass.engines.driver.EngineDriver`: if this process ends before its
+first write, the server goes on with its old weights; after it, the server stays paused until an update is finished.
+
 Every call has a deadline. Those that may be repeated without harm (pause, resume, cache, leave, status) are retried a
 few times when the connection fails or the server says that it is busy; joining and updates never are, because half of
 a collective cannot be taken back.
@@ -31,17 +34,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from windlass.engines.links import WEIGHTS, side_files
-from windlass.errors import WindlassError, WindlassInvalid, WindlassUnsupported
+from windlass import _windlass
+from windlass.engines.driver import EngineDriver
+from windlass.errors import WindlassInvalid, WindlassStale, WindlassUnsupported
 from windlass.http import Answer, HttpClient
 from windlass.transfer.base import WeightLoader, each_tensor, strategy_from_config
 from windlass.transfer.client import InferenceEngine
@@ -73,7 +75,12 @@ NO_ROUTE = (404, 405)
 
 class RemoteEngine(InferenceEngine):
     """What both adapters share. ``strategy`` is the configuration that the server builds its receiver from; engines
-    that join by an interface of their own do not need it. ``shape`` counts the server's ranks."""
+    that join by an interface of their own do not need it. ``shape`` counts the server's ranks. ``dir`` is where the lock and
+    the journal of the server are; programs that load one server must name the same."""
+
+    #: What drives it, and how it is paused unless that is said.
+    kind: Literal["vllm", "sglang"]
+    default_pause: str
 
     def __init__(
         self,
@@ -82,18 +89,23 @@ class RemoteEngine(InferenceEngine):
         shape: EngineShape | None = None,
         strategy: Mapping[str, Any] | None = None,
         token: str | None = None,
-        headers: Mapping[str, str] | None = None,
         timeout: float = 600.0,
         attempts: int = 3,
         pause_mode: str | None = None,
+        dir: str | os.PathLike[str] | None = None,
         lora_name: str = "policy",
         override_existing_update_group: bool = False,
     ) -> None:
-        self.server = HttpClient(url, token=token, headers=headers, timeout=timeout, attempts=attempts)
+        self.server = HttpClient(url, token=token, timeout=timeout, attempts=attempts)
         self.name = self.server.url
         self.shape = shape or EngineShape()
         self._strategy = dict(strategy or {})
-        self._pause_mode = pause_mode
+        self._dir = dir
+        self._driver = EngineDriver(
+            self.kind, self.name, key=token, pause=pause_mode or self.default_pause, timeout=timeout, dir=dir
+        )
+        #: What this process has done to a server that it has paused.
+        self._state: Literal["free", "paused", "written", "whole"] = "free"
         self._lora_name = lora_name
         self._override = override_existing_update_group
         self._group: str | None = None
@@ -106,12 +118,42 @@ class RemoteEngine(InferenceEngine):
         stage: str,
         again: bool = False,
         accept: Collection[int] = (),
-        query: Mapping[str, object] | None = None,
     ) -> Answer:
         """Asks the server. ``again`` says that asking twice does no harm."""
         return await asyncio.to_thread(
-            self.server.post, path, body, stage=stage, idempotent=again, accept=accept, query=query
+            self.server.post, path, body, stage=stage, idempotent=again, accept=accept
         )
+
+    async def pause(self) -> None:
+        """Holds generation."""
+        limit = self.server.timeout
+        await asyncio.to_thread(self._driver.core.pause, None, limit, limit)
+        self._state = "paused"
+
+    async def resume(self) -> None:
+        """Lets generation go on. A server that has weights of no version stays paused, and that is an error."""
+        if self._state == "whole":
+            await asyncio.to_thread(self._driver.core.resume)
+        elif await asyncio.to_thread(self._driver.core.fail, "it was to go on"):
+            raise WindlassStale(
+                f"{self.name} stays paused: an update of its weights began and did not finish", "sync again"
+            )
+        self._state = "free"
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets cached prefixes; waits a while for requests that hold them. Those that a pause holds back are computed again."""
+        await asyncio.to_thread(self._driver.core.clear, self.server.timeout)
+
+    async def _write(self) -> None:
+        """Before a write."""
+        if self._state in ("paused", "whole"):
+            await asyncio.to_thread(self._driver.core.touch, True)
+            self._state = "written"
+
+    def _written(self) -> None:
+        """After the last write."""
+        if self._state == "written":
+            self._state = "whole"
 
     def _adapters_only(self, sync_info: WeightSyncInfo) -> bool:
         """Whether only adapters will come, by files: then there is nothing to join."""
@@ -145,6 +187,8 @@ class VllmEngine(RemoteEngine):
     """A vLLM server. ``dialect`` "native" is that of 0.21 and later with the transfer backend ``windlass``; "legacy" is
     that of servers with ``/init_weight_update_communicator``; "auto" asks for the first and takes the second where it
     is missing. ``pause_mode`` is keep (default), wait or abort."""
+
+    kind, default_pause = "vllm", "keep"
 
     def __init__(
         self, url: str, *, dialect: Literal["auto", "native", "legacy"] = "auto", **how: Any
@@ -188,6 +232,7 @@ class VllmEngine(RemoteEngine):
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         """One request; a legacy server gets its dictionaries one after the other."""
+        await self._write()
         if isinstance(request, LoraDiskWeightUpdateRequest) and not self._legacy:
             path = {"lora_name": self._lora_name, "lora_path": request.lora_disk_path, "load_inplace": True}
             await self._post("/v1/load_lora_adapter", path, stage="load an adapter")
@@ -202,20 +247,7 @@ class VllmEngine(RemoteEngine):
         """Closes the update."""
         if self._transfers and not self._legacy:
             await self._post("/finish_weight_update", {"weight_version": version}, stage="finish")
-
-    async def pause(self) -> None:
-        """Holds generation."""
-        mode = {"mode": self._pause_mode or "keep"}
-        await self._post("/pause", stage="pause", again=True, query=mode)
-
-    async def resume(self) -> None:
-        """Lets generation go on."""
-        await self._post("/resume", stage="resume", again=True)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes, those of running requests among them: they are computed again."""
-        said = await self._post("/reset_prefix_cache", stage="reset the cache", again=True, query=RUNNING)
-        _was_reset(said)
+        self._written()
 
     async def close(self) -> None:
         """The workers close their receivers."""
@@ -229,7 +261,6 @@ class VllmEngine(RemoteEngine):
 
 class SglangEngine(RemoteEngine):
     """An SGLang server, which joins the update group by itself. ``pause_mode`` is retract (default), in_place or abort.
-    ``flush_timeout`` is how long its cache may take to become free.
 
     On this host it also takes versions that are pulled (``tcp``): this process has the image, and the server reads it in
     place. ``model`` is the directory that the server was started from; without it, the server is asked.
@@ -237,16 +268,10 @@ class SglangEngine(RemoteEngine):
     With ``strategy`` one of the IPC strategies, and a server that has our loader, its workers open the trainer's memory
     (:mod:`windlass.engines.sglang.handles`). Closing then holds generation for a moment: workers are only told between updates."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        flush_timeout: float = 10.0,
-        model: str | os.PathLike[str] | None = None,
-        **how: Any,
-    ) -> None:
+    kind, default_pause = "sglang", "retract"
+
+    def __init__(self, url: str, *, model: str | os.PathLike[str] | None = None, **how: Any) -> None:
         super().__init__(url, **how)
-        self._flush = flush_timeout
         self._model = model
         #: This process's end, and what has the server read its image.
         self._pulled: tuple[WeightTransferReceiver, RemoteWeightLoader] | None = None
@@ -309,7 +334,10 @@ class SglangEngine(RemoteEngine):
         config = self._strategy or {"strategy": "tcp", "model_id": sync_info.model_id}
         strategy = strategy_from_config(config)
         receiver = await asyncio.to_thread(strategy.create_receiver, sync_info, rank=rank_offset)
-        self._pulled = receiver, RemoteWeightLoader("sglang", self.server.url, model, server=self.server)
+        self._pulled = (
+            receiver,
+            RemoteWeightLoader("sglang", self.server.url, model, server=self.server, dir=self._dir),
+        )
 
     async def _forget(self) -> None:
         pulled, self._pulled = self._pulled, None
@@ -331,6 +359,7 @@ class SglangEngine(RemoteEngine):
 
     async def update_weights(self, request: WeightUpdateRequest) -> None:
         """One request."""
+        await self._write()
         if isinstance(request, LoraDiskWeightUpdateRequest):
             await self._load_lora(request.lora_disk_path)
         elif isinstance(request, BroadcastWeightUpdateRequest):
@@ -378,33 +407,18 @@ class SglangEngine(RemoteEngine):
             await self._post("/end_weight_update", {}, stage="finish")
             self._open = False
         if version is not None:
-            body = {"new_version": version, "abort_all_requests": False}
-            await self._post(
-                "/update_weight_version", body, stage="name the version", again=True, accept=NO_ROUTE
-            )
+            await asyncio.to_thread(self._driver.core.label, version, self.server.timeout)
+        self._written()
 
     async def pause(self) -> None:
-        """Holds generation."""
-        mode = {"mode": self._pause_mode or "retract"}
-        await self._post("/pause_generation", mode, stage="pause", again=True)
+        """Holds generation. What is pulled is loaded by a driver that pauses by itself."""
+        if self._pulled is None:
+            await super().pause()
 
     async def resume(self) -> None:
         """Lets generation go on."""
-        await self._post("/continue_generation", {}, stage="resume", again=True)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes; asks again for a while if requests are running.
-
-        The server's own way to wait is of no use here: it waits until there are no requests at all, and those that a
-        pause holds back are some.
-        """
-        until = time.monotonic() + self._flush
-        while True:
-            accept = (400,) if time.monotonic() < until else ()
-            said = await self._post("/flush_cache", stage="reset the cache", again=True, accept=accept)
-            if said.status != 400:
-                return
-            await asyncio.sleep(0.1)
+        if self._pulled is None:
+            await super().resume()
 
     async def close(self) -> None:
         """Every rank of the server leaves the group, or what was pulled or opened is let go of."""
@@ -420,7 +434,8 @@ class SglangEngine(RemoteEngine):
                 await asyncio.to_thread(handles.close, ends=self._open)
             else:
                 # A session undoes packing, so that nothing may be computed meanwhile.
-                await self._post("/pause_generation", {"mode": "in_place"}, stage="pause", again=True)
+                await self.pause()
+                await self._write()
                 await self.start_update()
                 await asyncio.to_thread(handles.close, ends=self._open)
                 await self.finish_update()
@@ -445,7 +460,11 @@ class RemoteWeightLoader(WeightLoader):
 
     ``model`` is the directory that the server was started from: its configuration and tokenizer are linked beside the
     weights. An image (see :class:`windlass.transfer.tcp.ImageLoader`) is linked and not copied; tensors that come one
-    by one are written once, below ``scratch``. ``server`` is a connection to use in place of one of its own.
+    by one are written once, below ``scratch``. ``server`` is a connection to use in place of one of its own. ``dir`` is where
+    the lock and the journal of the server are.
+
+    SGLang itself waits for its requests to end; vLLM is paused, and its requests go on with the new weights. A load that
+    fails after its first write leaves the server paused for the next one (:class:`windlass.engines.driver.EngineDriver`).
     """
 
     def __init__(
@@ -458,18 +477,32 @@ class RemoteWeightLoader(WeightLoader):
         timeout: float = 600.0,
         scratch: str | os.PathLike[str] = "/dev/shm",
         server: HttpClient | None = None,
+        dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if kind not in ("vllm", "sglang"):
             raise WindlassInvalid(f"there is no loader for {kind!r}: expected 'vllm' or 'sglang'")
         self._kind, self._model = kind, Path(model)
         self._server = server or HttpClient(url, token=token, timeout=timeout)
         self._scratch = Path(scratch)
+        self._driver = EngineDriver(
+            kind,
+            self._server.url,
+            key=self._server.token,
+            pause="wait" if kind == "sglang" else "keep",
+            timeout=self._server.timeout,
+            dir=dir,
+        )
 
     async def load_image(self, image: Image) -> None:
         """Has the server read the image in place."""
-        with self._directory() as folder:
-            (folder / WEIGHTS).symlink_to(image.path)
-            await self._load(folder, f"windlass:{image.incarnation:016x}:{image.version}")
+        label = f"windlass:{image.incarnation:016x}:{image.version}"
+        with tempfile.TemporaryDirectory(prefix="windlass-remote-", dir=self._scratch) as folder:
+            if self._kind == "vllm":
+                await asyncio.to_thread(self._read, Path(folder), image.path)
+                return
+            await asyncio.to_thread(
+                self._driver.load, image.path.parent, folder, label=label, model_dir=self._model
+            )
 
     async def load_weights(self, named_tensors: NamedTensors) -> None:
         """Writes the tensors as a file, and has the server read it. They may be a part of the model."""
@@ -478,43 +511,22 @@ class RemoteWeightLoader(WeightLoader):
         tensors = {name: t.detach().cpu().contiguous() async for name, t in each_tensor(named_tensors)}
         if not tensors:
             return
-        with self._directory() as folder:
-            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with tempfile.TemporaryDirectory(prefix="windlass-remote-", dir=self._scratch) as folder:
+            file = Path(folder) / "tensors"
+            save_file(tensors, file, metadata={"format": "pt"})
             tensors.clear()
-            await self._load(folder, None)
+            await asyncio.to_thread(self._read, Path(folder) / "model", file)
 
-    @contextlib.contextmanager
-    def _directory(self) -> Any:
-        """A directory that looks like the model's, without its weights."""
-        folder = Path(tempfile.mkdtemp(prefix="windlass-remote-", dir=self._scratch))
-        try:
-            for name, target in side_files(self._model).items():
-                (folder / name).symlink_to(target)
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    async def _load(self, folder: Path, version: str | None) -> None:
-        post = self._server.post
-        if self._kind == "sglang":
-            body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True, "weight_version": version}
-            await asyncio.to_thread(post, "/update_weights_from_disk", body, stage="load")
-            return
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await asyncio.to_thread(post, "/collective_rpc", body, stage="load")
-        said = await asyncio.to_thread(
-            post, "/reset_prefix_cache", stage="reset the cache", idempotent=True, query=RUNNING
-        )
-        _was_reset(said)
-
-
-#: Also those of running requests, which are computed again.
-RUNNING = {"reset_running_requests": True}
-
-
-def _was_reset(said: Answer) -> None:
-    """vLLM answers 200 also when it did nothing."""
-    if said.body and said.object().get("success") is False:
-        raise WindlassError(
-            f"{said.what}: it did not reset its prefix cache", "blocks are still in use; try again"
-        )
+    def _read(self, folder: Path, weights: Path) -> None:
+        """Has the server read a file, which may hold a part of the model, through a directory of links."""
+        _windlass.link_model(folder, weights, self._model)
+        # SGLang flushes its cache by itself, inside the call that waits for requests.
+        sglang = self._kind == "sglang"
+        with self._driver.paused(clear=not sglang) as writing:
+            writing.touched()
+            if sglang:
+                body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True}
+                self._server.post("/update_weights_from_disk", body, stage="load")
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                self._server.post("/collective_rpc", body, stage="load")

@@ -23,7 +23,7 @@ from windlass.errors import WindlassInvalid
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AgentSupervisor"]
+__all__ = ["AgentSupervisor", "own_environment", "own_program"]
 
 
 class AgentSupervisor:
@@ -90,9 +90,9 @@ class AgentSupervisor:
         self._pid = os.getpid()
         self._kept = Supervisor(
             os.fspath(region),
-            program=_program() if program is None else list(program),
+            program=own_program() if program is None else list(program),
             options=[*given, *options],
-            environment=_environment() if program is None else [],
+            environment=own_environment() if program is None else [],
             log=None if log is None else os.fspath(log),
         )
         _forks.watch(self)
@@ -151,7 +151,8 @@ class _Forks:
 _forks = _Forks()
 
 
-def _program() -> list[str]:
+def own_program() -> list[str]:
+    """How this package starts its own command."""
     if not sys.executable:
         raise WindlassInvalid(
             "this interpreter does not know its own executable: say with program how the windlass command is started"
@@ -159,8 +160,8 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "windlass"]
 
 
-def _environment() -> list[tuple[str, str | None]]:
-    """What the agent's interpreter needs to find this package and nothing else by accident."""
+def own_environment() -> list[tuple[str, str | None]]:
+    """What the interpreter of :func:`own_program` needs to find this package and nothing else by accident."""
     changes: list[tuple[str, str | None]] = [
         # Would keep it at a prompt after its end.
         ("PYTHONINSPECT", None),

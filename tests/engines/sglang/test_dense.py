@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 import servers
 import tiny
-from flight import Flight, of_sglang
+from flight import of_sglang
+from sidecar import Proxy
 from windlass.engines.sglang import SGLangWeightLoader, colocated
 from windlass.engines.sglang.custom import PATH
 from windlass.errors import (
@@ -138,17 +139,16 @@ def test_requests_in_flight_end_as_the_pause_mode_says(
 ) -> None:
     old = label_of(server)
     order = policy.step()
-    mine = loader(server, pause=pause, cache=cache, way=way)
-    flights: list[Flight] = []
-    halt = mine._gate.halt
-
-    def begun_just_before(until: float) -> None:
-        flights.extend(of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2])
-        halt(until)
-
-    mine._gate.halt = begun_just_before  # type: ignore[method-assign]
-    new = asyncio.run(mine.load_image(order)).label
-    assert len(flights) == 2
+    # What the server is asked first; requests begin just before.
+    first = "/update_weights_from_disk" if pause == "wait" else "/pause_generation"
+    with contextlib.closing(Proxy(server)) as proxy, ThreadPoolExecutor(1) as pool:
+        mine = SGLangWeightLoader(proxy.url, timeout=120.0, pause=pause, cache=cache, way=way)  # type: ignore[arg-type]
+        proxy.hold(first, "request")
+        loading = pool.submit(lambda: asyncio.run(mine.load_image(order)))
+        proxy.wait_held(first)
+        flights = [of_sglang(server.url, prompt, TOKENS) for prompt in tiny.PROMPTS[:2]]
+        proxy.release()
+        new = loading.result(120).label
     for flight in flights:
         answer = flight.result()
         info = answer["meta_info"]

@@ -15,16 +15,19 @@ pub const CONFIG: &str = "WINDLASS_CONFIG";
 /// Its value where neither a file nor the environment is read.
 pub const NO_CONFIG: &str = "none";
 
-static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
+/// Variables to set, or to leave out where there is no value.
+pub type Environment = Vec<(OsString, Option<OsString>)>;
 
-/// Says how the command is started: the program and its first arguments. The first call counts.
-pub fn set(words: impl IntoIterator<Item = impl Into<OsString>>) {
-    let _ = WORDS.set(words.into_iter().map(Into::into).collect());
+static WORDS: OnceLock<(Vec<OsString>, Environment)> = OnceLock::new();
+
+/// Says how the command is started: the program, its first arguments and its environment. The first call counts.
+pub fn set(words: impl IntoIterator<Item = impl Into<OsString>>, environment: Environment) {
+    let _ = WORDS.set((words.into_iter().map(Into::into).collect(), environment));
 }
 
 /// How the command is started.
 pub fn words() -> Result<Vec<OsString>, Error> {
-    if let Some(words) = WORDS.get().filter(|w| !w.is_empty()) {
+    if let Some((words, _)) = WORDS.get().filter(|(words, _)| !words.is_empty()) {
         return Ok(words.clone());
     }
     let own = std::env::current_exe().map_err(Error::io("find", Path::new("this program")))?;
@@ -37,5 +40,11 @@ pub fn command() -> Result<Command, Error> {
     let mut command = Command::new(words.next().unwrap_or_default());
     // It gets all it needs as arguments; a file or a variable that is meant for others must not change it.
     command.args(words).env(CONFIG, NO_CONFIG);
+    for (name, value) in WORDS.get().map(|(_, environment)| environment.as_slice()).unwrap_or_default() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
     Ok(command)
 }

@@ -10,6 +10,15 @@ use crate::process::{Agent, PATIENCE, Process, Trainer};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
+use windlass::service::engines::check::link;
+use windlass::service::engines::http::Http;
+use windlass::service::engines::order::{How, Order};
+use windlass::service::engines::sglang::Sglang;
+use windlass::service::engines::transaction::{Journal, Load, Outcome, run};
+use windlass::service::engines::{CachePolicy, Halt};
+use windlass_data::image::ImageView;
+use windlass_data::region::Region;
+use windlass_data::stop::Stop;
 
 /// A publisher with version 0, and a place for images.
 struct World {
@@ -576,6 +585,78 @@ fn pause_modes_and_cache_policies_are_the_exact_calls_of_the_table() {
         assert_eq!(other.called("/pause_generation"), usize::from(sglang.is_some()));
         assert_eq!(other.state().orders[0]["flush_cache"], cache == "reset");
     }
+}
+
+#[test]
+fn an_engine_that_was_only_waited_for_is_paused_after_a_load_that_failed() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Sglang);
+    let receiver = world.receive(&[&engine], &["--pause=wait"]);
+    loaded(&receiver, 0);
+    assert_eq!((engine.called("/pause_generation"), engine.called("/continue_generation")), (0, 0));
+    engine.fault("/update_weights_from_disk", Fault::Fail(2));
+    world.publish(1);
+    event(&receiver, "fenced");
+    assert_eq!(engine.called("/pause_generation"), 1);
+    loaded(&receiver, 1);
+    let state = engine.state();
+    assert!(!state.paused && !state.dirty && !state.served_dirty, "{state:?}");
+}
+
+#[test]
+fn an_update_from_disk_whose_cache_was_in_use_is_flushed_and_named_afterwards() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Sglang);
+    let receiver = world.receive(&[&engine], &["--pause=wait"]);
+    loaded(&receiver, 0);
+    engine.state().unflushed = true;
+    world.publish(1);
+    loaded(&receiver, 1);
+    assert_eq!((engine.version(), engine.state().caches), (Some(1), 2));
+    assert_eq!((engine.called("/update_weights_from_disk"), engine.called("/flush_cache")), (2, 1));
+}
+
+#[test]
+#[expect(clippy::result_large_err, reason = "a load is given its image by such a function")]
+fn an_image_taken_back_during_a_load_from_disk_leaves_the_engine_fenced() {
+    let mut world = World::new();
+    let engine = Engine::start(Kind::Sglang);
+    let receiver = world.receive(&[], &[]);
+    event(&receiver, "synced");
+    let (image, home) = (world.images().join("demo"), world.home.path().join("engine"));
+    let (model, journal) = (home.join("model"), Journal::of(&home));
+    let url = format!("http://127.0.0.1:{}", engine.port);
+    let http = Http::new("sglang".into(), &url, None);
+    let sglang = Sglang::from_disk(http, Some(Halt::Retract), CachePolicy::Reset, model.clone());
+    let load = |held: Duration, dirty: bool| {
+        let take = |stop: &Stop| {
+            let view = ImageView::take(&Region::open(&image).unwrap(), held, stop)?;
+            link(&model, &view.path(), None)?;
+            let order = Order::new(&image, view.known(), How::Auto, None, 60.0);
+            Ok((view, order))
+        };
+        let (name, alone, told) = ("sglang", &Stop::never(), &|_| ());
+        let (take, journal, lease, timeout) = (&take, &journal, PATIENCE, PATIENCE);
+        let (engine, prepare) = (&sglang, false);
+        run(&Load { engine, name, journal, take, prepare, dirty, lease, timeout, alone, told })
+    };
+    fs::create_dir(&home).unwrap();
+    engine.fault("/update_weights_from_disk", Fault::HoldAnswer);
+    let outcome = std::thread::scope(|scope| {
+        let loading = scope.spawn(|| load(Duration::from_millis(1), false));
+        engine.wait("writing", |s| s.digest.is_some());
+        world.trainer.publish(1);
+        event(&receiver, "synced");
+        engine.heal();
+        loading.join().unwrap()
+    });
+    let Outcome::Fenced(e) = outcome else { panic!("{outcome:?}") };
+    assert!(e.to_string().contains("lease"), "{e}");
+    assert!(engine.state().paused && engine.called("/continue_generation") == 0);
+    assert!(journal.read().unwrap().unwrap().phase.is_dirty());
+    let outcome = load(PATIENCE, true);
+    assert!(matches!(outcome, Outcome::Loaded(_)), "{outcome:?}");
+    assert!(!engine.state().paused && engine.version() == Some(1) && journal.read().unwrap().is_none());
 }
 
 #[test]

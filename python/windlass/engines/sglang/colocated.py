@@ -66,7 +66,7 @@ async def wake(
     await asyncio.to_thread(
         _take_back, loader, [tag for tag in loader._gate.released if tag != WEIGHTS], until
     )
-    await asyncio.to_thread(loader._gate.go_on, until)
+    await asyncio.to_thread(loader._gate.wake, until)
     return loaded
 
 
@@ -83,22 +83,9 @@ def _sleep(loader: SGLangWeightLoader, tags: Sequence[str], strict: bool, until:
                 f"{loader.name} was started without --enable-memory-saver and would release nothing",
                 "start it with that flag",
             )
-        loader._gate.halt(until)
-        try:
-            loader._gate.flush(until)
-        except BaseException:
-            loader._gate.go_on(until)
-            raise
-        # From here on it has nothing to generate from, whatever the answer is.
-        loader._gate.dirty = True
-        loader._gate.must("release_memory_occupation", {"tags": list(tags)}, "sleep", until)
-        loader._gate.released = list(tags)
+        loader._gate.sleep(list(tags), until)
 
 
 def _take_back(loader: SGLangWeightLoader, tags: list[str], until: float) -> None:
     with loader._gate.alone(until):
-        wanted = [tag for tag in tags if tag in loader._gate.released]
-        if not wanted:
-            return
-        loader._gate.must("resume_memory_occupation", {"tags": wanted}, "wake", until)
-        loader._gate.released = [tag for tag in loader._gate.released if tag not in wanted]
+        loader._gate.take_back(tags, until)

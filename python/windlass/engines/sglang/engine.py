@@ -21,7 +21,7 @@ from typing import Any
 from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassTimeout, WindlassUnsupported
 from windlass.http import HttpClient
 
-__all__ = ["Engine", "Facts", "Reply", "connect"]
+__all__ = ["Embedded", "Engine", "Facts", "Reply", "Server", "connect"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ class Engine(ABC):
 
     #: What messages call it.
     name: str
-    #: The address and the token of one that outlives this process.
-    address: tuple[str, str | None] | None = None
 
     @abstractmethod
     def facts(self, *, timeout: float) -> Facts:
@@ -98,7 +96,6 @@ class Engine(ABC):
         *,
         stage: str,
         timeout: float,
-        idempotent: bool = False,
     ) -> Reply:
         """One request by the name of its route. An engine that says no is a :class:`Reply`; one that cannot be
         reached or answers something else is an error."""
@@ -107,17 +104,15 @@ class Engine(ABC):
     def payloads(self, data: bytes, ranks: int) -> list[Any]:
         """What a request carries for ``serialized_named_tensors``: the same for every rank."""
 
-    @abstractmethod
-    def flush(self, *, timeout: float) -> Reply:
-        """Empties the prefix cache, or says no at once if requests run. (Its own waiting counts requests that a pause
-        has put back into the queue, and so would last until the deadline.)"""
 
+class Server(Engine):
+    """A server, by HTTP."""
 
-class _Server(Engine):
     def __init__(self, client: HttpClient, token: str | None) -> None:
         self._client = client
         self.name = client.name
-        self.address = (client.url, token)
+        #: For those that drive it by other ways.
+        self.address = (client.url, token or client.token)
 
     def facts(self, *, timeout: float) -> Facts:
         return Facts.of(self._look("server_info", timeout))
@@ -133,15 +128,12 @@ class _Server(Engine):
             answer = self._client.get(f"/get_{route}", stage="look at the engine", timeout=timeout)
         return answer.object()
 
-    def ask(
-        self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float, idempotent: bool = False
-    ) -> Reply:
+    def ask(self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float) -> Reply:
         answer = self._client.post(
             f"/{route}",
             dict(body),
             stage=stage,
             timeout=timeout,
-            idempotent=idempotent,
             accept=(400, 404, 405),
         )
         if answer.status in (404, 405):
@@ -154,12 +146,6 @@ class _Server(Engine):
 
     def payloads(self, data: bytes, ranks: int) -> list[Any]:
         return [base64.b64encode(data).decode()] * ranks
-
-    def flush(self, *, timeout: float) -> Reply:
-        answer = self._client.post(
-            "/flush_cache", stage="flush the prefix cache", timeout=timeout, idempotent=True, accept=(400,)
-        )
-        return Reply(answer.status < 400, answer.text)
 
 
 #: Routes and the classes of their requests in ``sglang.srt.managers.io_struct``.
@@ -182,7 +168,9 @@ _REQUESTS = {
 }
 
 
-class _Embedded(Engine):
+class Embedded(Engine):
+    """An ``sglang.Engine`` in this process."""
+
     def __init__(self, engine: Any, name: str | None) -> None:
         self._engine = engine
         self.name = name or "the engine in this process"
@@ -201,9 +189,7 @@ class _Embedded(Engine):
             label = getattr(self._engine.server_args, "weight_version", None)
         return None if label is None else str(label)
 
-    def ask(
-        self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float, idempotent: bool = False
-    ) -> Reply:
+    def ask(self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float) -> Reply:
         from sglang.srt.managers import io_struct
 
         manager = self._engine.tokenizer_manager
@@ -219,6 +205,8 @@ class _Embedded(Engine):
         return [data] * ranks
 
     def flush(self, *, timeout: float) -> Reply:
+        """Empties the prefix cache, or says no at once if requests run. (Its own waiting counts requests that a pause
+        has put back into the queue, and so would last until the deadline.)"""
         work = self._engine.tokenizer_manager.flush_cache()
         return _reply_of(self._run(work, "flush the prefix cache", timeout))
 
@@ -251,16 +239,16 @@ def _reply_of(told: Any) -> Reply:
 
 def connect(
     engine: Any, *, name: str | None = None, api_key: str | None = None, timeout: float = 30.0
-) -> Engine:
+) -> Server | Embedded:
     """The engine behind a URL or a connection, or an ``sglang.Engine``."""
-    if isinstance(engine, Engine):
+    if isinstance(engine, (Server, Embedded)):
         return engine
     if isinstance(engine, HttpClient):
-        return _Server(engine, api_key)
+        return Server(engine, api_key)
     if isinstance(engine, str):
-        return _Server(HttpClient(engine, name=name or "SGLang", token=api_key, timeout=timeout), api_key)
+        return Server(HttpClient(engine, name=name or "SGLang", token=api_key, timeout=timeout), api_key)
     if hasattr(engine, "tokenizer_manager") and hasattr(engine, "loop"):
-        return _Embedded(engine, name)
+        return Embedded(engine, name)
     raise WindlassInvalid(
         f"{type(engine).__name__} is not an engine: give the URL of an SGLang server, or an sglang.Engine"
     )

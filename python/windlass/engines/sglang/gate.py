@@ -1,10 +1,8 @@
 """The gate of one engine: paused, open for weights, finished, let go on; or fenced.
 
-Owns: what is known about an engine while its weights change, and the calls around the change: pause, SGLang's own
-session, flush, label, continue. Used by the loader and by :mod:`windlass.engines.sglang.colocated`. Must not: move weights.
-
-An engine is **fenced** from the first write until a whole load is done: if that fails it stays paused. A failure before
-the first write lets it go on with what it had.
+Owns: who may load, what is known about an engine while its weights change, and SGLang's own session around the change. A
+server is paused and resumed by :class:`windlass.engines.driver.EngineDriver`, an engine in this process by
+:class:`InProcess`. Used by the loader and by :mod:`windlass.engines.sglang.colocated`. Must not: move weights.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from windlass.engines.sglang.engine import Engine
-from windlass.engines.sglang.lease import Lease
+from windlass.engines.driver import EngineDriver, Pauses, Writing
+from windlass.engines.sglang.engine import Embedded, Engine, Server
 from windlass.errors import (
     WindlassError,
     WindlassInvalid,
@@ -26,7 +25,7 @@ from windlass.errors import (
     WindlassUnsupported,
 )
 
-__all__ = ["SHORT", "Gate", "Passage", "Pause", "left", "short"]
+__all__ = ["SHORT", "Gate", "InProcess", "Passage", "Pause", "left", "must", "short"]
 
 log = logging.getLogger("windlass")
 
@@ -38,31 +37,88 @@ SHORT = 30.0
 ENDING = 10.0
 
 
+class InProcess:
+    """Pauses an ``sglang.Engine`` in this process, by its own methods. It dies with the process: it needs no guard."""
+
+    def __init__(self, engine: Embedded, pause: Pause) -> None:
+        self.name = engine.name
+        self._engine, self._pause = engine, pause
+        #: The last load did not finish.
+        self._dirty = False
+        self._touched = False
+
+    def pause(self, label: str | None, lease: float, timeout: float) -> bool:
+        """Pauses, unless the load itself waits for requests to end."""
+        self._touched = False
+        if self._pause != "wait":
+            must(self._engine, "pause_generation", {"mode": self._pause}, "pause", timeout)
+        return self._dirty
+
+    def touch(self, touched: bool) -> None:
+        """From here on, or again, something is or nothing was written."""
+        self._touched = touched
+
+    def resume(self) -> None:
+        """Resumes, unless the load needed no pause."""
+        if self._pause != "wait" or self._dirty:
+            must(self._engine, "continue_generation", {}, "continue", SHORT)
+        self._dirty = False
+
+    def fail(self, error: str) -> bool:
+        """Resumes; or pauses, also if the load needed no pause, if its weights are of no version."""
+        self._dirty = self._dirty or self._touched
+        if not self._dirty:
+            self.resume()
+        else:
+            mode = "retract" if self._pause == "wait" else self._pause
+            must(self._engine, "pause_generation", {"mode": mode}, "fence", SHORT)
+        return self._dirty
+
+    def clear(self, timeout: float) -> None:
+        """Flushes the prefix cache. Requests that were ended are waited for; a refusal beyond that is an error."""
+        until = time.monotonic() + min(ENDING, timeout)
+        while not (reply := self._engine.flush(timeout=timeout)).ok:
+            if time.monotonic() >= until:
+                raise WindlassStale(
+                    f"{self.name}: the prefix cache was not flushed: {reply.message}",
+                    "requests are still running: pause with 'retract' or 'abort'",
+                )
+            time.sleep(0.05)
+
+    def label(self, label: str, timeout: float) -> None:
+        """Names the version."""
+        body = {"new_version": label, "abort_all_requests": False}
+        must(self._engine, "update_weight_version", body, "label", timeout)
+
+
 class Passage:
     """One load on its way through the gate."""
 
-    def __init__(self, until: float, lease: Lease | None) -> None:
+    def __init__(self, label: str | None, until: float, writing: Writing | None) -> None:
+        self.label = label
         #: The deadline.
         self.until = until
-        self._touched = False
-        self._lease = lease
+        #: ``None`` for an engine that sleeps: it was paused before.
+        self.writing = writing
 
-    @property
-    def touched(self) -> bool:
-        """Whether the engine may have begun to write. Set before it is asked to."""
-        return self._touched
-
-    @touched.setter
-    def touched(self, value: bool) -> None:
-        if self._lease is not None and value != self._touched:
-            (self._lease.touched if value else self._lease.paused)()
-        self._touched = value
+    def touched(self, touched: bool = True) -> None:
+        """The engine may begin to write; or, if false, has refused to."""
+        if self.writing is not None:
+            self.writing.touched(touched)
 
 
 class Gate:
     """The state of one engine, and the way through."""
 
-    def __init__(self, engine: Engine, pause: Pause, cache: Literal["reset", "keep"]) -> None:
+    def __init__(
+        self,
+        engine: Server | Embedded,
+        pause: Pause,
+        cache: Literal["reset", "keep"],
+        *,
+        timeout: float = 300.0,
+        dir: Path | None = None,
+    ) -> None:
         self.engine = engine
         self.pause: Pause = pause
         self.cache = cache
@@ -70,16 +126,32 @@ class Gate:
         self.dirty = False
         #: Memory that the engine gave up, by tag: it sleeps.
         self.released: list[str] = []
+        #: The label of what was loaded into one that sleeps.
+        self._label: str | None = None
         self._sessions: bool | None = None
-        self._fenced = False
         self._busy = threading.Lock()
-        # An engine in this process dies with it.
-        self._lease = None if engine.address is None or pause == "wait" else Lease(*engine.address)
+        #: Of a server.
+        self.driver: EngineDriver | None = None
+        self._in_process: InProcess | None = None
+        if isinstance(engine, Embedded):
+            self._in_process = InProcess(engine, pause)
+        else:
+            url, key = engine.address
+            self.driver = EngineDriver(
+                "sglang", url, key=key, pause=pause, cache=cache, timeout=timeout, dir=dir
+            )
 
     @property
     def name(self) -> str:
         """What messages call the engine."""
         return self.engine.name
+
+    @property
+    def _pauses(self) -> Pauses:
+        if self.driver is not None:
+            return self.driver.core
+        assert self._in_process is not None
+        return self._in_process
 
     @contextlib.contextmanager
     def alone(self, until: float) -> Iterator[None]:
@@ -100,82 +172,84 @@ class Gate:
         self._busy.release()
 
     @contextlib.contextmanager
-    def stopped(self, until: float) -> Iterator[Passage]:
+    def stopped(self, label: str | None, until: float, *, flush: bool = True) -> Iterator[Passage]:
         """The engine paused. Afterwards it goes on, unless something was written and not finished."""
-        passage = self.passage(until)
-        self.halt(until)
+        passage = self.halt(label, until)
         try:
             yield passage
+            self.passed(passage, flush=flush)
         except BaseException as e:
             self.failed(passage, e)
             raise
-        self.passed(passage)
 
-    def passage(self, until: float) -> Passage:
-        """The way through the gate, for one load."""
-        return Passage(until, None if self.dirty or self.released else self._lease)
+    def halt(self, label: str | None, until: float) -> Passage:
+        """Pauses, unless it sleeps already."""
+        if self.released:
+            return Passage(label, until, None)
+        writing = Writing(self._pauses, label, left(until), left(until))
+        self.dirty = writing.dirty
+        return Passage(label, until, writing)
 
-    def passed(self, passage: Passage) -> None:
-        """A whole load is done: the engine goes on."""
-        if self._fenced:
-            self.must("continue_generation", {}, "continue", passage.until, idempotent=True)
-            self._let_go()
+    def passed(self, passage: Passage, *, flush: bool = True) -> None:
+        """A whole load is done: the engine is flushed and goes on under its label."""
+        if passage.writing is None:
+            self._label = passage.label
         else:
-            self.go_on(passage.until)
-        self.dirty = self._fenced = False
+            passage.writing.done(flush and self.cache == "reset", left(passage.until))
+        self.dirty = False
 
     def failed(self, passage: Passage, error: BaseException) -> None:
         """A load is not done: the engine goes on with what it had, or stays paused."""
-        if passage.touched:
-            self.fence()
-        if self.dirty:
-            log.error(
-                "%s stays paused: a load began and did not finish (%s); load a whole version again, or restart it",
-                self.name,
-                error,
-            )
-            return
+        if passage.writing is None:
+            self.dirty = True
+        else:
+            self.dirty = passage.writing.failed(error)
+
+    def load(self, image: str, links: Path, **how: Any) -> tuple[float, float]:
+        """The whole load of an image by a server that reads it from a path."""
+        assert self.driver is not None
         try:
-            self.go_on(time.monotonic() + SHORT)
-        except WindlassError as e:
-            log.error("%s: nothing was written, but it does not go on: %s", self.name, e)
+            done = self.driver.load(image, links, **how)
+        except BaseException:
+            self.dirty = self.driver.core.is_dirty()
+            raise
+        self.dirty = False
+        return done
 
-    def fence(self) -> None:
-        """Has the engine stand still until a whole load is done, also where it was not paused for the last one."""
-        self.dirty = True
-        self._let_go()
-        if self.released or self._fenced:
-            return
-        mode = "retract" if self.pause == "wait" else self.pause
+    def sleep(self, tags: list[str], until: float) -> None:
+        """Pauses, and has the engine give up memory."""
+        passage = self.halt(None, until)
+        assert passage.writing is not None
         try:
-            self.must("pause_generation", {"mode": mode}, "fence", time.monotonic() + SHORT, idempotent=True)
-            self._fenced = True
-        except WindlassError as e:
-            log.error("%s could not be paused after a load that did not finish: %s", self.name, e)
+            self._pauses.clear(short(until))
+            # From here on it has nothing to generate from, whatever the answer is.
+            passage.touched()
+            must(self.engine, "release_memory_occupation", {"tags": tags}, "sleep", left(until))
+        except BaseException as e:
+            self.failed(passage, e)
+            raise
+        self.dirty, self.released, self._label = True, tags, None
 
-    def halt(self, until: float) -> None:
-        """Pauses, unless loading takes the engine's own lock, or it sleeps already."""
-        if self.pause != "wait" and not self.released:
-            if self._lease is not None and not self.dirty:
-                self._lease.paused()
-            self.must("pause_generation", {"mode": self.pause}, "pause", until, idempotent=True)
+    def take_back(self, tags: list[str], until: float) -> None:
+        """Has the engine take back memory that it gave up."""
+        wanted = [tag for tag in tags if tag in self.released]
+        if wanted:
+            must(self.engine, "resume_memory_occupation", {"tags": wanted}, "wake", left(until))
+            self.released = [tag for tag in self.released if tag not in wanted]
 
-    def go_on(self, until: float) -> None:
-        """The end of :meth:`halt`."""
-        if self.pause != "wait" and not self.released:
-            self.must("continue_generation", {}, "continue", until, idempotent=True)
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._lease is not None:
-            self._lease.over()
+    def wake(self, until: float) -> None:
+        """The end of :meth:`sleep`, when memory and weights are back."""
+        if self._label is not None:
+            self._pauses.label(self._label, left(until))
+        self._pauses.resume()
 
     @contextlib.contextmanager
     def open_for_weights(self, until: float) -> Iterator[None]:
-        """SGLang's own session; :meth:`finish` closes it when all went well."""
+        """SGLang's own session."""
         self.begin(until)
         try:
             yield
+            self.end(until)
         except BaseException:
             self.give_up()
             raise
@@ -191,7 +265,7 @@ class Gate:
             if "already open" not in reply.message:
                 raise WindlassInvalid(f"{self.name}: begin: {reply.message}")
             # Of a driver that is gone. What was begun there is finished by what is loaded now.
-            log.warning("%s has an open weight update of somebody else: it is taken over", self.name)
+            log.warning("%s has an open weight update of another driver: it is taken over", self.name)
 
     @property
     def ends(self) -> bool:
@@ -206,49 +280,16 @@ class Gate:
     def end(self, until: float) -> None:
         """Closes the session, if there are any."""
         if self._sessions:
-            self.must("end_weight_update", {}, "end", until)
+            must(self.engine, "end_weight_update", {}, "end", left(until))
 
-    def finish(self, label: str | None, until: float) -> None:
-        """The end of a load that went well: session, cache, label."""
-        self.end(until)
-        if self.flushes:
-            self.flush(until)
-        if label is not None:
-            body = {"new_version": label, "abort_all_requests": False}
-            reply = self.engine.ask(
-                "update_weight_version", body, stage="label", timeout=short(until), idempotent=True
-            )
-            if reply.known and not reply.ok:
-                raise WindlassInvalid(f"{self.name}: the label {label} was refused: {reply.message}")
 
-    @property
-    def flushes(self) -> bool:
-        """Whether a load ends with an empty cache. One that sleeps has none."""
-        return self.cache == "reset" and not self.released
-
-    def flush(self, until: float) -> None:
-        """Empties the prefix cache. Requests that were ended are waited for; a refusal beyond that is an error."""
-        deadline = time.monotonic() + min(ENDING, short(until))
-        while True:
-            reply = self.engine.flush(timeout=short(until))
-            if reply.ok:
-                return
-            if time.monotonic() >= deadline:
-                raise WindlassStale(
-                    f"{self.name}: the prefix cache was not flushed: {reply.message}",
-                    "requests are still running: pause with 'retract' or 'abort'",
-                )
-            time.sleep(0.05)
-
-    def must(
-        self, route: str, body: Mapping[str, Any], stage: str, until: float, *, idempotent: bool = False
-    ) -> None:
-        """A request that has to succeed."""
-        reply = self.engine.ask(route, body, stage=stage, timeout=left(until), idempotent=idempotent)
-        if not reply.known:
-            raise WindlassUnsupported(reply.message, "see docs/sglang.md for the versions that have it")
-        if not reply.ok:
-            raise WindlassInvalid(f"{self.name}: {stage}: {reply.message}")
+def must(engine: Engine, route: str, body: Mapping[str, Any], stage: str, timeout: float) -> None:
+    """A request that has to succeed."""
+    reply = engine.ask(route, body, stage=stage, timeout=timeout)
+    if not reply.known:
+        raise WindlassUnsupported(reply.message, "see docs/sglang.md for the versions that have it")
+    if not reply.ok:
+        raise WindlassInvalid(f"{engine.name}: {stage}: {reply.message}")
 
 
 def left(until: float) -> float:

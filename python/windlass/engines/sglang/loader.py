@@ -35,11 +35,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass
-from windlass.engines.links import link_model
 from windlass.engines.sglang import payload
 from windlass.engines.sglang.custom import PATH, check_identity, shapes_of
-from windlass.engines.sglang.engine import Engine, Facts, connect
-from windlass.engines.sglang.gate import SHORT, Gate, Passage, Pause, left, short
+from windlass.engines.sglang.engine import Facts, connect
+from windlass.engines.sglang.gate import SHORT, Gate, Passage, Pause, left, must, short
 from windlass.engines.sglang.reports import raise_worst, read_reports, reports_in, silence
 from windlass.engines.sglang.served import Fit, Rules, Served, Shape
 from windlass.errors import (
@@ -65,9 +64,6 @@ __all__ = ["Loaded", "SGLangWeightLoader", "Way"]
 log = logging.getLogger("windlass")
 
 Way = Literal["custom", "disk", "tensors"]
-
-#: Beginnings of refusals by which the engine says that it has not begun to write.
-_UNTOUCHED = ("Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not")
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,7 @@ class SGLangWeightLoader(WeightLoader):
     - ``extras``, ``optional``, ``cast``: see :class:`~windlass.engines.sglang.served.Rules`.
     - ``checkpoint``: what the engine was started from, where this host knows it by another path than the engine.
     - ``links``: where the directory for the way ``disk`` is made; beside the image if not given.
+    - ``dir``: where the lock and the journal of the engine are; programs that load one engine must name the same.
     - ``timeout``: of a whole load. Every request has a deadline.
 
     Methods are coroutines whose work goes on in a thread; one load runs at a time.
@@ -130,9 +127,9 @@ class SGLangWeightLoader(WeightLoader):
         optional: Sequence[str] = (),
         cast: bool = False,
         links: str | Path | None = None,
-        load_format: str = "safetensors",
         bucket_bytes: int = 256 << 20,
         timeout: float = 300.0,
+        dir: str | Path | None = None,
     ) -> None:
         _choice("way", way, "auto", "custom", "disk", "tensors")
         _choice("pause", pause, "retract", "abort", "in_place", "wait")
@@ -150,13 +147,12 @@ class SGLangWeightLoader(WeightLoader):
             )
         if not timeout > 0 or bucket_bytes < 1:
             raise WindlassInvalid(f"timeout {timeout!r} and bucket_bytes {bucket_bytes!r} must be above zero")
-        self._engine: Engine = connect(engine, name=name, api_key=api_key)
-        self._gate = Gate(self._engine, pause, cache)
+        self._engine = connect(engine, name=name, api_key=api_key)
+        self._gate = Gate(self._engine, pause, cache, timeout=timeout, dir=None if dir is None else Path(dir))
         self._checkpoint = None if checkpoint is None else str(checkpoint)
         self._way = way
         self._rules = Rules(extras, list(optional), cast)
         self._links = None if links is None else Path(links)
-        self._load_format = load_format
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
         self._known: dict[str, Served] = {}
@@ -222,19 +218,19 @@ class SGLangWeightLoader(WeightLoader):
         until = time.monotonic() + self._timeout
         await asyncio.to_thread(self._gate.enter, until)
         try:
-            part = await asyncio.to_thread(self._open, until)
+            part = await asyncio.to_thread(self._open, weight_version, until)
             self._part = part
             try:
                 yield self
                 if whole:
                     self._check_complete(part)
-                await asyncio.to_thread(self._gate.finish, weight_version, until)
+                await asyncio.to_thread(self._gate.end, until)
             except BaseException as e:
                 self._part = None
                 await asyncio.shield(asyncio.to_thread(self._abandon, part, e))
                 raise
             self._part = None
-            await asyncio.shield(asyncio.to_thread(self._gate.passed, part.passage))
+            await asyncio.shield(asyncio.to_thread(self._pass, part))
         finally:
             self._gate.leave()
 
@@ -258,14 +254,13 @@ class SGLangWeightLoader(WeightLoader):
             "group_name": info.group_name,
             "backend": info.backend,
         }
-        until = time.monotonic() + self._timeout
-        await asyncio.to_thread(self._gate.must, "init_weights_update_group", body, "join a group", until)
+        route = "init_weights_update_group"
+        await asyncio.to_thread(must, self._engine, route, body, "join a group", self._timeout)
 
     async def leave_group(self, group_name: str) -> None:
         """Has the engine leave an update group."""
-        body = {"group_name": group_name}
-        until = time.monotonic() + SHORT
-        await asyncio.to_thread(self._gate.must, "destroy_weights_update_group", body, "leave a group", until)
+        body, route = {"group_name": group_name}, "destroy_weights_update_group"
+        await asyncio.to_thread(must, self._engine, route, body, "leave a group", SHORT)
 
     async def receive_broadcast(
         self,
@@ -301,14 +296,12 @@ class SGLangWeightLoader(WeightLoader):
                 chosen, fit, why = self._choose(facts, order, held, way)
                 self._list_extras(fit.extras)
                 log.info("%s: %s by way of %s: %s", self.name, order.label, chosen, why)
-                begun = time.monotonic()
-                loaded = self._by(chosen, facts, order, held, fit, until)
+                pause_ms, load_ms, reports = self._by(chosen, facts, order, held, fit, until)
             finally:
                 # Whether it was taken back was asked before the engine went on.
                 with contextlib.suppress(WindlassError):
                     held.finish()
-            paused = time.monotonic() - begun
-            return Loaded(chosen, order.label, paused * 1e3, loaded[0] * 1e3, fit.extras, loaded[1])
+            return Loaded(chosen, order.label, pause_ms, load_ms, fit.extras, reports)
 
     def _still_held(self, held: Held, order: LoadOrder) -> None:
         """What was read until now is one version; otherwise the engine must not go on."""
@@ -353,11 +346,11 @@ class SGLangWeightLoader(WeightLoader):
 
     def _by(
         self, way: Way, facts: Facts, order: LoadOrder, held: Held, fit: Fit, until: float
-    ) -> tuple[float, list[Report]]:
-        begin = time.monotonic()
+    ) -> tuple[float, float, list[Report]]:
+        """How many milliseconds the engine stood still, how many of them the load took, and what the workers said."""
         if way == "disk":
-            self._by_disk(facts, order, held, until)
-            return time.monotonic() - begin, []
+            return *self._by_disk(facts, order, held, until), []
+        begun = time.monotonic()
         if way == "tensors":
             from windlass.receive.receiver import Tensors
 
@@ -369,37 +362,41 @@ class SGLangWeightLoader(WeightLoader):
                 self._still_held(held, order)
 
             self._by_value(facts, each(), order.label, until)
-            return time.monotonic() - begin, []
-        # Workers hold the image themselves, and say if it was taken back.
-        return self._by_order(facts, order, until)
+            took, reports = time.monotonic() - begun, list[Report]()
+        else:
+            # Workers hold the image themselves, and say if it was taken back.
+            took, reports = self._by_order(facts, order, until)
+        return (time.monotonic() - begun) * 1e3, took * 1e3, reports
 
-    def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> None:
+    def _by_disk(self, facts: Facts, order: LoadOrder, held: Held, until: float) -> tuple[float, float]:
         directory = self._links or Path(order.image).with_name(Path(order.image).name + ".sglang")
-        checkpoint = Path(self._checkpoint or facts.checkpoint)
-        link_model(directory, Path(held.path), checkpoint)
+        directory, checkpoint = directory.resolve(), Path(self._checkpoint or facts.checkpoint)
+        model = checkpoint if checkpoint.is_dir() else None
+        if self._gate.driver is not None and not self._gate.released:
+            return self._gate.load(
+                order.image, directory, label=order.label, model_dir=model, timeout=left(until)
+            )
+        # An engine in this process, or one that sleeps and is paused already.
+        _windlass.link_model(directory, held.path, model)
         body = {
-            "model_path": str(directory.resolve()),
-            "load_format": self._load_format,
-            "flush_cache": self._gate.flushes,
+            "model_path": str(directory),
+            "load_format": "safetensors",
+            "flush_cache": False,
             "weight_version": order.label,
         }
-        with self._gate.stopped(until) as passage:
-            passage.touched = True
-            reply = self._engine.ask("update_weights_from_disk", body, stage="load", timeout=left(until))
-            if reply.message.startswith(_UNTOUCHED):
-                passage.touched = False
-            unflushed = "the cache was not flushed" in reply.message
-            if not reply.ok and not unflushed:
-                raise WindlassCorrupt(f"{self.name}: {order.label} was not loaded: {reply.message}")
+        begun = time.monotonic()
+        with self._gate.stopped(order.label, until) as passage:
+            passage.touched()
+            must(self._engine, "update_weights_from_disk", body, "load", left(until))
             self._still_held(held, order)
-            if unflushed:
-                self._gate.flush(until)
+        paused = (time.monotonic() - begun) * 1e3
+        return paused, paused
 
     def _by_order(self, facts: Facts, order: LoadOrder, until: float) -> tuple[float, list[Report]]:
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
             reports_in(Path(order.image).parent) as own,
-            self._gate.stopped(until) as passage,
+            self._gate.stopped(order.label, until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
             plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, left(until) - 1.0)}
@@ -408,11 +405,10 @@ class SGLangWeightLoader(WeightLoader):
                 plain["how"] = "session"
             begin = time.monotonic()
             with self._gate.open_for_weights(until):
-                passage.touched = True
+                passage.touched()
                 self._send_order({"order": plain, "served": served}, facts, until)
                 took = time.monotonic() - begin
                 reports = self._read_reports(own, facts.tp * facts.pp, order, passage)
-            self._gate.finish(order.label, until)
         if order.reports is not None:
             for report in reports:
                 report.write(order.reports)
@@ -434,9 +430,8 @@ class SGLangWeightLoader(WeightLoader):
                     f"{self.name} has weights of no version: a load began and did not finish",
                     "load a whole version first",
                 )
-            with self._gate.stopped(until), self._gate.open_for_weights(until):
+            with self._gate.stopped(None, until, flush=False), self._gate.open_for_weights(until):
                 self._send_order({"prove": own}, facts, until)
-                self._gate.end(until)
             found = [Path(own) / f"{rank}.json" for rank in range(facts.tp * facts.pp)]
             silent = [file.stem for file in found if not file.is_file()]
             if silent:
@@ -462,8 +457,8 @@ class SGLangWeightLoader(WeightLoader):
     def _read_reports(self, own: str, ranks: int, order: LoadOrder, passage: Passage) -> list[Report]:
         found, silent = read_reports(own, ranks)
         # Workers agree before they write: if none of them is dirty or at the new version, nothing was written.
-        passage.touched = bool(silent) or any(
-            report.state == "dirty" or report.error is None for report in found
+        passage.touched(
+            bool(silent) or any(report.state == "dirty" or report.error is None for report in found)
         )
         if silent:
             raise silence(self.name, silent[0], order.label)
@@ -489,9 +484,8 @@ class SGLangWeightLoader(WeightLoader):
         if self._gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
         _check_replicas(self.name, facts)
-        with self._gate.stopped(until) as passage, self._gate.open_for_weights(until):
+        with self._gate.stopped(label, until) as passage, self._gate.open_for_weights(until):
             self._send(passage, facts, tensors)
-            self._gate.finish(label, until)
 
     def _send(self, passage: Passage, facts: Facts, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for group in payload.buckets(tensors, self._bucket_bytes):
@@ -501,7 +495,7 @@ class SGLangWeightLoader(WeightLoader):
                 "flush_cache": False,
                 "selector": "target",
             }
-            passage.touched = True
+            passage.touched()
             reply = self._engine.ask(
                 "update_weights_from_tensor", body, stage="load", timeout=left(passage.until)
             )
@@ -538,7 +532,7 @@ class SGLangWeightLoader(WeightLoader):
         }
         if packed:
             body["load_format"] = payload.BUCKET
-        part.passage.touched = True
+        part.passage.touched()
         reply = self._engine.ask(
             "update_weights_from_distributed", body, stage="receive", timeout=left(part.passage.until)
         )
@@ -557,17 +551,24 @@ class SGLangWeightLoader(WeightLoader):
             self._known[path] = Served.from_checkpoint(path)
         return self._known[path]
 
-    def _open(self, until: float) -> _Part:
+    def _open(self, label: str | None, until: float) -> _Part:
         facts = self._facts(until)
         _check_replicas(self.name, facts)
-        part = _Part(facts, self._served(facts), self._gate.passage(until))
-        self._gate.halt(until)
+        served = self._served(facts)
+        part = _Part(facts, served, self._gate.halt(label, until))
         try:
             self._gate.begin(until)
         except BaseException as e:
             self._gate.failed(part.passage, e)
             raise
         return part
+
+    def _pass(self, part: _Part) -> None:
+        try:
+            self._gate.passed(part.passage)
+        except BaseException as e:
+            self._gate.failed(part.passage, e)
+            raise
 
     def _abandon(self, part: _Part, error: BaseException) -> None:
         self._gate.give_up()

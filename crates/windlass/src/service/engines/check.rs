@@ -10,17 +10,20 @@
 //! may be told to cast what it loads. Tensors of the image that the engine does not have (value heads)
 //! are listed, and an error if that is wanted.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::{self, Path, PathBuf};
 
+use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_data::file::{FileError, Layout};
 use windlass_data::image::Known;
 use windlass_data::seal::draft::{Draft, make_dir};
 
-use super::error::EngineError;
+use super::error::{EngineError, Stage};
 
 /// The tensors that an engine is known to have.
 #[derive(Clone, Debug)]
@@ -112,25 +115,44 @@ impl Baseline {
 
 /// Names that hold weights, which an engine must not find beside the image.
 fn is_weights(name: &str) -> bool {
-    let weights = [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json"];
+    let weights = [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json"];
     weights.iter().any(|end| name.ends_with(end))
 }
 
-/// Makes `dir` a directory that an engine can load from: a link to the image's file, and links to everything in `config`
-/// that is not weights.
-pub fn link(dir: &Path, slot: &Path, config: Option<&Path>) -> Result<(), EngineError> {
-    make_dir(dir).map_err(EngineError::io("create", dir))?;
-    place(&dir.join("model.safetensors"), slot)?;
-    let Some(config) = config else { return Ok(()) };
-    let config = fs::canonicalize(config).map_err(EngineError::io("read", config))?;
-    for entry in fs::read_dir(&config).map_err(EngineError::io("read", &config))? {
-        let entry = entry.map_err(EngineError::io("read", &config))?;
-        let name = entry.file_name();
-        if !is_weights(&name.to_string_lossy()) && entry.path().is_file() {
-            place(&dir.join(&name), &entry.path())?;
+/// Makes `dir` a directory that an engine can load from: a link to `weights`, the image's file, and links to everything
+/// in `config` that is not weights. Again brings it up to date. A directory with anything but links is refused.
+pub fn link(dir: &Path, weights: &Path, config: Option<&Path>) -> Result<(), EngineError> {
+    // Not canonical: the file of an image may be a link to the memory of another process.
+    let weights = path::absolute(weights).map_err(EngineError::io("find", weights))?;
+    let mut wanted = BTreeMap::from([(OsString::from("model.safetensors"), weights)]);
+    if let Some(config) = config {
+        for path in list(&fs::canonicalize(config).map_err(EngineError::io("read", config))?)? {
+            let name = path.file_name().unwrap_or_default().to_owned();
+            let text = name.to_string_lossy();
+            if !is_weights(&text) && !text.starts_with('.') && path.is_file() {
+                wanted.entry(name).or_insert(path);
+            }
         }
     }
-    Ok(())
+    make_dir(dir).map_err(EngineError::io("create", dir))?;
+    let present = list(dir)?;
+    if let Some(own) = present.iter().find(|path| !path.is_symlink()) {
+        return Err(EngineError::Guard {
+            stage: Some(Stage::Check),
+            kind: Kind::Invalid,
+            text: format!("{} has {}, which is not a link of ours", dir.display(), own.display()),
+            advice: "name a directory of its own for the links".into(),
+        });
+    }
+    for path in present.iter().filter(|p| p.file_name().is_none_or(|name| !wanted.contains_key(name))) {
+        fs::remove_file(path).map_err(EngineError::io("remove", path))?;
+    }
+    wanted.iter().try_for_each(|(name, target)| place(&dir.join(name), target))
+}
+
+fn list(dir: &Path) -> Result<Vec<PathBuf>, EngineError> {
+    let failed = || EngineError::io("read", dir);
+    fs::read_dir(dir).map_err(failed())?.map(|entry| Ok(entry.map_err(failed())?.path())).collect()
 }
 
 /// Makes `link` lead to `target`, at no moment to nothing.
@@ -148,8 +170,6 @@ fn place(link: &Path, target: &Path) -> Result<(), EngineError> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use windlass_core::dtype::Dtype;
     use windlass_core::identity::{Identity, Incarnation, ModelId};
     use windlass_core::manifest::TensorSpec;
@@ -198,7 +218,8 @@ mod tests {
         let (config, dir, slot) =
             (home.path().join("config"), home.path().join("model"), home.path().join("a"));
         fs::create_dir(&config).unwrap();
-        for name in ["config.json", "tokenizer.json", "model-1.safetensors", "model.safetensors.index.json"] {
+        let weights = ["model-1.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "old.pt"];
+        for name in ["config.json", "tokenizer.json"].iter().chain(&weights) {
             fs::write(config.join(name), name).unwrap();
         }
         fs::write(&slot, "image").unwrap();
@@ -209,5 +230,29 @@ mod tests {
         names.sort();
         assert_eq!(names, ["config.json", "model.safetensors", "tokenizer.json"]);
         assert_eq!(fs::read_to_string(dir.join("model.safetensors")).unwrap(), "image");
+        // Again, with another image and a file less.
+        let other = home.path().join("b");
+        fs::write(&other, "newer").unwrap();
+        fs::remove_file(config.join("tokenizer.json")).unwrap();
+        link(&dir, &other, Some(&config)).unwrap();
+        let mut names: Vec<PathBuf> = list(&dir).unwrap();
+        names.sort();
+        assert_eq!(names, ["config.json", "model.safetensors"].map(|name| dir.join(name)));
+        assert!(names.iter().all(|path| path.is_symlink()));
+        assert_eq!(fs::read_to_string(dir.join("model.safetensors")).unwrap(), "newer");
+    }
+
+    #[test]
+    fn a_directory_with_files_of_its_own_is_not_made_a_directory_of_links() {
+        let home = tempfile::tempdir().unwrap();
+        let (model, image) = (home.path().join("model"), home.path().join("image"));
+        fs::create_dir(&model).unwrap();
+        fs::write(model.join("model.safetensors"), "the user's").unwrap();
+        fs::write(&image, "image").unwrap();
+        let refused = link(&model, &image, Some(&model)).unwrap_err();
+        assert!(refused.to_string().contains("which is not a link of ours"), "{refused}");
+        assert!(refused.advice().contains("a directory of its own"));
+        assert_eq!(fs::read_to_string(model.join("model.safetensors")).unwrap(), "the user's");
+        assert!(!model.join("model.safetensors").is_symlink());
     }
 }

@@ -60,7 +60,7 @@ impl fmt::Display for Stage {
 pub enum EngineError {
     #[error("cannot {stage} {engine}: {why}")]
     Lost { engine: String, stage: Stage, why: String, kind: Kind },
-    #[error("cannot {stage} {engine}: POST or GET {path} gave status {status}: {body}")]
+    #[error("{engine}: {path} ({stage}) answered {status}: {body}")]
     Refused {
         engine: String,
         stage: Stage,
@@ -97,7 +97,7 @@ pub enum EngineError {
     #[error("{engine} was not touched: {image} has tensors that it does not take: {names}")]
     Extras { engine: String, image: String, names: String },
     /// A cache that could not be cleared would go on answering with the old weights.
-    #[error("the prefix cache of {engine} could not be cleared: {why}")]
+    #[error("the prefix cache of {engine} was not flushed: {why}")]
     Cache { engine: String, why: String },
     #[error("{engine} was paused and nothing was written to it: {why}")]
     Lease { engine: String, why: String, kind: Kind },
@@ -112,6 +112,7 @@ pub enum EngineError {
         kind: Kind,
         /// What it says, the engine's name included.
         text: String,
+        advice: String,
     },
     #[error("the guard of {engine} {what}")]
     Process { engine: String, what: String },
@@ -200,8 +201,9 @@ impl EngineError {
     }
 
     /// What to do next.
-    pub fn advice(&self) -> &'static str {
+    pub fn advice(&self) -> &str {
         match self {
+            EngineError::Guard { advice, .. } => advice,
             EngineError::Layout { .. } => {
                 "publish the tensors of the model that the engine serves; the next version that fits is loaded"
             }
@@ -214,6 +216,9 @@ impl EngineError {
             EngineError::Lost { kind: Kind::PeerLost | Kind::Timeout, .. } => {
                 "check that the engine runs, and that this is its address"
             }
+            EngineError::Refused { status: 401 | 403, .. } => {
+                "give the key that the engine was started with (its API key)"
+            }
             // What the engine says of itself: its kind is a guess, and its log knows more.
             EngineError::Refused { .. } | EngineError::Answer { .. } | EngineError::Worker { .. } => {
                 "see the engine's own log for the cause"
@@ -224,7 +229,6 @@ impl EngineError {
             | EngineError::Lease { .. }
             | EngineError::Version { .. }
             | EngineError::Unsupported { .. }
-            | EngineError::Guard { .. }
             | EngineError::Process { .. } => "",
             EngineError::Image(_)
             | EngineError::Region(_)
@@ -236,7 +240,7 @@ impl EngineError {
 
 impl From<EngineError> for Error {
     fn from(e: EngineError) -> Error {
-        Error::of_module(e.kind(), e.advice(), e)
+        Error::of_module(e.kind(), e.advice().to_owned(), e)
     }
 }
 

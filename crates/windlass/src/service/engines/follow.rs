@@ -20,7 +20,7 @@ use windlass_data::stop::Stop;
 use super::check::{self, Baseline};
 use super::error::{EngineError, Stage};
 use super::event::{EngineEvent, Failure};
-use super::guard::{Guard, Job, Lock, Routes, Target};
+use super::guard::{self, Guard, Job, Lock, Routes, Target};
 use super::http::Http;
 use super::order::{How, Label, Order, can_lead, how, slow};
 use super::sglang::{Loading, Sglang};
@@ -275,25 +275,18 @@ impl Follower {
         root.is_dir().then_some(root)
     }
 
-    /// Makes good what a guard left that was killed: resumes an engine that was only paused, or is loaded. Answers
-    /// whether the engine must be loaded before it is resumed; `None` if a guard is at work.
+    /// Makes good what a guard left that was killed ([`guard::left_behind`]). Answers whether the engine must be loaded
+    /// before it is resumed; `None` if a guard is at work.
     fn left_behind(&self, found: &Found) -> Result<Option<bool>, EngineError> {
         match found.way {
             Way::Plugin(..) => return Ok(Some(false)),
             Way::Native | Way::Sglang(_) => {}
         }
-        let journal = Journal::of(&self.dir);
-        if journal.read()?.is_none() {
+        if Journal::of(&self.dir).read()?.is_none() {
             return Ok(Some(false));
         }
         let Some(_lock) = Lock::take(&self.dir)? else { return Ok(None) };
-        let Some(entry) = journal.read()? else { return Ok(Some(false)) };
-        if entry.phase.is_dirty() {
-            return Ok(Some(true));
-        }
-        transaction::resume(&*self.target(found).plain()?)?;
-        journal.clear()?;
-        Ok(Some(false))
+        guard::left_behind(&self.target(found)).map(Some)
     }
 
     fn unanswered(&mut self, e: &EngineError) -> Next {
@@ -547,6 +540,7 @@ impl Follower {
             model: self.model(),
             mode: self.options.mode,
             cache: self.options.cache,
+            halt: None,
         }
     }
 

@@ -7,7 +7,7 @@
 //!
 //! # What they say
 //!
-//! The job is the first line of the guard's standard input, as JSON, with the engine's key; the input then stays open for
+//! The [`Task`] is the first line of the guard's standard input, as JSON, with the engine's key; the input then stays open for
 //! as long as the receiver lives. Its end before the first write means: resume the old weights. The guard answers on its
 //! standard output, a line for each step (`{"phase":"pausing"}`, `{"phase":"writing"}`, …) and one for the end
 //! (`{"outcome":"loaded", …}`, `kept`, `fenced`, `lost`). If nobody is there to read that, it is in `last.json` in the
@@ -21,26 +21,30 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::FlockOperation;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, LayoutHash, Version};
 use windlass_data::image::ImageView;
-use windlass_data::region::Region;
+use windlass_data::private;
+use windlass_data::region::{Region, RegionError};
 use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
 
 use super::error::{EngineError, Stage};
+use super::hold;
 use super::http::Http;
 use super::order::{How, Label, Order};
-use super::pause::{CachePolicy, PauseMode};
+use super::pause::{CachePolicy, Halt, PauseMode, sglang_pause};
 use super::sglang::Sglang;
 use super::transaction::{self, ANSWER, Done, Journal, Load, Outcome, Phase, Plain};
 use super::vllm::Native;
@@ -49,7 +53,7 @@ use crate::error::Error;
 use crate::service::program;
 
 /// What is beyond the deadlines of the guard's own steps: a busy machine.
-const GRACE: Duration = Duration::from_secs(10);
+pub(super) const GRACE: Duration = Duration::from_secs(10);
 /// The longest job or answer.
 const MAX_LINE: u64 = 1 << 20;
 /// How long a receiver that ends waits for what its guard says.
@@ -81,6 +85,8 @@ pub struct Target {
     pub model: PathBuf,
     pub mode: PauseMode,
     pub cache: CachePolicy,
+    /// SGLang's own mode, in place of that which `mode` and `cache` mean.
+    pub halt: Option<Halt>,
 }
 
 impl Target {
@@ -90,14 +96,25 @@ impl Target {
             EngineError::Unsupported { engine: self.engine.clone(), why: format!("its key: {e}") }
         })?;
         let http = Http::new(self.engine.clone(), &self.url, key);
+        let halt = self.halt.or_else(|| sglang_pause(self.mode, self.cache));
         Ok(match self.routes {
             Routes::Vllm => Box::new(Native::new(http, self.mode, self.cache, reports(&self.dir))),
-            Routes::Sglang => Box::new(Sglang::from_disk(http, self.mode, self.cache, self.model.clone())),
+            Routes::Sglang => Box::new(Sglang::from_disk(http, halt, self.cache, self.model.clone())),
             Routes::SglangWorkers(count) => {
-                Box::new(Sglang::by_order(http, self.mode, self.cache, (count, reports(&self.dir))))
+                Box::new(Sglang::by_order(http, halt, self.cache, (count, reports(&self.dir))))
             }
         })
     }
+}
+
+/// What a guard's process is started for.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Task {
+    /// To load a version.
+    Load(Job),
+    /// To pause an engine while `parent` writes its weights.
+    Hold { target: Target, parent: u32 },
 }
 
 /// What a guard is to do.
@@ -157,19 +174,22 @@ enum End {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Failure {
+pub(super) struct Failure {
     stage: Stage,
     kind: Kind,
     error: String,
+    advice: String,
 }
 
 impl Failure {
-    fn of(e: &EngineError) -> Failure {
-        Failure { stage: e.stage(), kind: e.kind(), error: crate::error::chain(e) }
+    pub(super) fn of(e: &EngineError) -> Failure {
+        let advice = e.advice().to_owned();
+        Failure { stage: e.stage(), kind: e.kind(), error: crate::error::chain(e), advice }
     }
 
-    fn error(self) -> EngineError {
-        EngineError::Guard { stage: Some(self.stage), kind: self.kind, text: self.error }
+    pub(super) fn error(self) -> EngineError {
+        let Failure { stage, kind, error, advice } = self;
+        EngineError::Guard { stage: Some(stage), kind, text: error, advice }
     }
 }
 
@@ -178,17 +198,37 @@ impl Failure {
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 
 impl Lock {
-    /// Takes the lock in an engine's directory; `None` if a guard has it.
+    /// Takes the lock in an engine's directory, which is made if it is missing; `None` if a guard has it.
     pub fn take(dir: &Path) -> Result<Option<Lock>, EngineError> {
         let path = dir.join("lock");
-        let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
-        let file = file.map_err(EngineError::io("open", &path))?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Lock(file))),
-            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-            Err(e) => Err(EngineError::io("lock", &path)(e.into())),
+        loop {
+            private::own(dir, 0o700).map_err(RegionError::from)?;
+            let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
+            let file = match file {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other.map_err(EngineError::io("open", &path))?,
+            };
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(e) => return Err(EngineError::io("lock", &path)(e.into())),
+            }
+            // One that was removed with its directory in between keeps no other guard out.
+            if file.metadata().map_err(EngineError::io("look at", &path))?.nlink() > 0 {
+                return Ok(Some(Lock(file)));
+            }
         }
     }
+}
+
+/// Removes the directory of an engine that serves, unless a guard is at work, and the one above it if that was the last;
+/// whether it did.
+pub(super) fn remove_idle(dir: &Path) -> bool {
+    let lock = dir.is_dir().then(|| Lock::take(dir).ok().flatten()).flatten();
+    let is_idle = lock.is_some() && matches!(Journal::of(dir).read(), Ok(None));
+    let removed = is_idle && fs::remove_dir_all(dir).is_ok();
+    let _ = dir.parent().filter(|_| removed).map(fs::remove_dir);
+    removed
 }
 
 /// A guard at work, seen from the receiver.
@@ -206,22 +246,10 @@ pub struct Guard {
 impl Guard {
     /// Starts a guard on a job.
     pub fn start(job: &Job) -> Result<Guard, EngineError> {
-        let failed = |what: String| EngineError::Process { engine: job.target.engine.clone(), what };
-        let cannot = |e: &dyn std::fmt::Display| failed(format!("cannot be started: {e}"));
-        let mut command = program::command().map_err(|e| cannot(&e))?;
-        command.args(["guard", "--json"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Ctrl-C is for the receiver; the guard hears of its end by the pipe, and may have work left to do.
-        std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command.spawn().map_err(|e| cannot(&e))?;
-        let mut stdin = child.stdin.take();
-        let Some(stdout) = child.stdout.take() else { return Err(failed("has no standard output".into())) };
-        let mut line = serde_json::to_vec(job).map_err(|e| cannot(&e))?;
-        line.push(b'\n');
-        // A guard that died already is seen by what it does not say.
-        let _ = stdin.as_mut().map(|s| s.write_all(&line).and_then(|()| s.flush()));
-        let lines = Lines { stdout, buffer: Vec::new() };
+        let engine = job.target.engine.clone();
+        let (child, stdin, lines) = spawn(&engine, &json!({ "load": job }))?;
         let (lease, timeout) = (job.lease(), job.timeout());
-        Ok(Guard { engine: job.target.engine.clone(), child, stdin, lines, lease, timeout })
+        Ok(Guard { engine, child, stdin: Some(stdin), lines, lease, timeout })
     }
 
     /// Waits for what comes of the job. If `stop` is set, the guard is left to itself: it resumes the engine, or
@@ -248,7 +276,7 @@ impl Guard {
                 let what = format!("{why} and was killed; its journal says what is left to do");
                 return Err(EngineError::Process { engine: self.engine.clone(), what });
             }
-            match self.lines.next(Stop::GLANCE) {
+            match self.lines.next::<Said>(Stop::GLANCE) {
                 Ok(None) => {}
                 Ok(Some(Said::Phase { phase })) => {
                     told(phase);
@@ -285,6 +313,24 @@ impl Guard {
     }
 }
 
+/// Starts a guard's process on a [`Task`].
+pub(super) fn spawn(engine: &str, task: &Value) -> Result<(Child, ChildStdin, Lines), EngineError> {
+    let failed = |what: String| EngineError::Process { engine: engine.to_owned(), what };
+    let cannot = |e: &dyn std::fmt::Display| failed(format!("cannot be started: {e}"));
+    let mut command = program::command().map_err(|e| cannot(&e))?;
+    command.args(["guard", "--json"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    // Ctrl-C is for the parent; the guard hears of its end by the pipe, and may have work left to do.
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let mut child = command.spawn().map_err(|e| cannot(&e))?;
+    let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+        return Err(failed("has no standard input or output".into()));
+    };
+    let line = format!("{task}\n");
+    // A guard that died already is seen by what it does not say.
+    let _ = stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush());
+    Ok((child, stdin, Lines { stdout, buffer: Vec::new() }))
+}
+
 /// Whether a process is stopped by a signal.
 fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -294,14 +340,14 @@ fn is_stopped(pid: u32) -> bool {
 
 /// Lines of a pipe, read with a timeout and without a thread.
 #[derive(Debug)]
-struct Lines {
+pub(super) struct Lines {
     stdout: ChildStdout,
     buffer: Vec<u8>,
 }
 
 impl Lines {
     /// The next line; `None` if there is none within `timeout`. An error if there will be none.
-    fn next(&mut self, timeout: Duration) -> io::Result<Option<Said>> {
+    pub(super) fn next<T: DeserializeOwned>(&mut self, timeout: Duration) -> io::Result<Option<T>> {
         loop {
             if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
@@ -331,9 +377,15 @@ pub(crate) fn child(session: &Session) -> Result<(), Error> {
     let mut line = String::new();
     let read = io::stdin().lock().take(MAX_LINE).read_line(&mut line);
     read.map_err(Error::io("read", Path::new("standard input")))?;
-    let job: Job = serde_json::from_str(&line).map_err(|e| {
-        Error::Usage(format!("a guard is started by a receiver, which gives it its job: {e}"))
+    let task: Task = serde_json::from_str(&line).map_err(|e| {
+        Error::Usage(format!(
+            "a guard is started by another process of Windlass, which gives it its job: {e}"
+        ))
     })?;
+    let job = match task {
+        Task::Load(job) => job,
+        Task::Hold { target, parent } => return hold::child(target, parent, session.cancel()),
+    };
     // The receiver's end and a polite signal mean the same.
     let alone = session.cancel().clone();
     Session::with_parent({
@@ -352,8 +404,8 @@ pub(crate) fn child(session: &Session) -> Result<(), Error> {
     Ok(())
 }
 
-/// To the receiver, if it is still there.
-fn say(said: &Said) {
+/// To the process that started this one, if it is still there.
+pub(super) fn say<T: Serialize>(said: &T) {
     if let Ok(mut line) = serde_json::to_vec(said) {
         line.push(b'\n');
         let mut out = io::stdout().lock();
@@ -384,12 +436,12 @@ fn work(job: &Job, alone: &Stop, told: &dyn Fn(Phase)) -> Outcome {
         Err(e) => return Outcome::Kept(e),
     };
     let journal = Journal::of(&job.target.dir);
-    let _lock = match lock(job, alone) {
+    let _lock = match lock(&job.target, &alone.with_timeout(job.timeout())) {
         Ok(lock) => lock,
         Err(e) => return Outcome::Kept(e),
     };
-    let dirty = match journal.read() {
-        Ok(entry) => entry.is_some_and(|e| e.phase.is_dirty()),
+    let dirty = match left_behind(&job.target) {
+        Ok(dirty) => dirty,
         Err(e) => return Outcome::Kept(e),
     };
     let take = |stop: &Stop| take(job, dirty, stop);
@@ -407,22 +459,35 @@ fn work(job: &Job, alone: &Stop, told: &dyn Fn(Phase)) -> Outcome {
     })
 }
 
-/// Waits for a guard of an earlier receiver to finish.
-fn lock(job: &Job, alone: &Stop) -> Result<Lock, EngineError> {
-    let stop = alone.with_timeout(job.timeout());
+/// Waits for another guard to finish.
+pub(super) fn lock(target: &Target, stop: &Stop) -> Result<Lock, EngineError> {
     loop {
-        if let Some(lock) = Lock::take(&job.target.dir)? {
+        if let Some(lock) = Lock::take(&target.dir)? {
             return Ok(lock);
         }
         if stop.is_set() {
             return Err(EngineError::Guard {
                 stage: Some(Stage::Check),
                 kind: Kind::Denied,
-                text: format!("{}: another guard is loading it", job.target.engine),
+                text: format!("{}: another guard is loading it", target.engine),
+                advice: "wait for that load to end, or end the process that it belongs to".into(),
             });
         }
         std::thread::sleep(stop.nap());
     }
+}
+
+/// With the lock: makes good what a guard left that was killed. Resumes an engine that was only paused, or is loaded.
+/// Answers whether the engine must be loaded before it is resumed.
+pub(super) fn left_behind(target: &Target) -> Result<bool, EngineError> {
+    let journal = Journal::of(&target.dir);
+    let Some(entry) = journal.read()? else { return Ok(false) };
+    if entry.phase.is_dirty() {
+        return Ok(true);
+    }
+    transaction::resume(&*target.plain()?)?;
+    journal.clear()?;
+    Ok(false)
 }
 
 /// Holds the image, and says what is to be loaded from it: what was ordered, or something newer of the same layout.

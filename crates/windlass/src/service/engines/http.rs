@@ -1,8 +1,10 @@
 //! Requests to an engine's own HTTP server.
 //!
 //! Owns: [`Http`], which adds the engine's address and key to a request and turns what comes back into a value or an
-//! error that names engine, stage, route, status and body. Must not: know what the routes mean, or repeat
-//! what may have been done.
+//! error that names engine, stage, route, status and body. Must not: know what the routes mean.
+//!
+//! A request that does no harm if it is done twice is sent [`ATTEMPTS`] times, with a backoff that doubles, if the
+//! connection fails or the server says that it is busy (429, 502, 503, 504). Any other request is sent once.
 
 use std::time::Duration;
 
@@ -20,6 +22,10 @@ use crate::service::client::{Client, Request, kind_of};
 const MOST: u64 = 64 << 20;
 /// How much of an answer is repeated in an error.
 const SHOWN: usize = 2000;
+
+/// How often a request that may be done twice is sent, and the pause before the second time.
+const ATTEMPTS: u32 = 3;
+const BACKOFF: Duration = Duration::from_millis(100);
 
 /// For requests that take what they take: their [`Stop`] has the deadline.
 pub const UNTIL_STOP: Duration = Duration::from_secs(24 * 3600);
@@ -51,7 +57,7 @@ impl Http {
         Http { key, ..self.clone() }
     }
 
-    /// Asks for something; once more if the connection was gone, which a server may have closed meanwhile.
+    /// Asks for something, as often as the module says.
     pub fn get<T: DeserializeOwned>(
         &self,
         stage: Stage,
@@ -59,12 +65,7 @@ impl Http {
         timeout: Duration,
         stop: &Stop,
     ) -> Result<T, EngineError> {
-        let bytes = match self.call(stage, path, None::<&()>, timeout, stop) {
-            Err(EngineError::Lost { kind: Kind::PeerLost, .. }) => {
-                self.call(stage, path, None::<&()>, timeout, stop)
-            }
-            other => other,
-        }?;
+        let bytes = repeat(stop, || self.call(stage, path, None::<&()>, timeout, stop))?;
         self.parse(stage, path, &bytes)
     }
 
@@ -79,6 +80,18 @@ impl Http {
     ) -> Result<T, EngineError> {
         let bytes = self.call(stage, path, Some(body), timeout, stop)?;
         self.parse(stage, path, &bytes)
+    }
+
+    /// Tells it to do something that may be done twice, whatever it answers with; as often as the module says.
+    pub fn tell_again(
+        &self,
+        stage: Stage,
+        path: &str,
+        body: &Value,
+        timeout: Duration,
+        stop: &Stop,
+    ) -> Result<(), EngineError> {
+        repeat(stop, || self.tell(stage, path, body.clone(), timeout, stop))
     }
 
     /// Tells it to do something, whatever it answers with.
@@ -133,6 +146,22 @@ impl Http {
             kind: kind_of(status),
         })
     }
+}
+
+fn repeat<T>(stop: &Stop, call: impl Fn() -> Result<T, EngineError>) -> Result<T, EngineError> {
+    let mut pause = BACKOFF;
+    for _ in 1..ATTEMPTS {
+        match call() {
+            Err(
+                EngineError::Lost { kind: Kind::PeerLost, .. }
+                | EngineError::Refused { status: 429 | 502..=504, .. },
+            ) if !stop.is_set() => {}
+            other => return other,
+        }
+        std::thread::sleep(stop.left().map_or(pause, |left| left.min(pause)));
+        pause *= 2;
+    }
+    call()
 }
 
 /// The beginning of an answer, on one line.

@@ -12,6 +12,8 @@
 //! | [`vllm`], [`sglang`] | their routes |
 //! | [`transaction`] | one load, step by step, and what is done when a step fails |
 //! | [`guard`] | the process that runs it and outlives the receiver |
+//! | [`hold`] | the same process around weights that another program writes |
+//! | [`driver`] | one engine, for programs that decide by themselves when |
 //! | [`follow`](mod@follow) | one engine's thread |
 //! | [`prove`] | `windlass verify --engine` |
 //! | [`http`] | requests to an engine |
@@ -31,10 +33,12 @@
 //! receiver ends and every engine serves.
 
 pub mod check;
+pub mod driver;
 pub mod error;
 pub mod event;
 pub mod follow;
 pub mod guard;
+pub mod hold;
 pub mod http;
 pub mod order;
 pub mod pause;
@@ -65,7 +69,7 @@ pub use self::event::EngineEvent;
 use self::follow::Follower;
 pub use self::order::Label;
 use self::order::{DeltaFiles, How, Order};
-pub use self::pause::{CachePolicy, PauseMode};
+pub use self::pause::{CachePolicy, Halt, PauseMode};
 use crate::error::Error;
 
 /// Which engine it is.
@@ -83,6 +87,12 @@ impl Dialect {
             Dialect::Vllm => "vllm",
             Dialect::Sglang => "sglang",
         }
+    }
+
+    /// The name of the directory of an engine at this address.
+    fn dir_name(self, address: &str) -> String {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
+        format!("{}-{}", self.as_str(), address.chars().map(plain).collect::<String>())
     }
 }
 
@@ -108,9 +118,7 @@ impl EngineSpec {
 
     /// The name of its directory.
     fn dir_name(&self) -> String {
-        let address = self.endpoint.address().to_string();
-        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
-        format!("{}-{}", self.dialect.as_str(), address.chars().map(plain).collect::<String>())
+        self.dialect.dir_name(&self.endpoint.address().to_string())
     }
 }
 
@@ -493,13 +501,7 @@ fn tidy(engines: &Path) {
         if entry.file_name() == "model" || entry.file_name() == INCOMING {
             continue;
         }
-        let lock = guard::Lock::take(&dir).ok().flatten();
-        let serves = matches!(transaction::Journal::of(&dir).read(), Ok(None));
-        if lock.is_some() && serves {
-            let _ = fs::remove_dir_all(&dir);
-        } else {
-            left = true;
-        }
+        left |= !guard::remove_idle(&dir);
     }
     if !left {
         let _ = fs::remove_dir_all(engines);

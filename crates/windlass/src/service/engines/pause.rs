@@ -16,6 +16,8 @@
 //! | SGLang | abort | either | `/pause_generation {abort}` | update with `flush_cache` as wanted, `/continue_generation` |
 //! | SGLang | wait | either | nothing: the update itself waits until no request is running | update with `flush_cache` as wanted |
 //!
+//! A program may name SGLang's mode itself ([`Halt`]): `retract` with a cache that is kept.
+//!
 //! With `keep`, requests in flight are frozen and go on with the new weights: one answer may span two versions. If the
 //! cache is reset, what they have computed so far is computed again with the new weights; if it is kept, they go on
 //! from what the old weights left.
@@ -71,13 +73,24 @@ pub(super) fn vllm_reset(mode: PauseMode, cache: CachePolicy) -> Option<&'static
     }
 }
 
+/// The mode of SGLang's `/pause_generation`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Halt {
+    /// Requests go back to the queue; what they computed so far is computed again.
+    Retract,
+    /// Requests freeze and keep their blocks, so that the cache cannot be flushed.
+    InPlace,
+    /// Requests end.
+    Abort,
+}
+
 /// The mode of SGLang's `/pause_generation`, if it is called.
-pub(super) fn sglang_pause(mode: PauseMode, cache: CachePolicy) -> Option<&'static str> {
+pub(super) fn sglang_pause(mode: PauseMode, cache: CachePolicy) -> Option<Halt> {
     match (mode, cache) {
-        // In place, running requests keep their blocks, and the cache cannot be flushed.
-        (PauseMode::Keep, CachePolicy::Reset) => Some("retract"),
-        (PauseMode::Keep, CachePolicy::Keep) => Some("in_place"),
-        (PauseMode::Abort, CachePolicy::Reset | CachePolicy::Keep) => Some("abort"),
+        (PauseMode::Keep, CachePolicy::Reset) => Some(Halt::Retract),
+        (PauseMode::Keep, CachePolicy::Keep) => Some(Halt::InPlace),
+        (PauseMode::Abort, CachePolicy::Reset | CachePolicy::Keep) => Some(Halt::Abort),
         (PauseMode::Wait, CachePolicy::Reset | CachePolicy::Keep) => None,
     }
 }

@@ -206,6 +206,7 @@ fn check_versions(engine: &str, label: Label, workers: &[Part]) -> Result<(), En
                 stage: Some(Stage::Verify),
                 kind: Kind::Stale,
                 text: format!("worker {} of {engine} has {found}, and the image holds {label}", report.rank),
+                advice: String::new(),
             });
         }
     }

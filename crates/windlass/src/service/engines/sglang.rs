@@ -35,6 +35,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
@@ -46,7 +47,7 @@ use windlass_data::stop::Stop;
 use super::error::{EngineError, Stage};
 use super::http::{Http, UNTIL_STOP};
 use super::order::{How, Order, Report, check_reports, clear_reports, how, read_reports, slow};
-use super::pause::{CachePolicy, PauseMode, sglang_pause};
+use super::pause::{CachePolicy, Halt, PauseMode};
 use super::transaction::{ANSWER, Plain, Written};
 
 /// Our loader, as a server knows it.
@@ -56,6 +57,11 @@ const ORDER: &str = "__windlass_order__";
 /// How long requests that were told to end may take to do so, before the cache can be flushed.
 const ENDING: Duration = Duration::from_secs(10);
 const FLUSH_PAUSE: Duration = Duration::from_millis(100);
+/// Refusals of `/update_weights_from_disk` that come before the first write.
+const UNTOUCHED: [&str; 3] =
+    ["Failed to get weights iterator", "Failed to get model loader", "Online weight updates are not"];
+/// What `/update_weights_from_disk` says if it wrote everything and requests kept the cache in use.
+const UNFLUSHED: &str = "the cache was not flushed";
 
 /// What a server says of itself.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -129,26 +135,29 @@ enum By {
 #[derive(Debug)]
 pub struct Sglang {
     http: Http,
-    mode: PauseMode,
+    /// `None` if the load itself waits for requests to end.
+    halt: Option<Halt>,
     cache: CachePolicy,
     by: By,
+    /// The last write has flushed the cache.
+    flushed: AtomicBool,
 }
 
 impl Sglang {
     /// Drives the server behind `http`, which loads from the directory `model`: the image, the configuration and the
     /// tokenizer.
-    pub fn from_disk(http: Http, mode: PauseMode, cache: CachePolicy, model: PathBuf) -> Sglang {
-        Sglang { http, mode, cache, by: By::Disk { model } }
+    pub fn from_disk(http: Http, halt: Option<Halt>, cache: CachePolicy, model: PathBuf) -> Sglang {
+        Sglang { http, halt, cache, by: By::Disk { model }, flushed: AtomicBool::new(false) }
     }
 
     /// Drives the server behind `http`, whose `count` workers carry out orders and report in `reports`.
     pub fn by_order(
         http: Http,
-        mode: PauseMode,
+        halt: Option<Halt>,
         cache: CachePolicy,
         (count, reports): (u64, PathBuf),
     ) -> Sglang {
-        Sglang { http, mode, cache, by: By::Workers { count, reports } }
+        Sglang { http, halt, cache, by: By::Workers { count, reports }, flushed: AtomicBool::new(false) }
     }
 
     /// What the server says of itself.
@@ -226,8 +235,7 @@ impl Sglang {
             Err(e) => Err(e),
             Ok(said) => {
                 self.end(session, stop)?;
-                let body = json!({ "new_version": order.label().to_string(), "abort_all_requests": false });
-                self.http.tell(Stage::Load, "/update_weight_version", body, ANSWER, stop)?;
+                self.label(&order.label().to_string(), stop)?;
                 let extras = said.first().map_or_else(Vec::new, |r| r.extras.clone());
                 Ok(Written { how: how(&said), extras, slow: slow(&said) })
             }
@@ -265,8 +273,8 @@ impl Plain for Sglang {
     }
 
     fn pause(&self, stop: &Stop) -> Result<(), EngineError> {
-        let Some(mode) = sglang_pause(self.mode, self.cache) else { return Ok(()) };
-        self.http.tell(Stage::Pause, "/pause_generation", json!({ "mode": mode }), UNTIL_STOP, stop)
+        let Some(mode) = self.halt else { return Ok(()) };
+        self.http.tell_again(Stage::Pause, "/pause_generation", &json!({ "mode": mode }), UNTIL_STOP, stop)
     }
 
     fn write(&self, order: &Order, stop: &Stop) -> Result<Written, EngineError> {
@@ -274,25 +282,40 @@ impl Plain for Sglang {
             By::Workers { count, reports } => return self.order(order, *count, reports, stop),
             By::Disk { model } => model,
         };
+        let flush = self.cache == CachePolicy::Reset;
         let body = json!({
             "model_path": model,
+            "load_format": "safetensors",
             "weight_version": order.label().to_string(),
-            "flush_cache": self.cache == CachePolicy::Reset,
+            "flush_cache": flush,
             "abort_all_requests": false,
         });
-        self.http.tell(Stage::Load, "/update_weights_from_disk", body, UNTIL_STOP, stop)?;
+        self.flushed.store(false, Ordering::Relaxed);
+        match self.http.tell(Stage::Load, "/update_weights_from_disk", body, UNTIL_STOP, stop) {
+            Ok(()) => self.flushed.store(flush, Ordering::Relaxed),
+            // Requests that were ended are still on their way out: `clear` waits for them. It has not taken the name.
+            Err(EngineError::Refused { status: 400, body, .. }) if body.contains(UNFLUSHED) => {
+                self.label(&order.label().to_string(), stop)?;
+            }
+            // Only an engine that is known to be whole can go on with what it has.
+            Err(EngineError::Refused { engine, status: 400, body: text, kind, .. })
+                if order.how == How::Auto && UNTOUCHED.iter().any(|start| text.contains(start)) =>
+            {
+                return Err(EngineError::Declined { engine, rank: 0, text, kind });
+            }
+            Err(e) => return Err(e),
+        }
         Ok(Written { how: "disk".into(), extras: Vec::new(), slow: None })
     }
 
     fn clear(&self, stop: &Stop) -> Result<(), EngineError> {
-        match (&self.by, self.cache) {
-            // Done by the update, which fails if it cannot.
-            (By::Disk { .. }, _) | (_, CachePolicy::Keep) => return Ok(()),
-            (By::Workers { .. }, CachePolicy::Reset) => {}
+        if self.cache == CachePolicy::Keep || self.flushed.load(Ordering::Relaxed) {
+            return Ok(());
         }
-        let until = Instant::now() + ENDING;
+        // Before the deadline of the load, so that the error says what is wrong.
+        let until = Instant::now() + stop.left().map_or(ENDING, |left| ENDING.min(left / 2));
         loop {
-            match self.http.tell(Stage::Cache, "/flush_cache", Value::Null, ANSWER, stop) {
+            match self.http.tell_again(Stage::Cache, "/flush_cache", &Value::Null, ANSWER, stop) {
                 // Requests that were ended are still on their way out.
                 Err(EngineError::Refused { status: 400, body, .. }) if Instant::now() >= until => {
                     return Err(EngineError::Cache { engine: self.http.engine.clone(), why: body });
@@ -304,8 +327,25 @@ impl Plain for Sglang {
     }
 
     fn resume(&self, stop: &Stop) -> Result<(), EngineError> {
-        // Also where nothing was paused: an earlier guard may have.
-        self.http.tell(Stage::Resume, "/continue_generation", json!({}), ANSWER, stop)
+        self.http.tell_again(Stage::Resume, "/continue_generation", &json!({}), ANSWER, stop)
+    }
+
+    fn label(&self, label: &str, stop: &Stop) -> Result<(), EngineError> {
+        let body = json!({ "new_version": label, "abort_all_requests": false });
+        match self.http.tell_again(Stage::Load, "/update_weight_version", &body, ANSWER, stop) {
+            // An older server keeps no name of a version.
+            Err(EngineError::Refused { status: 404 | 405, .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn fence(&self, stop: &Stop) -> Result<(), EngineError> {
+        let body = json!({ "mode": self.halt.unwrap_or(Halt::Retract) });
+        self.http.tell_again(Stage::Pause, "/pause_generation", &body, UNTIL_STOP, stop)
+    }
+
+    fn pauses(&self) -> bool {
+        self.halt.is_some()
     }
 
     fn live(&self, stop: &Stop) -> Result<Option<String>, EngineError> {

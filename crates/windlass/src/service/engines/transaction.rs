@@ -27,7 +27,7 @@
 //! | | invariant | test |
 //! |---|---|---|
 //! | TRANSACTION-1 | a load that goes no further than the pause resumes the old weights | `a_receiver_killed_before_the_first_write_leaves_no_engine_paused`, `the_end_of_the_pause_lease_resumes_the_old_weights` |
-//! | TRANSACTION-2 | after the first write an engine is resumed only with a whole version | `a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard`, `an_engine_that_cannot_be_written_stays_fenced_and_heals` |
+//! | TRANSACTION-2 | after the first write an engine is resumed only with a whole version | `a_receiver_killed_after_the_first_write_leaves_the_load_to_its_guard`, `an_engine_that_cannot_be_written_stays_fenced_and_heals`, `an_image_taken_back_during_a_load_from_disk_leaves_the_engine_fenced` |
 //! | TRANSACTION-3 | a failed write is repeated once before the engine is given up | `a_failed_update_is_repeated_once_while_the_engine_is_paused` |
 //! | TRANSACTION-4 | a guard's death is found and made good | `a_killed_guard_is_found_and_the_engine_is_finished_by_the_next` |
 
@@ -72,6 +72,12 @@ pub trait Plain {
     fn write(&self, order: &Order, stop: &Stop) -> Result<Written, EngineError>;
     /// Clears caches of old weights, as far as [`Plain::write`] has not.
     fn clear(&self, stop: &Stop) -> Result<(), EngineError>;
+    /// Names the version that another process wrote.
+    fn label(&self, label: &str, stop: &Stop) -> Result<(), EngineError>;
+    /// Pauses it after a load that did not finish, also if the load itself needed no pause.
+    fn fence(&self, stop: &Stop) -> Result<(), EngineError>;
+    /// Whether [`Plain::pause`] does anything. If not, there is nothing to resume.
+    fn pauses(&self) -> bool;
     /// Lets it go on; one that is not paused is left as it is.
     fn resume(&self, stop: &Stop) -> Result<(), EngineError>;
     /// The name of the version that it has.
@@ -291,7 +297,7 @@ fn back(load: &Load<'_>, label: &str, error: EngineError) -> Outcome {
     if load.dirty {
         return fence(load, label, error);
     }
-    match resume(load.engine) {
+    match resume_paused(load) {
         Ok(()) => match load.journal.clear() {
             Ok(()) => Outcome::Kept(error),
             Err(e) => Outcome::Kept(e),
@@ -304,7 +310,15 @@ fn fence(load: &Load<'_>, label: &str, error: EngineError) -> Outcome {
     // The journal says `writing` already, which means the same to whoever finds it.
     let _ = load.journal.put(Phase::Fenced, label, Some(&error));
     (load.told)(Phase::Fenced);
-    if error.is_away() { Outcome::Lost(error) } else { Outcome::Fenced(error) }
+    if error.is_away() {
+        return Outcome::Lost(error);
+    }
+    if !load.engine.pauses()
+        && let Err(e) = load.engine.fence(&Stop::after(ANSWER))
+    {
+        return Outcome::Lost(e);
+    }
+    Outcome::Fenced(error)
 }
 
 /// From the first write on, whoever lives.
@@ -338,7 +352,7 @@ fn finish(load: &Load<'_>, view: ImageView, order: Order, paused: Instant) -> Ou
     // A journal that cannot be written must not keep a loaded engine from serving.
     let _ = journal.put(Phase::Loaded, &label, None);
     (load.told)(Phase::Loaded);
-    if let Err(e) = resume(*engine) {
+    if let Err(e) = resume_paused(load) {
         return Outcome::Lost(e);
     }
     let pause_ms = millis(paused);
@@ -381,11 +395,17 @@ pub(super) fn resume(engine: &dyn Plain) -> Result<(), EngineError> {
     }
 }
 
+/// Lets an engine go on that this load has paused, or that an earlier one has left paused.
+fn resume_paused(load: &Load<'_>) -> Result<(), EngineError> {
+    if load.dirty || load.engine.pauses() { resume(load.engine) } else { Ok(()) }
+}
+
 fn millis(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
 /// For errors that are about the image rather than the engine.
 pub(super) fn stale(engine: &str, why: String) -> EngineError {
-    EngineError::Guard { stage: Some(Stage::Check), kind: Kind::Stale, text: format!("{engine}: {why}") }
+    let (text, advice) = (format!("{engine}: {why}"), String::new());
+    EngineError::Guard { stage: Some(Stage::Check), kind: Kind::Stale, text, advice }
 }

@@ -100,7 +100,7 @@ impl Plain for Native {
 
     fn pause(&self, stop: &Stop) -> Result<(), EngineError> {
         let path = vllm_pause(self.mode, self.cache);
-        self.http.tell(Stage::Pause, &path, Value::Null, UNTIL_STOP, stop)
+        self.http.tell_again(Stage::Pause, &path, &Value::Null, UNTIL_STOP, stop)
     }
 
     fn write(&self, order: &Order, stop: &Stop) -> Result<Written, EngineError> {
@@ -155,7 +155,20 @@ impl Plain for Native {
     }
 
     fn resume(&self, stop: &Stop) -> Result<(), EngineError> {
-        self.http.tell(Stage::Resume, "/resume", Value::Null, ANSWER, stop)
+        self.http.tell_again(Stage::Resume, "/resume", &Value::Null, ANSWER, stop)
+    }
+
+    fn label(&self, label: &str, _: &Stop) -> Result<(), EngineError> {
+        let why = format!("it takes a name ({label}) only at the end of an update, by /finish_weight_update");
+        Err(EngineError::Unsupported { engine: self.http.engine.clone(), why })
+    }
+
+    fn fence(&self, stop: &Stop) -> Result<(), EngineError> {
+        self.pause(stop)
+    }
+
+    fn pauses(&self) -> bool {
+        true
     }
 
     fn live(&self, stop: &Stop) -> Result<Option<String>, EngineError> {
@@ -261,6 +274,7 @@ impl Plugin {
                 stage: Some(*stage),
                 kind: error.kind,
                 text: format!("cannot {stage} {}: {}", self.http.engine, error.text),
+                advice: String::new(),
             },
             Err(_) => e,
         }

@@ -70,6 +70,8 @@ pub struct State {
     pub caches: u32,
     /// The workers refuse the next order.
     pub declines: bool,
+    /// Requests keep the next update from disk from flushing the cache.
+    pub unflushed: bool,
     faults: HashMap<String, Fault>,
     life: u64,
     kind: Option<Kind>,
@@ -411,6 +413,10 @@ fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
             let mut state = shared.0.lock().unwrap();
             state.digest = Some(digest);
             state.dirty = false;
+            if std::mem::take(&mut state.unflushed) {
+                let why = "Weights were updated, but the cache was not flushed because of requests";
+                return (400, json!({ "success": false, "message": why }));
+            }
             state.caches += u32::from(body["flush_cache"] == true);
             state.label = body["weight_version"].as_str().unwrap().into();
             (200, json!({ "success": true, "message": "Succeeded", "num_paused_requests": 0 }))
@@ -418,6 +424,15 @@ fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
         ("POST", "/continue_generation") => {
             resume(&mut state);
             (200, json!({ "status": "ok" }))
+        }
+        ("POST", "/update_weight_version") => {
+            assert!(!state.active && body["abort_all_requests"] == false, "{body}");
+            state.label = body["new_version"].as_str().unwrap().into();
+            (200, json!({ "success": true }))
+        }
+        ("POST", "/flush_cache") => {
+            state.caches += 1;
+            (200, json!({ "success": true }))
         }
         _ => NOT_FOUND,
     }
@@ -478,15 +493,6 @@ fn workers(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16,
                 return refuse("no weight-update session is open");
             }
             (state.active, state.dirty) = (false, false);
-            done
-        }
-        ("POST", "/update_weight_version") => {
-            assert!(!state.active && body["abort_all_requests"] == false, "{body}");
-            state.label = body["new_version"].as_str().unwrap().into();
-            done
-        }
-        ("POST", "/flush_cache") => {
-            state.caches += 1;
             done
         }
         ("POST", "/update_weights_from_disk") => refuse("it has our loader"),
