@@ -200,7 +200,7 @@ class Controller:
         sender_endpoint: str,
         *,
         sync: bool = False,
-        eval: Any = None,
+        eval: object = None,
         timeout: float | None = None,
         spans: Sequence[Span] = (),
         delta_sparsity: float | None = None,
@@ -312,14 +312,14 @@ class Controller:
             raise _senseless(what, words)
         return EvalTask(int(words["id"]), served, words.get("eval"))
 
-    def eval_done(self, task: EvalTask, result: Any = None, *, error: str | None = None) -> None:
+    def eval_done(self, task: EvalTask, result: object = None, *, error: str | None = None) -> None:
         """Answers an eval: with its result, which must be plain data, or with why there is none."""
         body = {"id": task.id, **({"result": result} if error is None else {"error": error})}
         self._post("/eval_done", body, f"answer eval {task.id}", self._http.timeout)
 
     def serve_evals(
         self,
-        callback: Callable[[EvalTask], Any],
+        callback: Callable[[EvalTask], object],
         *,
         set: str | None = None,
         stop: Stopper | None = None,
@@ -346,7 +346,7 @@ class Controller:
                 done += 1
         return done
 
-    def _run_eval(self, task: EvalTask, callback: Callable[[EvalTask], Any]) -> None:
+    def _run_eval(self, task: EvalTask, callback: Callable[[EvalTask], object]) -> None:
         try:
             result, error = callback(task), None
             json.dumps(result, allow_nan=False)
@@ -476,7 +476,7 @@ def gate(
 
 
 def serve_evals(
-    callback: Callable[[EvalTask], Any],
+    callback: Callable[[EvalTask], object],
     *,
     controller: Controller | str | None = None,
     token: str | None = None,

@@ -9,6 +9,7 @@ import codec
 import numpy as np
 import torch
 from codec import Block, Bytes, Tensor
+
 from programs import PATCH, PIECE, PLACE, TALLY, Programs
 
 

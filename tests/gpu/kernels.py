@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from codec import Block, Bytes, Tensor  # noqa: E402
 from drawing import WORDS, Draw  # noqa: E402
 from engine import Engine  # noqa: E402
-from programs import COPY, SPAN, TALLY, Device, Host, Programs  # noqa: E402
 
+from programs import COPY, SPAN, TALLY, Device, Host, Programs  # noqa: E402
 from rank import Rank, baseline  # noqa: E402
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from codec import Block, Bytes, Tensor
+
 from programs import BLOCK, ENTRY, SPAN, TALLY, Programs
 
 

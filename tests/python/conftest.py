@@ -15,6 +15,9 @@ import pytest
 
 from ranks import Ranks, Run
 
+#: Tests start them as processes.
+collect_ignore_glob = ["programs/*"]
+
 HERE = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent.parent / "python"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]

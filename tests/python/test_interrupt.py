@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,188 +24,9 @@ from children import environment
 BAR_S = 0.5
 PATIENCE_S = 60.0
 
-WAITING = """
-    import json, os, signal, socket, sys, threading, time
-    import torch
-    from windlass import Receiver, WeightManager, _windlass
-    from windlass.publish.supervise import AgentSupervisor
-
-    home = sys.argv[1]
-    torch.set_num_threads(1)
-    weights = {"a": torch.ones(1000)}
-
-    def say(**words):
-        print(json.dumps(words), flush=True)
-
-    def threads():
-        names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
-        # The thread that watches an agent lives as long as the manager.
-        return [n for n in names if n.startswith("windlass") and n != "windlass-superv"]
-
-    def waits(name, call, later=False):
-        if not later:
-            say(waits=name)
-        try:
-            call()
-        except KeyboardInterrupt:
-            say(ended=name, at=time.monotonic(), threads=threads())
-        else:
-            say(ended=name, at=0, threads=threads())
-
-    def manager(name, **more):
-        return WeightManager(model_id=name, region_dir=home, **more)
-
-    quiet = {"enabled": False}
-    lead = manager("begin", agent=quiet)
-    lead.prepare(weights, 0, 2)
-    waits("begin", lambda: lead.offload(weights, 1, 0, 2))
-
-    second = _windlass.Publisher.open(lead.region, lead._open.plan.layout, rank=1)
-    joined = threading.Thread(target=second.begin, args=(1, 60.0))
-    joined.start()
-
-    class Saying:
-        def __getattr__(self, name):
-            if name == "commit":
-                joined.join()
-                say(waits="commit")
-            return getattr(publisher, name)
-
-    publisher, lead._open.publisher = lead._open.publisher, Saying()
-    waits("commit", lambda: lead.offload(weights, 1, 0, 2), later=True)
-    lead._open.publisher = publisher
-    second.abort()
-
-    # What was interrupted is not there, and the next attempt is as good as any.
-    assert lead.version is None
-    joined = threading.Thread(target=lambda: (second.begin(1, 60.0), second.commit(60.0)))
-    joined.start()
-    assert lead.offload(weights, 1, 0, 2).new
-    joined.join()
-    second.close()
-    lead.close()
-
-    with manager("sealed", agent=quiet) as wm:
-        wm.offload(weights, 1, 0, 1)
-        waits("wait_delta_ready", wm.wait_delta_ready)
-
-    with manager("pulled") as wm:
-        wm.offload(weights, 1, 0, 1)
-        receiver = Receiver(os.path.join(home, "image"), region=wm.region)
-        receiver.wait(1)
-        waits("wait_newer", lambda: receiver.wait_newer(60.0))
-        agent = wm.status()["agent"]["pid"]
-        wm.offload({"a": torch.zeros(1000)}, 2, 0, 1)
-        wm.wait_delta_ready()
-        os.kill(agent, signal.SIGSTOP)
-        waits("sync", lambda: receiver.sync(60.0))
-        waits("wait_newer of a silent agent", lambda: receiver.wait_newer(60.0))
-        os.kill(agent, signal.SIGCONT)
-        receiver.wait(2, 30.0)
-        with receiver.hold() as image:
-            assert torch.equal(image.tensors["a"], torch.zeros(1000))
-        receiver.close()
-
-    with manager("silent", agent=quiet) as wm:
-        wm.offload(weights, 1, 0, 1)
-        wm._agent = AgentSupervisor(wm.region, program=[sys.executable, "-c", "import time; time.sleep(1000)"])
-        waits("endpoint", lambda: wm.endpoint)
-        wm._agent.stop(0)
-
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        waits("contact", lambda: Receiver(os.path.join(home, "other"), endpoint=url, token="x" * 32, timeout=60))
-    say(done=threads())
-"""
-
-FORKS = """
-    import json, multiprocessing, os, sys, torch
-    from windlass import Receiver, WeightManager, WindlassUnsupported
-
-    home = sys.argv[1]
-    torch.set_num_threads(1)
-    weights = {"a": torch.ones(1000), "cast": torch.ones(10)}
-
-    def uses():
-        inner = wm._open.publisher
-        return {
-            "offload": lambda: wm.offload(weights, 2, 0, 1),
-            "prepare": lambda: wm.prepare(weights, 0, 1),
-            "wait_delta_ready": wm.wait_delta_ready,
-            "notify_version": wm.notify_version,
-            "resume": wm.resume,
-            "close": wm.close,
-            "endpoint": lambda: wm.endpoint,
-            "begin": lambda: inner.begin(2, 1.0),
-            "slot": inner.slot,
-            "hold": lambda: inner.hold(1.0),
-            "commit": lambda: inner.commit(1.0),
-            "abort": inner.abort,
-            "discard": inner.discard,
-            "receiver.sync": receiver.sync,
-            "receiver.wait_newer": lambda: receiver.wait_newer(1.0),
-            "receiver.hold": lambda: receiver.hold().__enter__(),
-            "receiver.status": receiver.status,
-            "receiver.close": receiver.close,
-            "held.memory": held.memory,
-            "held.renew": lambda: held.renew(5.0),
-            "held.finish": held.finish,
-        }
-
-    def child(how):
-        wrong = {}
-        for name, use in uses().items():
-            try:
-                use()
-                wrong[name] = "no error"
-            except WindlassUnsupported as e:
-                if "forked child" not in str(e):
-                    wrong[name] = str(e)
-            except BaseException as e:
-                wrong[name] = repr(e)
-        with open(os.path.join(home, how), "w") as out:
-            json.dump(wrong, out)
-
-    wm = WeightManager(model_id="forks", region_dir=home, dtypes={"cast": "bfloat16"})
-    wm.offload(weights, 1, 0, 1)
-    wm.wait_delta_ready()
-    receiver = Receiver(os.path.join(home, "image"), region=wm.region)
-    receiver.wait(1)
-    held = receiver._inner.hold(60.0)
-    mine = wm._open.publisher.hold(60.0)
-    agent = wm.status()["agent"]["pid"]
-
-    pid = os.fork()
-    if pid == 0:
-        child("fork")
-        with wm:
-            pass
-        # The whole end of an interpreter: finalizers, exit handlers, everything dropped.
-        del held, mine, receiver, wm
-        sys.exit(0)
-    said = {"fork status": os.waitpid(pid, 0)[1]}
-    process = multiprocessing.get_context("fork").Process(target=child, args=("process",))
-    process.start()
-    process.join(30)
-    said["process status"] = process.exitcode
-
-    # In the parent everything is as it was.
-    mine.finish()
-    held.finish()
-    weights["a"] += 1
-    wm.offload(weights, 2, 0, 1)
-    receiver.wait(2)
-    with receiver.hold() as image:
-        said["equal"] = torch.equal(image.tensors["a"], weights["a"])
-    said["agent"] = wm.status()["agent"]["pid"] == agent and wm.status()["agent"]["restarts"] == 0
-    for how in ("fork", "process"):
-        with open(os.path.join(home, how)) as text:
-            said[how] = json.load(text)
-    receiver.close()
-    wm.close()
-    said["left"] = sorted(os.listdir(home))
-    print(json.dumps(said), flush=True)
-"""
+PROGRAMS = Path(__file__).with_name("programs")
+WAITING = "waits.py"
+FORKS = "forks.py"
 
 
 @pytest.fixture
@@ -226,7 +46,7 @@ def threads(pid: int) -> list[str]:
 
 
 def started(script: str, home: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script), home]
+    command = [sys.executable, str(PROGRAMS / script), home]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

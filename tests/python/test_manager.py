@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from controlled import Command
 from windlass import (
     Receiver,
     SourceMap,
@@ -575,6 +576,28 @@ def test_resume_is_a_new_life_that_receivers_follow_to_the_same_port(home: str) 
             with receiver.hold() as image:
                 assert image.incarnation == wm.incarnation
                 same({n: t.clone() for n, t in image.tensors.items()}, new)
+
+
+def test_a_new_life_takes_the_region_from_an_agent_that_was_started_by_hand(home: str) -> None:
+    with WeightManager(model_id="anew", region_dir=home, agent=QUIET, timeout=60.0) as wm:
+        wm.offload({"a": torch.zeros(5)}, 9, 0, 1)
+        region, first = wm.region, wm.incarnation
+        assert region is not None and first is not None
+        agent = Command(Path(home, "agent.log"), "agent", "--region", region)
+        try:
+            endpoint = agent.event("listening")["endpoint"]
+            with Receiver(f"{home}/image", region=region) as receiver:
+                receiver.wait(9)
+                wm.resume()
+                new = {"b": torch.ones(7), "c": torch.ones(2)}
+                wm.offload(new, 3, 0, 1)
+                assert wm.incarnation is not None and wm.incarnation > first
+                assert agent.event("listening", 1)["endpoint"] == endpoint
+                until("the receiver did not follow", lambda: _synced(receiver) == 3)
+                with receiver.hold() as image:
+                    same({n: t.clone() for n, t in image.tensors.items()}, new)
+        finally:
+            agent.end()
 
 
 def _synced(receiver: Receiver) -> int | None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +19,7 @@ WARM, MORE = 30, 200
 SLACK_KIB = 6 << 10
 MODEL_BYTES = 4 << 20
 
-TRAINER = """
-    import gc, json, os, sys, time, torch
-    from windlass import Receiver, WeightManager
-
-    home, warm, more, size = sys.argv[1], *map(int, sys.argv[2:])
-    torch.set_num_threads(1)
-
-    def rss(pid):
-        fields = dict(l.split(":", 1) for l in open(f"/proc/{pid}/status") if ":" in l)
-        # Not the region, whose pages a process maps as it meets them.
-        return int(fields["RssAnon"].split()[0])
-
-    def look():
-        gc.collect()
-        agent = wm.status()["agent"]["pid"]
-        seen = {}
-        for name, pid in (("trainer", os.getpid()), ("agent", agent)):
-            seen[name] = {
-                "kib": rss(pid),
-                "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
-                "threads": len(os.listdir(f"/proc/{pid}/task")),
-                # Of files: what is anonymous is counted above, and comes and goes with the allocator's threads.
-                "mappings": sum(l.split()[4] != "0" for l in open(f"/proc/{pid}/maps")),
-            }
-        files = sorted(os.path.join(d, f) for d, _, fs in os.walk(home) for f in fs)
-        seen["files"] = [len(files), sum(os.stat(f).st_blocks * 512 for f in files)]
-        return seen
-
-    # A part that Rust copies, a part that is cast, new objects each step, and small changes so that deltas are made.
-    base = torch.randn(size // 4)
-    with WeightManager(model_id="leaks", region_dir=home, dtypes={"cast": "bfloat16"},
-                       agent={"history": 4, "history_bytes": 1 << 20}) as wm:
-        def step(version):
-            base[version % 64 :: 4096] += 1
-            wm.offload({"copy": base, "cast": base[: size // 16], "new": base[:1000].clone()}, version, 0, 1)
-            wm.wait_delta_ready(timeout=30)
-            receiver.wait(version, 30)
-            with receiver.hold() as image:
-                assert torch.equal(image.tensors["copy"], base)
-
-        wm.offload({"copy": base, "cast": base[: size // 16], "new": base[:1000].clone()}, 1, 0, 1)
-        receiver = Receiver(os.path.join(home, "image"), region=wm.region)
-        for version in range(2, 2 + warm):
-            step(version)
-        before = look()
-        for version in range(2 + warm, 2 + warm + more):
-            step(version)
-        after = look()
-        # What transfers that have just ended still hold, the agent lets go of in its next round.
-        until = time.monotonic() + 10
-        while after["agent"]["descriptors"] > before["agent"]["descriptors"] and time.monotonic() < until:
-            time.sleep(0.1)
-            after = look()
-        receiver.close()
-    print(json.dumps([before, after, os.listdir(home)]))
-"""
+TRAINER = Path(__file__).with_name("programs") / "leaks.py"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +27,7 @@ def looks() -> list[Any]:
     """Before and after, and what is left in the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="leaks-") as home:
         words = [home, str(WARM), str(MORE), str(MODEL_BYTES)]
-        command = [sys.executable, "-c", textwrap.dedent(TRAINER), *words]
+        command = [sys.executable, str(TRAINER), *words]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110)
         assert done.returncode == 0, done.stderr
         found: list[Any] = json.loads(done.stdout)

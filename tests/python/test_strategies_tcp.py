@@ -270,52 +270,7 @@ def test_chunks_are_sent_without_keeping_them_in_memory(
         assert all(float(t[0]) == int(name.split(".")[1]) + 1 for name, t in written.items())
 
 
-MEMORY = """
-import asyncio, json, sys, torch
-from windlass import strategy_from_config
-from windlass.extract.chunk import WeightChunk
-from windlass.transfer.spool import Spool
-
-settings, size, count = json.loads(sys.argv[1])
-
-def memory():
-    lines = open("/proc/self/status").read().splitlines()
-    parts = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
-    return [parts["RssAnon"], parts["RssFile"]]
-
-seen = []
-read = Spool.__getitem__
-
-def look(spool, name):
-    seen.append(memory())
-    return read(spool, name)
-
-Spool.__getitem__ = look
-
-def chunks(value):
-    for number in range(count):
-        # Written, so that it is memory and not a promise.
-        tensor = torch.full((size // 4,), float(value + number))
-        chunk = WeightChunk.of([(f"layers.{number}.q.lora_A.weight", tensor)])
-        del tensor
-        yield chunk
-        del chunk
-        seen.append(memory())
-
-class Client:
-    async def update_weights(self, request):
-        seen.append(memory())
-
-async def run():
-    strategy = strategy_from_config(settings)
-    with strategy.create_sender(strategy.create_sync_info()) as sender:
-        before = memory()
-        for value in range(2):
-            await sender.send_chunks(chunks(value), Client())
-        return [max(moment[i] for moment in seen) - before[i] for i in (0, 1)]
-
-sys.stdout.write(json.dumps(asyncio.run(run())))
-"""
+MEMORY = Path(__file__).with_name("programs") / "sender_memory.py"
 
 
 @pytest.mark.parametrize("how", ["tcp", "adapter by file", "adapter pulled"])
@@ -327,7 +282,7 @@ def test_the_memory_of_a_sender_does_not_grow_with_what_it_sends(how: str) -> No
     # Slots of a region in shared memory are what is sent, and counted apart.
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sender-") as home:
         told = json.dumps([sender_settings(how, Path(home)), size, count])
-        command = [sys.executable, "-c", MEMORY, told]
+        command = [sys.executable, str(MEMORY), told]
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
     anonymous, files = json.loads(done.stdout)
     # Of 96 MiB: the chunk that is made, the one that is on its way, and what modules take that are imported meanwhile.

@@ -93,6 +93,7 @@ fn check_length(path: &Path) -> Result<(), LocalError> {
 /// Hands out the descriptors of a region. Dropping it closes the way in; who is attached stays so.
 #[derive(Debug)]
 pub struct LocalServer {
+    region: Arc<Region>,
     path: PathBuf,
     stop: Stop,
     thread: Option<JoinHandle<()>>,
@@ -115,11 +116,11 @@ impl LocalServer {
         listener.set_nonblocking(true).map_err(io_error("listen on", &path))?;
         let slots = read_only(&region).map_err(io_error("open the slots for", &path))?;
         let stop = Stop::never();
-        let ended = stop.clone();
-        let serve = move || serve(&listener, &region, &slots, &ended);
+        let (ended, served) = (stop.clone(), Arc::clone(&region));
+        let serve = move || serve(&listener, &served, &slots, &ended);
         let thread = std::thread::Builder::new().name("windlass-local".into()).spawn(serve);
         let thread = thread.map_err(io_error("start a thread for", &path))?;
-        Ok(LocalServer { path, stop, thread: Some(thread) })
+        Ok(LocalServer { region, path, stop, thread: Some(thread) })
     }
 }
 
@@ -130,7 +131,10 @@ impl Drop for LocalServer {
             // A thread that panicked has said so already.
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
+        // In a directory that was replaced, a socket of this name is another agent's.
+        if !self.region.is_replaced() {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 

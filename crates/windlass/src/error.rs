@@ -93,6 +93,8 @@ pub enum Error {
         endpoint: String,
         newest: Option<windlass_core::identity::Version>,
     },
+    #[error("{identity} was announced, but no agent of its model answers at {endpoint}")]
+    NotReached { identity: windlass_core::identity::Identity, endpoint: String, source: Box<Error> },
     #[error("cannot listen on {bind}, ports {} to {}", ports.0, ports.1)]
     Listen {
         bind: IpAddr,
@@ -214,7 +216,7 @@ impl Error {
             Error::Io { source, .. } => io_kind(source),
             Error::File(e) => e.kind(),
             Error::Digest { .. } => Kind::Corrupt,
-            Error::NoFolder { .. } | Error::NotShown { .. } => Kind::NotFound,
+            Error::NoFolder { .. } | Error::NotShown { .. } | Error::NotReached { .. } => Kind::NotFound,
             // Another run holds the lock.
             Error::Busy { .. } => Kind::Denied,
             // An address of another host never becomes free; a port may.
@@ -310,6 +312,7 @@ impl Error {
             Error::Content { .. }
             | Error::File(_)
             | Error::NotShown { .. }
+            | Error::NotReached { .. }
             | Error::Seal(_)
             | Error::Plane { .. }
             | Error::Region(_)

@@ -32,6 +32,7 @@ from windlass.errors import (
 )
 
 if TYPE_CHECKING:
+    from windlass._windlass import FetchedDelta, Held, Layout
     from windlass.load.order import DeltaFiles, LiveVersion
 
 __all__ = ["Arriving", "DeviceWeights", "device_weights"]
@@ -108,7 +109,7 @@ class DeviceWeights:
         self._staged = self._spent = None
         self._summed = False
 
-    def dense(self, held: Any, threads: int, timeout: float) -> int:
+    def dense(self, held: Held, threads: int, timeout: float) -> int:
         """All of an image; how many bytes."""
         self.forget()
         copied, _ = self._plan.dense_held(held, self._stream, threads, timeout=timeout)
@@ -120,7 +121,7 @@ class DeviceWeights:
             self._plan.sum_blocks(self._stream, timeout=timeout)
             self._summed = True
 
-    def stage(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+    def stage(self, held: Held, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
         """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is; how many
         bytes. The parameters are only read."""
         self._staged = self._spent = None
@@ -129,7 +130,9 @@ class DeviceWeights:
         self._staged = _Staged(base, target, records)
         return self._staged.bytes
 
-    def stage_fetched(self, fetched: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+    def stage_fetched(
+        self, fetched: FetchedDelta, base: LiveVersion, target: LiveVersion, timeout: float
+    ) -> int:
         """:meth:`stage` of a delta that no image shows yet."""
         self._staged = self._spent = None
         self.sum_up(timeout)
@@ -158,11 +161,13 @@ class DeviceWeights:
         except (WindlassExhausted, WindlassUnsupported) as e:
             log.info("the first delta takes longer: %s", e)
 
-    def sparse(self, held: Any, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
+    def sparse(self, held: Held | None, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
         """Applies what was staged for this, or stages it first; how many bytes. Stale if the parameters must be loaded
         whole: deltas were not kept, records do not fit, or there is no room for them."""
         try:
             if self.staged != (base, target):
+                if held is None:
+                    raise WindlassStale(f"what is staged does not lead from {base} to {target}")
                 self.stage(held, base, target, timeout)
             staged = self._staged
             assert staged is not None
@@ -185,7 +190,7 @@ class DeviceWeights:
         except WindlassError as e:
             log.info("deltas go on being copied on their way to the device: %s", e)
 
-    def difference(self, held: Any, threads: int, timeout: float) -> list[str]:
+    def difference(self, held: Held, threads: int, timeout: float) -> list[str]:
         """The tensors of which the parameters do not hold what ``held`` does."""
         return list(self._plan.difference(held, self._stream, threads, timeout=timeout))
 
@@ -193,7 +198,7 @@ class DeviceWeights:
         """The sums of what the parameters hold, box by box, as JSON."""
         return str(self._plan.digest(self._stream, timeout=timeout))
 
-    def state_digest(self, layout: Any, timeout: float) -> str | None:
+    def state_digest(self, layout: Layout, timeout: float) -> str | None:
         """The state digest of what the parameters hold, while the model computes; ``None`` if that is not all of the
         model."""
         # Until sums were taken, the engine's own loader may still be writing.

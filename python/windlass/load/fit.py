@@ -7,10 +7,10 @@ the first write. Must not: write anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from windlass._windlass import Layout
 from windlass.dtypes import dtype_name
 from windlass.errors import WindlassInvalid
 from windlass.load.session import Session
@@ -22,7 +22,7 @@ __all__ = ["check_changed", "check_missing", "check_reads", "listed"]
 NAMED = 8
 
 
-def check_changed(layout: Any, accepted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+def check_changed(layout: Layout, accepted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Shapes and dtypes of an engine that serves do not change from version to version."""
     for name, dtype, shape, _, _ in layout.tensors():
         before = accepted.get(name)

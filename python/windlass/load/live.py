@@ -44,6 +44,7 @@ from typing import Any, Literal
 import torch
 
 from windlass import _windlass
+from windlass._windlass import FetchedDelta, Held, Layout
 from windlass.dtypes import dtype_name
 from windlass.errors import (
     WindlassCancelled,
@@ -192,7 +193,7 @@ class Live:
         finally:
             _let_go(held)
 
-    def _key(self, layout: Any) -> str:
+    def _key(self, layout: Layout) -> str:
         return f"{layout.hash}.{self._session.parallelism}"
 
     def stage(self, order: LoadOrder) -> bool:
@@ -223,7 +224,7 @@ class Live:
             return False
 
     def _staged(
-        self, plan: LayoutPlan, device: DeviceWeights, held: Any, base: LiveVersion, order: LoadOrder
+        self, plan: LayoutPlan, device: DeviceWeights, held: Held, base: LiveVersion, order: LoadOrder
     ) -> bool:
         layout = held.layout()
         if self._key(layout) != plan.key:
@@ -239,7 +240,7 @@ class Live:
 
     # A version that no image shows yet.
 
-    def stage_fetched(self, fetched: Any, timeout: float = 60.0) -> bool:
+    def stage_fetched(self, fetched: FetchedDelta, timeout: float = 60.0) -> bool:
         """:meth:`stage` of a delta that a receiver has fetched and not shown yet (:meth:`windlass.Receiver.fetch`).
 
         The engine is then ahead of its image for a moment: :meth:`load_fetched` while it is paused, and
@@ -303,7 +304,7 @@ class Live:
             self._not_staged(arriving.target, e)
             raise
 
-    def load_fetched(self, fetched: Any, timeout: float = 60.0) -> Report:
+    def load_fetched(self, fetched: FetchedDelta, timeout: float = 60.0) -> Report:
         """Applies what :meth:`stage_fetched` has brought, of which each record is checked. Raises before the first write
         only; if the report says ``dirty``, load from the image, whole."""
         return self._load_staged(_version_of(fetched), fetched.digest, timeout)
@@ -522,7 +523,7 @@ class Live:
             if not finished:
                 _let_go(held)
 
-    def _check_identity(self, order: LoadOrder, held: Any) -> None:
+    def _check_identity(self, order: LoadOrder, held: Held) -> None:
         incarnation = _number(held.incarnation)
         if (incarnation, held.version) != (order.incarnation, order.version):
             raise WindlassStale(
@@ -538,7 +539,7 @@ class Live:
                 name="wrong_digest",
             )
 
-    def _fit(self, held: Any) -> LayoutPlan:
+    def _fit(self, held: Held) -> LayoutPlan:
         """The plan for an image's layout, rehearsed if it is new. An error that names what does not fit."""
         layout = held.layout()
         key = self._key(layout)
@@ -626,7 +627,7 @@ class Live:
         how: Literal["sparse", "dense", "session"],
         base: LiveVersion | None,
         plan: LayoutPlan,
-        held: Any,
+        held: Held,
         order: LoadOrder,
         began: float,
     ) -> Last:
@@ -663,7 +664,7 @@ class Live:
         return Last(how="dense", ms=_since(began), bytes=size + done)
 
     def _sparsely(
-        self, plan: LayoutPlan, held: Any, base: LiveVersion, order: LoadOrder, until: float
+        self, plan: LayoutPlan, held: Held, base: LiveVersion, order: LoadOrder, until: float
     ) -> tuple[int, int]:
         """Bytes and elements that were written, as far as they were counted."""
         size, elements, wrong = 0, 0, []
@@ -711,7 +712,7 @@ class Live:
         return size
 
     @contextmanager
-    def _pinned(self, held: Any) -> Iterator[None]:
+    def _pinned(self, held: Held) -> Iterator[None]:
         """Lets a GPU read an image by itself, while the engine's own loader copies tensor by tensor from it."""
         device, registered = self._device(), None
         if device is not None:
@@ -735,7 +736,7 @@ class Live:
         return snapshot(self._session.model, self._session, covered)
 
     def _judge(
-        self, plan: LayoutPlan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Any
+        self, plan: LayoutPlan, before: Snapshot | None, tensors: Mapping[str, torch.Tensor], held: Held
     ) -> str:
         """After the engine's own reload: which modules can be written to directly from now on. Why none can, if nothing but
         an error keeps them from it."""
@@ -755,7 +756,7 @@ class Live:
         return ""
 
     def _qualify(
-        self, plan: LayoutPlan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Any
+        self, plan: LayoutPlan, before: Snapshot, tensors: Mapping[str, torch.Tensor], held: Held
     ) -> None:
         # On a GPU the sums of the live weights, which take milliseconds, say whether they are what was loaded.
         on_gpu = self._device() is not None
@@ -783,7 +784,7 @@ class Live:
             len(made.why),
         )
 
-    def _make(self, plan: LayoutPlan, verdict: Verdict, held: Any) -> None:
+    def _make(self, plan: LayoutPlan, verdict: Verdict, held: Held) -> None:
         """The plan of a verdict."""
         plan.verdict, plan.native, plan.device, plan.dropped = verdict, None, None, ""
         live = dict(self._session.model.named_parameters(remove_duplicate=False))
@@ -831,7 +832,7 @@ class Live:
             log.error("rank %d: %s", self._rank, e)
 
 
-def _version_of(fetched: Any) -> LiveVersion:
+def _version_of(fetched: FetchedDelta) -> LiveVersion:
     return LiveVersion(
         model_id=fetched.model_id, incarnation=_number(fetched.incarnation), version=fetched.version
     )
@@ -847,7 +848,7 @@ def _number(incarnation: Any) -> int:
     return incarnation if isinstance(incarnation, int) else int(str(incarnation), 16)
 
 
-def _let_go(held: Any) -> None:
+def _let_go(held: Held) -> None:
     try:
         held.finish()
     except WindlassError as e:

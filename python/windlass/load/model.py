@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +34,11 @@ class ModelSession:
 
     parallelism, shares, partial, hides_writes = "tp1", 1, None, False
 
-    def __init__(self, model: nn.Module, load_weights: Callable[[Weights], Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, load_weights: Callable[[Weights], object] | None = None) -> None:
         self.model = model
         self._loader = load_weights
 
-    def load_weights(self, weights: Weights) -> Any:
+    def load_weights(self, weights: Weights) -> object:
         """The loader that was given, or by name."""
         if self._loader is not None:
             return self._loader(weights)

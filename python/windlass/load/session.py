@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -50,7 +50,7 @@ class Session(Judge, Protocol):
     def rehearsal(self) -> AbstractContextManager[list[Target]]:
         """A place in which the loader can be run without harm."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """The model's own loader."""
 
     def begin(self) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from windlass import _windlass
 from windlass.controller import Controller, Notified, Reminder, Span
@@ -118,7 +118,7 @@ class Announcer:
         image_bytes: int,
         *,
         sync: bool,
-        eval: Any,
+        eval: object,
         until: float,
     ) -> Notified:
         """Tells of a version that can be had from ``agent``. ``where`` says where that is by then, if the controller has to be

@@ -207,7 +207,7 @@ class WeightManager:
         version: int | None = None,
         *,
         sync: bool = False,
-        eval: Any = None,
+        eval: object = None,
         timeout: float | None = None,
     ) -> Notified | None:
         """Tells the controller that ``version`` (the newest if not given) is there, and returns its answer.
@@ -229,7 +229,7 @@ class WeightManager:
         version: int | None = None,
         *,
         sync: bool = False,
-        eval: Any = None,
+        eval: object = None,
         timeout: float | None = None,
     ) -> Future[Notified | None]:
         """:meth:`notify_version` in the background. The future carries the answer or the error."""
@@ -674,7 +674,7 @@ class WeightManager:
         return digest
 
     def _announcement(
-        self, version: int | None, timeout: float | None, sync: bool, eval: Any
+        self, version: int | None, timeout: float | None, sync: bool, eval: object
     ) -> Callable[[], Notified] | None:
         """What tells the controller, if this rank is to tell it anything.
 

@@ -32,7 +32,7 @@ __all__ = ["Follower", "Loaded"]
 
 log = logging.getLogger("windlass")
 
-Pause = Callable[[], AbstractContextManager[Any]]
+Pause = Callable[[], AbstractContextManager[object]]
 
 #: The first and the longest rest of :meth:`Follower.run` after a failure; each one in a row is twice as long as the one
 #: before, less up to a quarter of it.
@@ -95,9 +95,9 @@ class Follower:
     def __init__(
         self,
         receiver: Receiver,
-        load: Callable[[Image], Any] | LiveWeights,
+        load: Callable[[Image], object] | LiveWeights,
         pause: Pause = contextlib.nullcontext,
-        stage: Callable[[Image], Any] | None = None,
+        stage: Callable[[Image], object] | None = None,
     ) -> None:
         self._receiver = receiver
         if stage is not None and isinstance(load, LiveWeights):
@@ -162,7 +162,7 @@ class Follower:
             digest = image.digest
         return Loaded(live.version, live.incarnation, digest, last.how, paused * 1e3, last.ms)
 
-    def _take(self, load: Callable[[Image], Any], mode: str) -> Loaded | None:
+    def _take(self, load: Callable[[Image], object], mode: str) -> Loaded | None:
         with self._receiver.hold() as image:
             if (image.incarnation, image.version) == self._live:
                 return None
@@ -189,7 +189,7 @@ class Follower:
         except Exception as e:
             log.warning("version %d could not be staged, and is loaded nevertheless: %s", image.version, e)
 
-    def _load_whole(self, load: Callable[[Image], Any], image: Image) -> None:
+    def _load_whole(self, load: Callable[[Image], object], image: Image) -> None:
         self._fenced = True
         try:
             load(image)

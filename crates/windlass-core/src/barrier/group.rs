@@ -89,10 +89,10 @@ impl Group {
         }
         let Some(lineage) = self.lineage_mut(model) else { return };
         let newest = lineage.newest();
-        let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint != endpoint;
+        let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint() != endpoint;
         if moved {
             // The agent was restarted: orders that name its old address must be sent again.
-            endpoint.clone_into(&mut lineage.endpoint);
+            lineage.endpoints.insert(version, endpoint.to_owned());
         }
         // Managers repeat their last announcement, which gives no reason to try again.
         let newer = newest.is_none_or(|n| n < version) || moved;
@@ -179,6 +179,7 @@ impl Group {
             member.excused |= round == Some(asked.version);
             let why = LagReason::Ahead { got: got.version };
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity: asked, why });
+            member.give_up_passed(&view, ctx);
         }
         if self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version)) {
             // The version exists: receivers that did not find it are asked again.
@@ -212,12 +213,18 @@ impl Group {
         let lineage = self.lineages.get_mut(model).and_then(Option::as_mut);
         match lineage.filter(|l| !there && l.announced.contains(&version)) {
             Some(lineage) => {
+                let endpoint = lineage.endpoint_of(version).to_owned();
                 if lineage.absent.insert(version) {
                     let identity = Identity { version, ..identity.clone() };
-                    let (endpoint, receiver) = (lineage.endpoint.clone(), id.clone());
+                    let (endpoint, receiver) = (endpoint.clone(), id.clone());
                     ctx.out.push(Action::Absent { identity, endpoint, receiver });
                 }
+                let moved = lineage.endpoint() != endpoint;
                 let view = view!(self);
+                for member in self.members.values_mut().filter(|_| moved) {
+                    // They name the address of the false announcement.
+                    member.forget_asks(model, &view, ctx);
+                }
                 if let Some(member) = self.members.get_mut(id) {
                     member.back_off(Some(model), &view, ctx);
                 }
@@ -381,7 +388,7 @@ impl Group {
             let view = view!(self);
             for (id, member) in &mut self.members {
                 member.forget_asks(model, &view, ctx);
-                if let Some(load) = member.void_load() {
+                if let Some(load) = member.void_load(&view, ctx) {
                     for slot in load.left.iter().filter_map(|&i| member.slots.get(i)) {
                         abandon(&member.peer, load.order, view.identity(slot.model, load.version), ctx);
                     }
@@ -516,10 +523,10 @@ impl Group {
                 load.left.push(i);
             }
         }
-        member.void_load();
-        member.excused = true;
         let models = member.models(&view);
         ctx.out.push(Action::Fence { receiver: id.clone(), set: self.set.clone(), models, why });
+        member.void_load(&view, ctx);
+        member.excused = true;
         member.back_off(None, &view, ctx);
         if std::mem::take(&mut member.live) {
             member.out_since = ctx.now;

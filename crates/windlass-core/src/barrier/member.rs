@@ -3,7 +3,7 @@
 //! A member knows nothing of the other members. It looks at the group through a [`View`] and decides for
 //! itself which orders it needs next ([`Member::pursue`]).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::backoff::{Backoff, Span};
 use crate::barrier::config::Limits;
@@ -39,7 +39,8 @@ impl Ctx<'_> {
 #[derive(Debug)]
 pub(super) struct Lineage {
     pub(super) incarnation: Incarnation,
-    pub(super) endpoint: String,
+    /// Where its agent is, by the version with which it was announced to be there.
+    pub(super) endpoints: BTreeMap<Version, String>,
     /// Announced versions that may still be loaded; the newest [`Lineage::MAX_ANNOUNCED`] of them.
     pub(super) announced: BTreeSet<Version>,
     /// Those among them that the agent does not show.
@@ -57,8 +58,23 @@ impl Lineage {
     const MAX_ANNOUNCED: usize = 1024;
 
     pub(super) fn new(incarnation: Incarnation, endpoint: String) -> Lineage {
-        let (announced, absent) = (BTreeSet::new(), BTreeSet::new());
-        Lineage { incarnation, endpoint, announced, absent, low: 0, pressed: false, released: None }
+        let (announced, absent, endpoints) = (BTreeSet::new(), BTreeSet::new(), [(0, endpoint)].into());
+        Lineage { incarnation, endpoints, announced, absent, low: 0, pressed: false, released: None }
+    }
+
+    /// Where its agent is, as far as versions that are not absent tell.
+    pub(super) fn endpoint(&self) -> &str {
+        self.announced_at(self.newest().unwrap_or(self.low))
+    }
+
+    /// Where to ask for `version`. An absent version may have been announced falsely, and its endpoint with it.
+    pub(super) fn endpoint_of(&self, version: Version) -> &str {
+        if self.absent.contains(&version) { self.announced_at(version) } else { self.endpoint() }
+    }
+
+    fn announced_at(&self, version: Version) -> &str {
+        let (_, endpoint) = self.endpoints.range(..=version).next_back().unzip();
+        endpoint.map_or("", String::as_str)
     }
 
     /// The newest announced version that is not known to be absent.
@@ -70,8 +86,11 @@ impl Lineage {
     pub(super) fn raise_low(&mut self, version: Version) {
         if self.low < version {
             self.low = version;
+            let endpoint = self.announced_at(version).to_owned();
             self.announced = self.announced.split_off(&version);
             self.absent = self.absent.split_off(&version);
+            self.endpoints = self.endpoints.split_off(&version);
+            self.endpoints.entry(version).or_insert(endpoint);
         }
     }
 
@@ -353,7 +372,7 @@ impl Member {
                     to: self.peer.clone(),
                     order,
                     identity: identity(version),
-                    sender_endpoint: lineage.endpoint.clone(),
+                    sender_endpoint: lineage.endpoint_of(version).to_owned(),
                 });
             }
         }
@@ -372,7 +391,25 @@ impl Member {
             for ask in slot.asked.extract_if(.., |ask| stale(ask.version)) {
                 abandon(&self.peer, ask.order, view.identity(slot.model, ask.version), ctx);
             }
-            slot.staged.retain(|v| !stale(*v));
+        }
+        self.give_up_staged(|v| v < version && Some(v) != keep, view, ctx);
+    }
+
+    /// Drops staged versions that it can never load, because another of its models is past them.
+    pub(super) fn give_up_passed(&mut self, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        let staged = self.slots.iter().flat_map(|s| &s.staged);
+        let passed: Vec<Version> = staged.copied().filter(|v| self.beyond(*v, view)).collect();
+        self.give_up_staged(|v| passed.contains(&v), view, ctx);
+    }
+
+    /// Drops staged versions, and says so: until then the receiver keeps them, and brings no image bytes in their place.
+    fn give_up_staged(&mut self, which: impl Fn(Version) -> bool, view: &View<'_>, ctx: &mut Ctx<'_>) {
+        for slot in &mut self.slots {
+            for version in slot.staged.extract_if(.., |v| which(*v)) {
+                // Greater than the order that staged it, and none that is open.
+                let order = ctx.order();
+                abandon(&self.peer, order, view.identity(slot.model, version), ctx);
+            }
         }
     }
 
@@ -396,7 +433,7 @@ impl Member {
 
     /// The open load no longer counts. The state of its unanswered models is unknown from here on, so only a
     /// later load, with a greater order, makes the member whole again. Returns the version it was of.
-    pub(super) fn void_load(&mut self) -> Option<LoadOrder> {
+    pub(super) fn void_load(&mut self, view: &View<'_>, ctx: &mut Ctx<'_>) -> Option<LoadOrder> {
         let load = self.load.take()?;
         for &i in &load.left {
             if let Some(slot) = self.slots.get_mut(i) {
@@ -404,9 +441,7 @@ impl Member {
             }
         }
         // Staged again before the next attempt: the failed one may have consumed it.
-        for slot in &mut self.slots {
-            slot.staged.remove(&load.version);
-        }
+        self.give_up_staged(|v| v == load.version, view, ctx);
         Some(load)
     }
 

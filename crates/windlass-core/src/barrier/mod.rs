@@ -54,8 +54,8 @@
 //! failure in a row, up to `retry_cap_ms`, less a share that differs by receiver ([`crate::backoff`]). Staging the same
 //! model resets a failed stage, a load resets everything, and a newer announced version is tried as after a first failure.
 //!
-//! **Absent versions.** If the agent does not show a version that its trainer announced ([`Event::Absent`]), and no receiver
-//! has it, the version does not count as announced. Its round ends, and any other version may be served, including a lower
+//! **Absent versions.** If the agent does not show a version that its trainer announced, or no agent answers at the announced
+//! endpoint ([`Event::Absent`]), and no receiver has the version, it does not count as announced, and neither does its endpoint. Its round ends, and any other version may be served, including a lower
 //! one, because no load of it has begun. While the receivers have nothing else to stage they ask for it again. When the
 //! trainer announces it again, or a receiver finds it, it counts again. [`Blocked::Absent`] and [`Action::Absent`] report it.
 //!
@@ -109,6 +109,8 @@
 //! - BARRIER-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
 //!   becomes none. Failures name the receiver.
 //! - BARRIER-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was requested.
+//! - BARRIER-14 A receiver is told of every staged version that it need not keep any longer ([`Action::Abandon`]), so that image
+//!   bytes never wait in vain for one to be loaded.
 
 mod config;
 mod error;
@@ -773,6 +775,7 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 //      staged_version_is_loaded_before_newer_ones_so_that_rounds_end,
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify,
 //      version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones,
+//      false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever,
 //      version_that_is_shown_late_is_loaded_after_all
 // BARRIER-10 messages_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_messages_are_refused_by_name
@@ -785,5 +788,6 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // BARRIER-13 synchronous_notify_answers_after_the_load_with_the_results_of_the_eval,
 //      eval_that_never_ends_is_given_up_at_its_deadline,
 //      trainer_that_ran_ahead_alone_is_told_which_models_are_missing
+// BARRIER-14 staged_versions_that_are_given_up_are_called_off, no_interleaving_breaks_the_barrier
 //
 // Sets that come later: set_added_later_is_as_good_as_one_configured, set_that_is_refused_changes_nothing

@@ -63,6 +63,7 @@ impl Group {
         for member in self.members.values_mut() {
             member.excused = member.beyond(version, &view);
             member.forget_below(version, self.service, &view, ctx);
+            member.give_up_passed(&view, ctx);
             member.pursue(&view, ctx);
         }
         self.retally();

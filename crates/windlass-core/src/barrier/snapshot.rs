@@ -156,7 +156,7 @@ impl GroupSnapshot {
                 incarnation: lineage.map(|l| l.incarnation),
                 newest: lineage.and_then(Lineage::newest),
                 absent: lineage.map_or_else(Vec::new, |l| l.absent.iter().copied().collect()),
-                endpoint: lineage.map(|l| l.endpoint.clone()),
+                endpoint: lineage.map(|l| l.endpoint().to_owned()),
                 ahead: group.ahead(index),
                 back_pressure: lineage.is_some_and(|l| l.pressed),
             }

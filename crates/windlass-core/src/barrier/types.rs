@@ -113,7 +113,8 @@ pub enum Event {
         phase: Phase,
         reason: String,
     },
-    /// The agent of an announced version answers, is of its incarnation, and does not show it: the `Stage` order was not
+    /// The agent of an announced version answers, is of its incarnation, and does not show it, or no agent answers where the
+    /// version was announced: the `Stage` order was not
     /// carried out.
     Absent {
         /// The receiver that asked the agent.
@@ -242,7 +243,7 @@ pub enum Blocked {
         /// How many must be.
         need: usize,
     },
-    /// A trainer announced a version that its agent does not show.
+    /// A trainer announced a version that its agent does not show, or that is announced where no agent answers.
     Absent { model: ModelId, version: Version },
     /// Required receivers have not finished the phase.
     Waiting {
@@ -292,8 +293,8 @@ impl fmt::Display for Blocked {
             Blocked::Absent { model, version } => {
                 write!(
                     f,
-                    "version {version} of {model} was announced, but its agent does not show it; publish it, or announce the \
-                     version that was published"
+                    "version {version} of {model} was announced, but its agent does not show it, or none answers at the \
+                     announced endpoint; publish it, or announce the version that was published and its endpoint"
                 )
             }
             Blocked::Waiting { version, phase, receivers } => {

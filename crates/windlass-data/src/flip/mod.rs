@@ -615,6 +615,11 @@ impl<'a, W: Word> Flip<'a, W> {
         Ok(word >> 2)
     }
 
+    /// Whether a rank has an owner that lives.
+    pub fn has_writers(&self, alive: impl Fn(u64) -> bool) -> bool {
+        (0..self.shape.ranks).any(|rank| alive(self.rank(rank).1.load()))
+    }
+
     /// Gives a rank back.
     pub fn leave_rank(&self, rank: usize, me: u64) {
         self.rank(rank).1.swap(me, 0);

@@ -69,7 +69,7 @@ impl Publisher {
         Ok(Publisher { region, rank, state, delta: None, staging: None })
     }
 
-    /// Makes the region, as rank 0. Waits for other processes to release a dead publisher's region, then replaces it.
+    /// Makes the region, as rank 0. Waits for other processes to release a region that its publisher left, then replaces it.
     pub fn create(spec: &RegionSpec, stop: &Stop) -> Result<Publisher, RegionError> {
         Publisher::new(Region::create_when_free(spec, stop)?, 0)
     }
@@ -84,10 +84,10 @@ impl Publisher {
         stop: &Stop,
     ) -> Result<Publisher, PublishError> {
         loop {
-            // Joining a dead trainer's region would keep rank 0 from making the new one.
+            // Joining a region that its trainer left would keep rank 0 from making the new one.
             let region = if Region::is_left(dir) { None } else { Some(Region::open(dir)) };
             let found = match region {
-                None => "the trainer that made it is dead".to_owned(),
+                None => "the trainer that made it is dead, or publishes there no more".to_owned(),
                 Some(Ok(region)) => {
                     let is = region.incarnation();
                     if incarnation.is_some_and(|wanted| wanted != is) {

@@ -12,6 +12,7 @@ use windlass_core::identity::ModelId;
 use super::header::{Facts, PROTOCOL};
 use super::owner::{Owner, alive};
 use super::{HEADER, HEADER_TMP, RegionError, flock, incoming, io_error};
+use crate::flip::Flip;
 use crate::private;
 use crate::shm::{Access, Mapping};
 
@@ -177,13 +178,24 @@ pub(super) fn facts(dir: &Path) -> Option<Facts> {
     [HEADER, HEADER_TMP].iter().find_map(|name| Facts::read(&File::open(dir.join(name)).ok()?, dir).ok())
 }
 
+/// The header of a region with its protocol.
+fn map_header(dir: &Path, facts: &Facts) -> io::Result<Mapping> {
+    let words = PROTOCOL + facts.shape().words();
+    let header = fs::OpenOptions::new().read(true).write(true).open(dir.join(HEADER))?;
+    Mapping::map(&header, words as u64 * 8, Access::Write)
+}
+
+/// Whether a living process has the place of a rank, as far as can be told.
+pub(super) fn has_writers(dir: &Path, facts: &Facts) -> bool {
+    map_header(dir, facts)
+        .map_or(true, |header| Flip::new(&header.words()[PROTOCOL..], facts.shape()).has_writers(alive))
+}
+
 /// The living processes that are registered in a region, for messages.
 pub(super) fn living(dir: &Path) -> Vec<u32> {
     let Some(facts) = facts(dir) else { return Vec::new() };
     let mut owners = vec![facts.creator];
-    let words = PROTOCOL + facts.shape().words();
-    let opened = fs::OpenOptions::new().read(true).write(true).open(dir.join(HEADER));
-    if let Ok(header) = opened.and_then(|f| Mapping::map(&f, words as u64 * 8, Access::Write)) {
+    if let Ok(header) = map_header(dir, &facts) {
         // Owners stand among other words; only those that name a living process by id and start time are shown.
         let protocol = header.words().iter().skip(PROTOCOL);
         owners.extend(protocol.map(|w: &AtomicU64| w.load(Ordering::SeqCst)));

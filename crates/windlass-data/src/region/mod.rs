@@ -46,9 +46,10 @@
 //!   `a_small_tmpfs_gets_memfd_slots`.
 //! - REGION-6 Nothing alive is replaced or removed: `gc_removes_the_dead_and_leaves_the_living`,
 //!   `a_live_region_is_not_replaced_and_a_dead_one_is`, `a_region_is_made_anew_once_its_last_user_is_gone`.
-//!   What a dead publisher left is let go of for the next one, by an agent that outlived it:
-//!   `an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one`,
-//!   `only_a_living_creator_wants_what_a_dead_one_left`.
+//!   A region that its publisher left, dead or alive, is let go of for the next one by an agent that is not the publisher's
+//!   own: `an_agent_lets_go_of_a_dead_trainers_region_and_serves_the_next_one`,
+//!   `a_living_trainer_makes_its_region_anew_while_an_agent_serves_it`, `only_a_living_creator_wants_what_a_dead_one_left`,
+//!   `a_region_without_a_rank_is_left_though_its_creator_lives`.
 //! - REGION-7 An agent that is stopped does not hold up writers for long, and cannot seal what they took back:
 //!   `a_silent_agent_is_not_waited_for_and_finds_its_seal_broken`.
 
@@ -69,7 +70,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -214,7 +215,7 @@ impl Region {
 
     /// The same, and waits until `stop` for those who still have the old one open. After a crash these are the agent
     /// and engines, which notice within a second, and forked children (data loaders), which take a few. An agent that is
-    /// not the dead publisher's own would serve what is left for ever: it is [asked](Region::is_wanted) to let go.
+    /// not the publisher's own would serve what the publisher left for ever: it is [asked](Region::is_wanted) to let go.
     pub fn create_when_free(spec: &RegionSpec, stop: &Stop) -> Result<Arc<Region>, RegionError> {
         let mut said = false;
         let mut wish = wanted::Wish::new(spec);
@@ -236,17 +237,27 @@ impl Region {
         }
     }
 
-    /// Whether `dir` holds a region whose creator is dead: no process publishes there any more, and the next publisher will take
-    /// its place. False where that cannot be told, as from another PID namespace.
+    /// Whether `dir` holds a region that no process publishes in any more, so that the next publisher takes its place: its creator
+    /// is dead, or lives and no rank is taken, because the trainer has ended this incarnation. False where that cannot be told, as
+    /// from another PID namespace.
     pub fn is_left(dir: &Path) -> bool {
         let here = pid_namespace().ok();
-        gc::facts(dir).is_some_and(|f| Some(f.namespace) == here && !Owner(f.creator).is_alive())
+        gc::facts(dir).is_some_and(|f| {
+            Some(f.namespace) == here && (!Owner(f.creator).is_alive() || !gc::has_writers(dir, &f))
+        })
     }
 
-    /// Whether `dir` holds what a dead publisher left and a living one waits to make its own region there: whoever serves
-    /// it should let go of it.
+    /// Whether `dir` holds a region that its publisher has [left](Region::is_left) and a living process waits to make its own
+    /// region there: an agent that serves it should let go of it.
     pub fn is_wanted(dir: &Path) -> bool {
         wanted::is_there(dir) && Region::is_left(dir)
+    }
+
+    /// Whether its directory was removed and another region made in its place. Nothing is published in this one any more.
+    pub fn is_replaced(&self) -> bool {
+        let there =
+            std::fs::metadata(self.dir.join(HEADER)).and_then(|m| Ok((m, self.header_file.metadata()?)));
+        there.is_ok_and(|(there, ours)| (there.dev(), there.ino()) != (ours.dev(), ours.ino()))
     }
 
     /// Takes the region's directory out of its place and removes it. Those who have it open keep what they have mapped.

@@ -1,4 +1,4 @@
-//! Who waits for the place of a dead region: a file in its directory that names the process.
+//! Who waits for the place of a region that its publisher left: a file in its directory that names the process.
 //!
 //! It counts as long as that process lives, so a process that was killed while it waited does not stop others from serving the region.
 //! Making the next region clears it away with everything else.
@@ -24,7 +24,7 @@ impl Wish {
         Wish { dir: spec.dir.clone(), words }
     }
 
-    /// Makes the wish known, or known again, if the publisher of what is there is dead.
+    /// Makes the wish known, or known again, if the publisher of what is there has left it.
     pub(super) fn keep_up(&mut self) {
         let Some(words) = &self.words else { return };
         if is_there(&self.dir) || !Region::is_left(&self.dir) {
@@ -67,6 +67,7 @@ mod tests {
         let home = tempfile::tempdir_in("/dev/shm").unwrap();
         let spec = spec(home.path(), 1);
         let region = Region::create(&spec).unwrap();
+        let writer = region.writer(0).unwrap();
         let mut wish = Wish::new(&spec);
         wish.keep_up();
         assert!(!is_there(&spec.dir), "its publisher lives");
@@ -88,8 +89,39 @@ mod tests {
             say(text.into());
             assert!(!is_there(&spec.dir), "{text:?}");
         }
-        drop(region);
+        drop((writer, region));
         drop(Region::create(&spec).unwrap());
         assert!(!spec.dir.join(WANTED).exists(), "the next region begins without it");
+    }
+
+    #[test]
+    fn a_region_without_a_rank_is_left_though_its_creator_lives() {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let spec = spec(home.path(), 2);
+        let region = Region::create(&spec).unwrap();
+        let other = region.writer(1).unwrap();
+        assert!(!Region::is_left(&spec.dir), "one rank is enough");
+        drop(other);
+        assert!(Region::is_left(&spec.dir));
+        let mut wish = Wish::new(&spec);
+        wish.keep_up();
+        assert!(Region::is_wanted(&spec.dir), "the agent is asked to let go of it");
+        let back = region.writer(0).unwrap();
+        assert!(!Region::is_wanted(&spec.dir), "a rank came back");
+        drop(back);
+        drop(wish);
+        assert!(!Region::is_wanted(&spec.dir), "the wish was taken back");
+    }
+
+    #[test]
+    fn a_region_knows_that_another_was_made_in_its_place() {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let spec = spec(home.path(), 1);
+        let region = Region::create(&spec).unwrap();
+        assert!(!region.is_replaced());
+        fs::remove_dir_all(&spec.dir).unwrap();
+        assert!(!region.is_replaced(), "what was removed is served until another is there");
+        let next = Region::create(&spec).unwrap();
+        assert!(region.is_replaced() && !next.is_replaced());
     }
 }

@@ -14,11 +14,13 @@
 //! `agent.json` in the region's directory holds the endpoint, the data port and the path of the token, for processes on
 //! the same host. The agent removes it at a regular end.
 //!
-//! # Successive trainers
+//! # Successive regions
 //!
-//! An agent that its trainer did not start outlives the trainer and keeps serving the last version. When the next trainer
-//! waits to create its region ([`Region::is_wanted`]), the agent releases the old one, waits for the new region and serves
-//! it, at the same ports if possible.
+//! An agent that its trainer did not start outlives the trainer and keeps serving the last version. When a trainer waits to
+//! create its region in the place of one that no process publishes in any more ([`Region::is_wanted`]), the agent releases the
+//! old one, waits for the new region and serves it, at the same ports if possible. The waiting trainer may be the next one, or the
+//! same one that begins a new incarnation, with another layout for example. The agent does the same if the directory was
+//! removed and another region made in its place ([`Region::is_replaced`]).
 
 use std::fmt::Write as _;
 use std::io;
@@ -136,7 +138,7 @@ impl Agent {
         }
     }
 
-    /// Serves one region until the agent is told to end or the region is wanted; then, the ports that it had.
+    /// Serves one region until the agent is told to end, or the region is wanted or replaced; then, the ports that it had.
     fn life(
         &self,
         region: Arc<Region>,
@@ -219,20 +221,22 @@ impl Agent {
             )
         });
         let end = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
-        let _ = std::fs::remove_file(&path);
+        // In a directory that was replaced, a file of this name is another agent's.
+        if !region.is_replaced() {
+            let _ = std::fs::remove_file(&path);
+        }
         drop(local);
         runtime.shutdown_timeout(Duration::from_secs(1));
         if let Some(server) = Arc::into_inner(server) {
             server.shutdown(Duration::from_secs(2));
         }
-        if let End::Told = end {
-            return Ok(None);
-        }
-        session.event(&json!({ "event": "let_go", "region": region.dir() }), || {
-            format!(
-                "let go of {}: its trainer is dead, and another waits for the place",
-                region.dir().display()
-            )
+        let why = match end {
+            End::Told => return Ok(None),
+            End::Wanted => "its trainer has left it, and a trainer waits for the place",
+            End::Replaced => "it was removed, and another region was made in its place",
+        };
+        session.event(&json!({ "event": "let_go", "region": region.dir(), "reason": why }), || {
+            format!("let go of {}: {why}", region.dir().display())
         });
         Ok(Some((address.port(), here.data_port)))
     }
@@ -253,7 +257,7 @@ impl Agent {
         let stop = wait.map_or_else(|| session.cancel().clone(), |w| session.cancel().with_timeout(w));
         let mut said = false;
         loop {
-            // An open region of a dead trainer would block the next trainer's region.
+            // An open region that its trainer has left would block the next one.
             let found = if Region::is_wanted(&self.region) {
                 Err(RegionError::Absent { dir: self.region.clone() })
             } else {
@@ -303,14 +307,17 @@ impl Agent {
     ) -> End {
         let (end, ended) = watch::channel(false);
         let cancel = session.cancel().clone();
-        let dir = server.region().dir().to_owned();
+        let region = Arc::clone(server.region());
         let watching = tokio::spawn(async move {
             let why = loop {
                 if cancel.check().is_err() {
                     break End::Told;
                 }
-                if Region::is_wanted(&dir) {
+                if Region::is_wanted(region.dir()) {
                     break End::Wanted;
+                }
+                if region.is_replaced() {
+                    break End::Replaced;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             };
@@ -327,8 +334,10 @@ impl Agent {
 enum End {
     /// It was told to end.
     Told,
-    /// The region's trainer is dead, and another waits for the place.
+    /// No process publishes in the region any more, and a trainer waits for the place.
     Wanted,
+    /// The region was removed, and there is another one in its place.
+    Replaced,
 }
 
 /// Answers requests about `server`, inside TLS if its data is, until `ended` is true. Returns when nothing of it is left.

@@ -132,11 +132,21 @@ impl World {
         incarnation: u64,
         version: u64,
     ) -> Result<Notified, ControllerError> {
+        self.announce_at(publisher, incarnation, version, &publisher.agent.endpoint)
+    }
+
+    fn announce_at(
+        &self,
+        publisher: &Publisher,
+        incarnation: u64,
+        version: u64,
+        endpoint: &str,
+    ) -> Result<Notified, ControllerError> {
         let notify = NotifyVersion {
             model_id: ModelId::new(publisher.model).unwrap(),
             incarnation: Incarnation(incarnation),
             version,
-            sender_endpoint: publisher.agent.endpoint.clone(),
+            sender_endpoint: endpoint.to_owned(),
             sync: false,
             eval: None,
             timeout_ms: None,
@@ -807,6 +817,35 @@ fn a_version_that_no_agent_shows_is_named_and_lower_ones_are_served() {
     world.publish(&mut policy, 42);
     world.gate(42);
     assert!(world.status().sets[0].up_to_date);
+}
+
+/// Receivers were sent to the false address for every later version, too, and the set waited for ever.
+#[test]
+fn a_version_announced_where_no_agent_of_its_model_answers_holds_nothing_up() {
+    let world = World::new(&["--retry=0.2"]);
+    let (mut policy, other) = (world.publisher("policy"), world.publisher("other"));
+    let _member = world.receiver("a", &["policy"], &[]);
+    world.event(0, "a", "joined");
+    world.publish(&mut policy, 3);
+    world.gate(3);
+    let incarnation = policy.agent.sealed(3)["incarnation"].as_u64().unwrap();
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let endpoints = [format!("http://{nobody}"), world.controller.url(), other.agent.endpoint.clone()];
+    for (endpoint, version) in endpoints.iter().zip(4..) {
+        let falsely = 42 + u64::from(version);
+        world.announce_at(&policy, incarnation, falsely, endpoint).unwrap();
+        world.publish(&mut policy, version);
+        assert_eq!(world.gate(version.into()).served.unwrap().version, u64::from(version));
+        let status = world.status();
+        let blocked = &status.sets[0].blocked;
+        assert!(
+            blocked.contains(&format!("version {falsely} of policy was announced"))
+                && blocked.contains("or none answers at the announced endpoint"),
+            "{blocked}"
+        );
+        let told = |e: &str| e.contains(&format!("no agent at {endpoint} shows it"));
+        assert!(status.errors.iter().any(|e| told(&e.message)), "{:?}", status.errors);
+    }
 }
 
 /// Both joined again and again, thousands of times a second.

@@ -591,3 +591,91 @@ fn version_that_is_shown_late_is_loaded_after_all() {
     t.after(60);
     assert_eq!(told_absent(&t.absent(1, id("verifier", 1, 42))), [42]);
 }
+
+#[test]
+fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever() {
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    let solo = |version| id("solo", 1, version);
+    let at = |version, endpoint: &str| Event::Notify {
+        identity: solo(version),
+        sender_endpoint: endpoint.to_owned(),
+        sync: None,
+    };
+    let asked = |actions: &[Action]| -> Vec<(Version, String)> {
+        let stage = |a: &Action| match a {
+            Action::Stage { identity, sender_endpoint, .. } => {
+                Some((identity.version, sender_endpoint.clone()))
+            }
+            _ => None,
+        };
+        actions.iter().filter_map(stage).collect()
+    };
+    t.join(0, &["solo"], &[]);
+    t.step(at(3, "agent:1"));
+    t.stage(0, solo(3));
+    t.load(0);
+    assert_eq!(asked(&t.step(at(42, "nobody:1"))), [(42, "nobody:1".to_owned())]);
+    // The trainer goes on meanwhile, and repeats what it said.
+    t.step(at(3, "agent:1"));
+    let actions = t.step(at(4, "agent:1"));
+    assert!(asked(&actions).iter().all(|(version, _)| *version != 42), "{actions:?}");
+    assert_eq!(told_absent(&t.absent(0, solo(42))), [42]);
+    assert_eq!(
+        t.barrier.blocked(&set("set")),
+        Ok(Blocked::Waiting { version: 4, phase: Phase::Staging, receivers: 1 })
+    );
+    assert_eq!(asked(&t.after(60)), [(4, "agent:1".to_owned())]);
+    t.stage(0, solo(4));
+    t.load(0);
+    assert_eq!(t.served(), Some(4));
+    let why = Blocked::Absent { model: model("solo"), version: 42 };
+    assert_eq!(t.barrier.blocked(&set("set")), Ok(why));
+    // It is asked for again where it was announced, and the next version where the agent is.
+    let again = t.stages[&(receiver(0), solo(42))];
+    t.step(Event::Absent { peer: t.peer(0), order: again, identity: solo(42) });
+    t.step(at(5, "agent:1"));
+    t.after(60);
+    t.stage(0, solo(5));
+    t.load(0);
+    assert_eq!(t.served(), Some(5));
+    assert_eq!(t.barrier.snapshot().sets[0].groups[0].models[0].endpoint.as_deref(), Some("agent:1"));
+}
+
+fn called_off(actions: &[Action], r: usize) -> Vec<Identity> {
+    let of = |a: &Action| match a {
+        Action::Abandon { to, identity, .. } if to.receiver == receiver(r) => Some(identity.clone()),
+        _ => None,
+    };
+    actions.iter().filter_map(of).collect()
+}
+
+#[test]
+fn staged_versions_that_are_given_up_are_called_off() {
+    let mut t = Rig::pair();
+    t.join(0, &PAIR, &[]);
+    t.serve_pair(&[0], 1, 7);
+    t.join(1, &PAIR, &[]);
+    t.notify_pair(1, 8);
+    // r1 has staged the actor, and the others go on without it.
+    t.stage(1, id("actor", 1, 8));
+    t.stage_pair(0, 1, 8);
+    t.load(0);
+    assert_eq!(t.served(), Some(8));
+    t.notify_pair(1, 9);
+    let mut actions = t.stage_pair(0, 1, 9);
+    actions.extend(t.load(0));
+    assert_eq!(t.served(), Some(9));
+    assert!(called_off(&actions, 1).contains(&id("actor", 1, 8)), "{actions:?}");
+    // A verifier that is past a version lets go of the actor's.
+    t.notify_pair(1, 10);
+    t.stage(1, id("actor", 1, 9));
+    let order = t.stages[&(receiver(1), id("verifier", 1, 9))];
+    let actions = t.step(Event::Staged { peer: t.peer(1), order, identity: id("verifier", 1, 10) });
+    assert!(called_off(&actions, 1).contains(&id("actor", 1, 9)), "{actions:?}");
+    // A load that fails has used up what was staged for it.
+    t.stage_pair(0, 1, 10);
+    t.stage(1, id("actor", 1, 10));
+    t.load(0);
+    let actions = t.fail(1, Phase::Loading, id("actor", 1, 10));
+    assert_eq!(called_off(&actions, 1), [id("actor", 1, 10), id("verifier", 1, 10)]);
+}

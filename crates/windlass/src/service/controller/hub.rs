@@ -565,8 +565,8 @@ impl State {
                 Action::Lagging { receiver, identity, why } => self.lagging(now, &receiver, &identity, &why),
                 Action::Absent { identity, endpoint, receiver } => {
                     let text = format!(
-                        "{identity} was announced, but the agent at {endpoint} shows no such version (receiver {receiver} \
-                         asked it); versions that are there are served: publish it, or announce what was published"
+                        "{identity} was announced, but no agent at {endpoint} shows it (receiver {receiver} asked); versions \
+                         that are there are served: publish it, or announce what was published and where"
                     );
                     tracing::warn!("{text}");
                     self.counters.absent += 1;

@@ -383,9 +383,9 @@ pub enum Outcome {
     Staged,
     /// Every engine has it.
     Loaded,
-    /// It was not staged, because the agent shows no such version.
+    /// It was not staged, because the agent shows no such version, or no agent answers where it was announced.
     Absent {
-        /// What it shows, for people.
+        /// What was found there, for people.
         reason: String,
     },
     Failed {

@@ -37,6 +37,9 @@ use crate::service::engines::{Engines, Label};
 /// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
 /// meanwhile reads what is in its region first.
 const SHOWN_WITHIN: Duration = Duration::from_secs(5);
+/// How often in a row no agent of the model must answer where a version was announced before the version counts as absent: an
+/// agent that is restarted is back by then.
+const UNREACHED: u32 = 3;
 
 /// A step that took time.
 #[derive(Clone, Debug)]
@@ -109,6 +112,8 @@ struct State {
     loads: u64,
     /// The last failure, until something succeeds.
     error: Option<String>,
+    /// The version for which no agent answered, and how often.
+    unreached: Option<(Identity, u32)>,
     rate: Rate,
 }
 
@@ -191,6 +196,7 @@ impl Model {
             unsent: 0,
             loads: 0,
             error: None,
+            unreached: None,
             rate: Rate::default(),
         };
         Ok(Model {
@@ -420,14 +426,14 @@ impl Model {
                     state.pulling = Some(stop.clone());
                     drop(state);
                     let result =
-                        self.control(&stage, &mut control).and_then(|c| self.fetch(&stage, &c, &stop));
+                        self.reach(&stage, &mut control, &stop).and_then(|()| self.fetch(&stage, &stop));
                     self.fetched(&stage, result, out);
                 }
                 Staging::Whole(stage) => {
                     state.pulling = Some(stop.clone());
                     drop(state);
                     let result =
-                        self.control(&stage, &mut control).and_then(|c| self.whole(&stage, &c, &stop));
+                        self.reach(&stage, &mut control, &stop).and_then(|()| self.whole(&stage, &stop));
                     self.replaced(&stage, result, out);
                 }
             }
@@ -450,11 +456,51 @@ impl Model {
         Ok(control)
     }
 
-    /// Waits a while for the agent to have a version, without holding anything.
-    fn await_version(stage: &StageOrder, control: &HttpControl, stop: &Stop) -> Result<(), Error> {
+    /// Finds the agent of an order, and waits a while for it to have the version, without holding anything.
+    fn reach(
+        &self,
+        stage: &StageOrder,
+        last: &mut Option<(String, Arc<HttpControl>)>,
+        stop: &Stop,
+    ) -> Result<(), Error> {
+        let asked = self.control(stage, last).and_then(|control| {
+            let info = control.version(None, stop).map_err(ReceiverError::from)?;
+            if info.model_id == stage.identity.model_id {
+                return Ok((control, info));
+            }
+            Err(Error::Plane {
+                doing: "stage a version where it was announced",
+                kind: Kind::Unsupported,
+                source: format!("the agent at {} serves {}", stage.endpoint, info.model_id).into(),
+            })
+        });
+        let mut state = self.state();
+        let before = state.unreached.take_if(|(of, _)| *of == stage.identity).map_or(0, |(_, times)| times);
+        match asked {
+            Ok((control, info)) => {
+                drop(state);
+                Self::await_version(stage, &control, info, stop)
+            }
+            Err(e) if e.kind() == Kind::Cancelled => Err(e),
+            Err(e) => {
+                state.unreached = Some((stage.identity.clone(), before + 1));
+                if before + 1 < UNREACHED {
+                    return Err(e);
+                }
+                let (identity, endpoint) = (stage.identity.clone(), stage.endpoint.clone());
+                Err(Error::NotReached { identity, endpoint, source: Box::new(e) })
+            }
+        }
+    }
+
+    fn await_version(
+        stage: &StageOrder,
+        control: &HttpControl,
+        mut info: VersionInfo,
+        stop: &Stop,
+    ) -> Result<(), Error> {
         let Identity { incarnation, version, .. } = &stage.identity;
         let deadline = stop.with_timeout(SHOWN_WITHIN);
-        let mut info = control.version(None, stop).map_err(ReceiverError::from)?;
         while info.incarnation == *incarnation && info.version.is_none_or(|v| v < *version) {
             stop.check()?;
             if deadline.is_set() {
@@ -473,13 +519,7 @@ impl Model {
         Ok(())
     }
 
-    fn fetch(
-        &self,
-        stage: &StageOrder,
-        control: &HttpControl,
-        stop: &Stop,
-    ) -> Result<Option<Fetched>, Error> {
-        Self::await_version(stage, control, stop)?;
+    fn fetch(&self, stage: &StageOrder, stop: &Stop) -> Result<Option<Fetched>, Error> {
         let to = (stage.identity.incarnation, stage.identity.version);
         let last = self.state().orders.last().map(Fetched::known);
         let start = self.receiver().fetch(last.as_ref(), to, stop)?;
@@ -536,13 +576,7 @@ impl Model {
         self.changed.notify_all();
     }
 
-    fn whole(
-        &self,
-        stage: &StageOrder,
-        control: &HttpControl,
-        stop: &Stop,
-    ) -> Result<(Synced, Identity), Error> {
-        Self::await_version(stage, control, stop)?;
+    fn whole(&self, stage: &StageOrder, stop: &Stop) -> Result<(Synced, Identity), Error> {
         let mut receiver = self.receiver();
         self.state().progress = Some(receiver.status());
         let synced = receiver.stage_to((stage.identity.incarnation, stage.identity.version), stop)?;
@@ -592,7 +626,7 @@ impl Model {
         let (session, text) = (state.session, e.chain());
         let (phase, kind, reason) = (Phase::Staging, e.kind(), text.clone());
         let outcome = match e {
-            Error::NotShown { .. } => Outcome::Absent { reason },
+            Error::NotShown { .. } | Error::NotReached { .. } => Outcome::Absent { reason },
             _ => Outcome::Failed { phase, kind, reason },
         };
         let answer = state.orders.stage_failed(stage.order, image, outcome);

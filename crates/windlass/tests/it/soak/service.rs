@@ -183,6 +183,8 @@ impl Service {
             let _ = child.kill();
             let _ = child.wait();
         }
+        // What it said last is of no consequence any more.
+        self.lines = channel().1;
         self.down = Some(again);
     }
 

@@ -23,7 +23,7 @@
 //!   the answer names that.
 //! - ORDER-3 The queue takes no more memory than it may, save for one delta; further orders wait for a load.
 //! - ORDER-4 What was answered as staged stays loadable until it is loaded, abandoned or passed. Image bytes wait for that,
-//!   for [`STAGED_GRACE`] at most: a controller does not say what it has given up after it was answered.
+//!   for [`STAGED_GRACE`] at most: a controller of an earlier release does not say what it has given up after it was answered.
 //! - ORDER-5 A load is carried out if its very version is there, and is a failure otherwise. A load numbered below one that
 //!   was taken up is ignored; a newer one takes the place of one that has not begun.
 //! - ORDER-6 A new session ([`OrderQueue::rejoined`]) ends all orders, and nothing of the last one is answered any more. What waits

@@ -153,6 +153,21 @@ fn image_bytes_do_not_wait_for_ever_for_what_a_controller_has_given_up() {
 }
 
 #[test]
+fn image_bytes_come_at_once_when_the_controller_gives_up_what_is_staged() {
+    let mut orders = orders(Some(id(1, 1)));
+    let now = Instant::now();
+    orders.take(&stage(1, &id(1, 2)));
+    orders.take(&stage(2, &id(1, 9)));
+    fetch(&mut orders, &id(1, 1), &id(1, 2)).unwrap();
+    let Some(Staging::Fetch(nine)) = orders.next_stage(now) else { panic!() };
+    orders.needs_whole(nine.order);
+    assert_eq!(orders.next_stage(now), None);
+    // The order that staged it was answered; this one has a number of its own.
+    assert!(!orders.take(&abandon(3, &id(1, 2))));
+    assert_eq!(orders.next_stage(now), Some(Staging::Whole(nine)));
+}
+
+#[test]
 fn a_newer_incarnation_ends_everything_of_the_older_one() {
     let mut orders = orders(Some(id(1, 8)));
     orders.take(&stage(1, &id(1, 9)));
