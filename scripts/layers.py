@@ -95,6 +95,7 @@ PYTHON_ROOMS = {
     "trl": [*BELOW, "engines", "frameworks"],
     "verl": [*BELOW, "receive", "load", "frameworks"],
     "skyrl": [*BELOW, "load", "engines", "frameworks"],
+    "nemo_rl": [*BELOW, "frameworks"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],
     "__main__": ["_windlass"],
     "__init__": [*BELOW, "_moved", "controller", "receive", "extract", "publish", "transfer", "engines"],

@@ -185,15 +185,13 @@ class _Sending:
 
     def where(self) -> dict[str, Any]:
         """Where engines pull from; known before the first tensor is."""
-        manager = self._sender.manager
-        manager.listen()
         source = self._sender.source()
         return {
             "endpoint": source.endpoint,
             "token": source.token,
             "tls_ca": source.tls_ca,
             "image_dir": self._image_dir,
-            "model_id": manager.config.model_id,
+            "model_id": self._sender.manager.config.model_id,
         }
 
     async def send(self, chunks: Iterable[Any], client: Any) -> None:

@@ -111,8 +111,8 @@ class Sender:
         return self.manager.wait_delta_ready(timeout=timeout)
 
     def source(self) -> Source:
-        """Where engines pull from. On the rank that has the agent."""
-        endpoint, file = self.manager.endpoint, self.manager.token_file
+        """Where engines pull from, known before the first tensor is. On the rank that has the agent."""
+        endpoint, file = self.manager.listen(), self.manager.token_file
         if endpoint is None:
             raise WindlassNotFound("this rank has no agent that engines could pull from", "ask rank 0")
         token = None if file is None else Path(file).read_text().strip()

@@ -190,6 +190,20 @@ async def main(trained: str, served: str, images: str, result: str) -> None:
     mark("actors again")
     manager = CheckpointEngineManager(config=backend, actor_wg=group, replicas=[late])
     await sync(11)
+    for worker in group.workers:
+        ray.kill(worker)
+
+    # verl's own check of a checkpoint engine: an adapter that takes tensors, from a stream that all actors gather.
+    settings = {**settings, "model_id": "harness", "shards": False}
+    backend = CheckpointEngineConfig(backend="windlass", engine_kwargs={"windlass": settings})
+    pool = RayResourcePool(process_on_nodes=[2], max_colocate_count=3)
+    rollout = RolloutConfig(name="vllm", checkpoint_engine=backend)
+    workers, replicas = await harness.create_rollout_worker_group(pool, models[0], rollout)
+    manager = CheckpointEngineManager(config=backend, actor_wg=actors(models[0], backend), replicas=replicas)
+    for _ in range(3):
+        told["metrics"].append(await manager.update_weights())
+        workers.check_weights()
+    mark("verl's own check")
     Path(result).write_text(json.dumps(told))
     ray.shutdown()
 

@@ -1,0 +1,151 @@
+"""A checkpoint engine as verl and NeMo-RL have it: one class, made in the trainer's ranks and in the engines' workers.
+
+Owns: :class:`SendingHalf` and :class:`ReceivingHalf`, which their adapters are made of. Called by :mod:`windlass.verl` and
+:mod:`windlass.nemo_rl`. Must not: tear anything down between two syncs, so that engines can come and go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.errors import WindlassInvalid
+from windlass.frameworks.sender import Published, Sender, reached_by
+from windlass.load.order import LoadOrder
+from windlass.receive.pulling import Brought, Pulling, PullOrder
+from windlass.receive.receiver import open_image
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.publish.inputs import Weights
+
+__all__ = ["ReceivingHalf", "SendingHalf", "Staged", "plain"]
+
+
+class SendingHalf:
+    """One rank of the trainer. ``settings`` are fields of a :class:`windlass.WeightManagerConfig`, ``address`` is that of this host."""
+
+    def __init__(self, settings: Mapping[str, Any], timeout: float, address: str | None) -> None:
+        import torch.distributed as dist
+
+        self._timeout = timeout
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._sender = Sender(reached_by(address, settings), rank=rank, world_size=world_size)
+
+    def where(self) -> dict[str, Any]:
+        """On the first rank: where the next version will be, known before the first tensor is; a
+        :class:`~windlass.receive.pulling.PullOrder` as far as the trainer knows it."""
+        source, manager = self._sender.source(), self._sender.manager
+        return {
+            "endpoint": source.endpoint,
+            "token": source.token,
+            "tls_ca": source.tls_ca,
+            "model_id": manager.config.model_id,
+            "incarnation": manager.incarnation,
+            "version": self._sender.version + 1,
+        }
+
+    def publish(self, weights: Iterable[tuple[str, Any]]) -> Published:
+        """Publishes a stream as the next version, on all ranks."""
+        return self._sender.publish(weights, self._timeout)
+
+    def publish_model(self, model: Weights) -> Published:
+        """The same of a model of which each rank has shards."""
+        return self._sender.publish_model(model, self._timeout)
+
+    def close(self) -> None:
+        """Ends publishing."""
+        self._sender.close()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version on this host."""
+
+    order: LoadOrder
+    seconds: float
+    wire_bytes: int
+
+    def metrics(self) -> dict[str, float]:
+        """What the trainer's log gets."""
+        return {"windlass/stage_s": self.seconds, "windlass/wire_bytes": float(self.wire_bytes)}
+
+    def batches(self, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The tensors, at least one and otherwise at most ``size`` bytes at a time. They are the image's own memory, which is held
+        until the iteration has ended."""
+        with open_image(self.order.image, self.order.timeout, self.order.timeout) as image:
+            batch: list[tuple[str, torch.Tensor]] = []
+            held = 0
+            for name in image.tensors:
+                tensor = image.tensors[name]
+                if batch and held + tensor.nbytes > size:
+                    yield batch
+                    batch, held = [], 0
+                batch.append((name, tensor))
+                held += tensor.nbytes
+            if batch:
+                yield batch
+
+
+class ReceivingHalf:
+    """One worker of an engine: brings versions to its host. One worker of a host pulls."""
+
+    def __init__(self, image_dir: str, timeout: float) -> None:
+        self._image_dir, self._timeout = image_dir, timeout
+        self._next: PullOrder | None = None
+        self._pulling: Pulling | None = None
+        self._brought: Brought | None = None
+
+    def expect(self, source: Mapping[str, Any]) -> None:
+        """Takes note of what comes next, as :meth:`SendingHalf.where` says it."""
+        self._next = PullOrder.from_dict({**source, "image_dir": self._image_dir, "timeout": self._timeout})
+        self._brought = None
+
+    def expect_next(self) -> None:
+        """The version after the one that came last."""
+        if self._brought is not None and self._next is not None:
+            came = self._brought.identity
+            after = {"incarnation": came.incarnation, "version": came.version + 1}
+            self._next = PullOrder.from_dict({**self._next.to_dict(), **after})
+            self._brought = None
+
+    def bring(self) -> Staged:
+        """Returns when what is expected is on this host; again is nothing."""
+        start = time.monotonic()
+        if self._next is None:
+            raise WindlassInvalid("nobody said where the next version comes from")
+        if self._brought is None:
+            self._pulling = Pulling.of(self._next, self._pulling)
+            self._brought = self._pulling.bring(self._next.identity, self._timeout)
+        brought = self._brought
+        order = LoadOrder(
+            image=str(brought.image),
+            model_id=brought.identity.model_id,
+            incarnation=brought.identity.incarnation,
+            version=brought.identity.version,
+            digest=brought.digest,
+            timeout=self._timeout,
+        )
+        size = 0 if brought.synced is None else brought.synced.wire_bytes
+        return Staged(order, time.monotonic() - start, size)
+
+    def close(self) -> None:
+        """Lets go of the image."""
+        if self._pulling is not None:
+            self._pulling.close()
+
+
+def plain(value: Any) -> Any:
+    """Configuration as plain data, whatever library it comes from.
+
+    >>> plain({"agent": {"ports": (1, 2)}})
+    {'agent': {'ports': [1, 2]}}
+    """
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [plain(part) for part in value]
+    return value
