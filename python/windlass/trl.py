@@ -93,6 +93,8 @@ class WindlassTransfer:
             self._settings["generator_dtype"] = dtype
         self._sender: Sender | None = None
         self._published: Published | None = None
+        #: What the servers compute in, until it was compared with what is sent.
+        self._served_dtype: str | None = None
         self._log: Any = None
         #: The figures of the last sync, by the names that loggers plot.
         self.metrics: dict[str, float] = {}
@@ -103,6 +105,7 @@ class WindlassTransfer:
         """Waits for the servers, and starts publishing."""
         for told, url in zip(self.servers.check(), self.servers.urls, strict=True):
             log.info("%s: vLLM %s takes versions of windlass", url, told["engine_version"])
+            self._served_dtype = told["dtype"]
         if self._sender is None:
             self._sender = Sender(reached_by(own_address(self.servers.urls), self._settings))
 
@@ -114,7 +117,28 @@ class WindlassTransfer:
         if self._sender is None:
             raise WindlassInvalid("nothing can be sent before init_weight_transfer() was called")
         self._published = None
-        self._published = self._sender.publish(iterator, self._timeout)
+        self._published = self._sender.publish(self._noting_dtypes(iterator), self._timeout)
+
+    def _noting_dtypes(self, iterator: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Warns once if the weights are mostly of another dtype than the servers' and nobody said what to cast them to."""
+        if self._served_dtype is None or not {"checkpoint", "generator_dtype"}.isdisjoint(self._settings):
+            yield from iterator
+            return
+        sizes: dict[str, int] = {}
+        for name, tensor in iterator:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + tensor.nbytes
+            yield name, tensor
+        sent, served = max(sizes, key=sizes.__getitem__, default=None), self._served_dtype
+        self._served_dtype = None
+        if sent is not None and sent != served:
+            log.warning(
+                "the servers compute in %s and the weights are sent in %s: the servers cast all of them at every sync. Give "
+                "WindlassTransfer the checkpoint that the servers were started from (checkpoint=), or dtype=%r",
+                served,
+                sent,
+                served,
+            )
 
     def resume(self) -> None:
         """Brings the version to all servers while they generate, and has them load it."""

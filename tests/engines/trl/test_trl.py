@@ -187,6 +187,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.timeout(600)
+def test_weights_in_another_dtype_than_the_servers_are_warned_of_once(
+    server: servers.Vllm, token_file: Path, images: Path, policy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy.bfloat16()
+    options = {"token_file": token_file, "image_dir": str(images), "model_id": "dtypes", "timeout": 120.0}
+    transfer = WindlassTransfer(server.url, **options)
+    try:
+        transfer.init_weight_transfer()
+        for _ in range(2):
+            sync(transfer, policy)
+        assert caplog.text.count("the servers compute in float32 and the weights are sent in bfloat16") == 1
+        assert server.answers() == tiny.answers(policy.float())
+    finally:
+        transfer.destroy()
+
+
+@pytest.mark.timeout(600)
 def test_what_is_missing_is_named_before_training_begins(
     server: servers.Vllm, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

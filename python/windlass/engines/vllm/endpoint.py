@@ -9,7 +9,7 @@ Routes below ``/windlass/v1``, each with ``Authorization: Bearer TOKEN`` (``WIND
 ``WINDLASS_TOKEN_FILE`` in the server's environment):
 
 ========================  =========================================================================================
-``GET  /status``          engine, incarnation, paused, fenced, weight_version, workers' reports, transaction
+``GET  /status``          engine, incarnation, dtype, paused, fenced, weight_version, workers' reports, transaction
 ``POST /pull``            ``{"endpoint", "token", "model_id", "incarnation", "version", "image_dir"}``: bring a version to this
                           host, while the engine serves
 ``POST /prepare``         ``{"image": DIR}``: rehearse, write nothing
@@ -267,6 +267,7 @@ class WindlassEndpoint:
             "engine": "vllm",
             "engine_version": vllm_version(),
             "incarnation": self._incarnation,
+            "dtype": str(engine.client.vllm_config.model_config.dtype).removeprefix("torch."),
             "paused": self._paused,
             "fenced": self._fenced is not None,
             "fence": None if self._fenced is None else self._fenced.to_dict(),
