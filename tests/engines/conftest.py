@@ -23,7 +23,10 @@ collect_ignore += [] if _vllm and _vllm.origin else ["vllm/inside"]
 
 #: Files that take longest come first, so that nobody waits for one that was begun last; `make engines` runs two at a time.
 LONGEST = (
+    "test_verl.py",
+    "test_skyrl.py",
     "test_sidecar.py",
+    "test_trl.py",
     "test_broadcast.py",
     "test_adapters.py",
     "test_examples.py",
