@@ -14,3 +14,6 @@ class Identity:
     model_id: str
     incarnation: int
     version: int
+
+    def __str__(self) -> str:
+        return f"{self.model_id}@{self.incarnation:016x}.{self.version}"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.errors import WindlassInvalid
 from windlass.frameworks.both_halves import ReceivingHalf, SendingHalf, plain
+from windlass.frameworks.sender import ray_address
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class WindlassCheckpointEngine(Base):
         bucket_size: int,
         *,
         model_id: str = "policy",
-        image_dir: str = "/dev/shm/windlass-images",
+        image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
         manager: Mapping[str, Any] | None = None,
@@ -116,10 +117,7 @@ class WindlassCheckpointEngine(Base):
 
     def _sender(self) -> SendingHalf:
         if self._sending is None:
-            ray = sys.modules.get("ray")
-            known = ray is not None and ray.is_initialized()
-            address = str(ray.util.get_node_ip_address()) if ray is not None and known else None
-            self._sending = SendingHalf(self._settings, self._timeout, address)
+            self._sending = SendingHalf(self._settings, self._timeout, ray_address())
         return self._sending
 
 

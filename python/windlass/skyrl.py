@@ -11,6 +11,7 @@ Owns: :func:`main`, :func:`install` and the strategy of SkyRL 0.3. Must not: cha
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -20,7 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from windlass.errors import WindlassError, WindlassInvalid, WindlassTimeout, WindlassUnsupported
+from windlass.errors import (
+    WindlassError,
+    WindlassInvalid,
+    WindlassPeerLost,
+    WindlassTimeout,
+    WindlassUnsupported,
+)
 from windlass.frameworks.after_import import after_import
 from windlass.load.order import Failure, LoadOrder
 
@@ -66,6 +73,14 @@ def install(**settings: Any) -> None:
 
     in_every_worker("windlass.skyrl:setup", VARIABLE)
     setup()
+    # Here and now, where an error is seen: SkyRL itself would take a name that it does not know for NCCL.
+    weight_sync = importlib.import_module("skyrl.backends.skyrl_train.weight_sync")
+    known = getattr(weight_sync, "get_transfer_strategy", None)
+    if known is None or known(BACKEND, False) != BACKEND:
+        raise WindlassUnsupported(
+            "this SkyRL does not take strategies of weight transfer as 0.3 does, and windlass.skyrl knows no other way",
+            "use SkyRL 0.3; docs/compatibility.md says what was run",
+        )
 
 
 def setup() -> None:
@@ -170,32 +185,39 @@ class _Sending:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
-        from windlass.frameworks.sender import Sender, reached_by
+        from windlass.frameworks.sender import Sender, ray_address, reached_by
 
         self._rank = dist.get_rank()
         self._timeout = float(settings.get("timeout", 600.0))
-        self._image_dir = settings.get("image_dir", "/dev/shm/windlass-images")
+        self._image_dir = settings.get("image_dir")
         fields = {"model_id": settings.get("model_id", "policy"), **settings.get("manager", {})}
         if "checkpoint" in settings:
             fields["checkpoint"] = settings["checkpoint"]
-        fields = reached_by(_own_address(), fields)
-        self._sender = Sender(fields, rank=self._rank, world_size=dist.get_world_size())
+        self._sender = Sender(
+            reached_by(ray_address(), fields), rank=self._rank, world_size=dist.get_world_size()
+        )
         #: The figures of the last sync.
         self.metrics: dict[str, float] = {}
 
     def where(self) -> dict[str, Any]:
         """Where engines pull from; known before the first tensor is."""
+        from windlass.receive.pulling import default_image_dir
+
         source = self._sender.source()
+        place = {"endpoint": source.endpoint, "token": source.token, "tls_ca": source.tls_ca}
         return {
-            "endpoint": source.endpoint,
-            "token": source.token,
-            "tls_ca": source.tls_ca,
-            "image_dir": self._image_dir,
+            **place,
+            "image_dir": self._image_dir or default_image_dir(),
             "model_id": self._sender.manager.config.model_id,
         }
 
     async def send(self, chunks: Iterable[Any], client: Any) -> None:
-        """Publishes; on the first rank, brings the version to all engines while they generate, and has them load it."""
+        """Publishes; on the first rank, brings the version to all engines while they generate, pauses them and has them load it. They
+        stay paused: who asked for the sync resumes them, as with SkyRL's own backends. After a failure they generate, unless the
+        weights of one are not whole."""
+        from windlass.frameworks.sender import listed
+
+        until = time.monotonic() + self._timeout
 
         def pairs() -> Iterator[tuple[str, Any]]:
             for chunk in chunks:
@@ -204,12 +226,11 @@ class _Sending:
         published = self._sender.publish(pairs(), self._timeout)
         if self._rank != 0:
             return
-        until = time.monotonic() + self._timeout
         identity = published.identity
         begun = time.monotonic()
-        digest = await asyncio.to_thread(self._sender.sealed, self._timeout)
-        order = {**self.where(), "incarnation": identity.incarnation, "version": identity.version}
-        await self._workers(client, "windlass_pull", {**order, "timeout": self._timeout}, until)
+        digest = await asyncio.to_thread(self._sender.sealed, _left(until))
+        order = self._sender.source().order(identity, _left(until), self._image_dir)
+        await self._workers(client, "windlass_pull", order, until)
         told = await self._workers(client, "windlass_pulled", None, until)
         while not all(one["done"] for one in told):
             await asyncio.sleep(LOOK_S)
@@ -221,37 +242,55 @@ class _Sending:
             incarnation=identity.incarnation,
             version=identity.version,
             digest=digest,
-            timeout=max(1.0, until - time.monotonic()),
+            timeout=_left(until),
         )
-        await client.pause_generation()
-        # After a failure they stay paused: their weights may not be whole.
-        await self._workers(client, "windlass_load", load.to_dict(), until)
-        await client.resume_generation()
-        ended = time.monotonic()
+        await asyncio.wait_for(client.pause_generation(), _left(until))
+        try:
+            await self._workers(client, "windlass_load", load.to_dict(), until)
+        except BaseException:
+            await self._resume_if_whole(client)
+            raise
         self.metrics = {
             **published.metrics(),
             "windlass/wire_bytes": float(sum(one["wire_bytes"] for one in told)),
             "windlass/stage_s": staged - begun,
-            "windlass/pause_s": ended - staged,
+            "windlass/load_s": time.monotonic() - staged,
         }
-        listed = ", ".join(
-            f"{name.removeprefix('windlass/')} {value:g}" for name, value in self.metrics.items()
-        )
-        log.info("%s is served by %d engines: %s", identity, len(client.server_urls), listed)
+        log.info("%s is loaded by %d engines: %s", identity, len(client.server_urls), listed(self.metrics))
 
-    async def _workers(self, client: Any, method: str, argument: Any, until: float) -> list[dict[str, Any]]:
-        """What all workers of all servers answer; the first error of theirs is raised. SkyRL's client has no deadline of its own."""
+    async def _resume_if_whole(self, client: Any) -> None:
+        """Engines whose weights are whole, and all of one version, go on."""
+        try:
+            reports = await self._workers(
+                client, "windlass_report", None, time.monotonic() + 60.0, heed=False
+            )
+        except WindlassError as e:
+            log.error("the engines stay paused, since they do not say how their weights are: %s", e)
+            return
+        if (
+            all(one["state"] == "clean" for one in reports)
+            and len({str(one["live"]) for one in reports}) == 1
+        ):
+            await client.resume_generation()
+        else:
+            log.error("the engines stay paused: not all of them have whole weights of one version")
+
+    async def _workers(
+        self, client: Any, method: str, argument: Any, until: float, *, heed: bool = True
+    ) -> list[dict[str, Any]]:
+        """What all workers of all servers answer; the first error of theirs is raised, unless it is not to be heeded. SkyRL's client
+        has no deadline of its own."""
         body = {"method": method, "args": [] if argument is None else [argument]}
         try:
-            said = await asyncio.wait_for(
-                client._call_all_servers("/collective_rpc", body), max(0.1, until - time.monotonic())
-            )
+            said = await asyncio.wait_for(client._call_all_servers("/collective_rpc", body), _left(until))
         except asyncio.TimeoutError as e:
             raise WindlassTimeout(f"{method}: not all engines answered within {self._timeout:g} s") from e
+        except OSError as e:
+            raise WindlassPeerLost(f"{method}: an engine does not answer: {e}") from e
         told: list[dict[str, Any]] = []
         for url, answer in said.items():
             for one in (answer.get("body") or {}).get("results") or []:
-                if one.get("error") is not None:
+                if heed and one.get("error") is not None:
                     failure = Failure.from_dict(one["error"])
                     raise type(failure.error())(f"{url}: {failure.text}", failure.advice)
                 told.append(one)
@@ -266,10 +305,8 @@ class _Sending:
         self._sender.close()
 
 
-def _own_address() -> str | None:
-    """The address by which engines on other hosts reach this one, where Ray knows it."""
-    ray = sys.modules.get("ray")
-    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else None
+def _left(until: float) -> float:
+    return max(1.0, until - time.monotonic())
 
 
 def _dispatch(worker_dispatch: ModuleType) -> None:
@@ -284,6 +321,7 @@ def _dispatch(worker_dispatch: ModuleType) -> None:
             return
         self.ensure_active_adapter("policy", model_id)
         self._broadcast_to_inference_engines(client, model_id=model_id)
+        await client.resume_generation()
         client.increment_weight_version()
 
     worker_dispatch.WorkerDispatch.save_weights_for_sampler = save_weights_for_sampler

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import logging
 import os
 import sys
@@ -30,7 +31,7 @@ from typing import Any, Literal
 
 from windlass.engines.vllm.endpoint import PauseOptions
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.sender import Published, Sender, reached_by
+from windlass.frameworks.sender import Published, Sender, listed, reached_by
 from windlass.frameworks.servers import Loaded, Servers, own_address
 
 __all__ = ["WindlassTransfer", "use"]
@@ -47,7 +48,8 @@ class WindlassTransfer:
     ``checkpoint`` is the directory that the servers were started from: weights are published in its dtypes, and those that TRL
     never sends because they are frozen are taken from it. ``dtype`` is the servers' dtype, if no checkpoint says it. ``pause``,
     ``cache`` and ``lease`` say how requests in flight are treated, ``image_dir`` is a directory in memory on the servers' hosts,
-    ``manager`` are further fields of :class:`windlass.WeightManagerConfig`, and ``timeout`` bounds one sync.
+    ``manager`` are further fields of :class:`windlass.WeightManagerConfig`. ``timeout`` bounds one sync, and ``away`` how long a server may
+    not answer meanwhile.
 
     The stream is published while TRL believes the servers to be paused; they generate meanwhile, and are paused only for the load
     itself. After a failure the servers serve the version before, or none if they could not be made whole.
@@ -62,12 +64,13 @@ class WindlassTransfer:
         model_id: str = "policy",
         checkpoint: str | os.PathLike[str] | None = None,
         dtype: str | None = None,
-        image_dir: str = "/dev/shm/windlass-images",
+        image_dir: str | None = None,
         pause: Literal["keep", "wait", "abort"] = "keep",
         cache: Literal["reset", "keep"] = "reset",
         lease: float = 60.0,
         manager: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
+        away: float = 120.0,
     ) -> None:
         if token is None and token_file is None:
             token = os.environ.get("WINDLASS_TOKEN") or None
@@ -84,8 +87,11 @@ class WindlassTransfer:
             image_dir=image_dir,
             pause=PauseOptions(mode=pause, cache=cache, lease=lease),
             timeout=timeout,
+            away=away,
         )
         self._timeout = timeout
+        #: By when the sync that is under way has to end.
+        self._until = 0.0
         self._settings: dict[str, Any] = {"model_id": model_id, **dict(manager or {})}
         if checkpoint is not None:
             self._settings["checkpoint"] = os.fspath(checkpoint)
@@ -116,6 +122,7 @@ class WindlassTransfer:
         """Publishes the stream; returns as soon as the trainer may go on."""
         if self._sender is None:
             raise WindlassInvalid("nothing can be sent before init_weight_transfer() was called")
+        self._until = time.monotonic() + self._timeout
         self._published = None
         self._published = self._sender.publish(self._noting_dtypes(iterator), self._timeout)
 
@@ -145,11 +152,10 @@ class WindlassTransfer:
         sender, published = self._sender, self._published
         if sender is None or published is None:
             raise WindlassInvalid("no version was published: the call of send_weights() before failed")
-        until = time.monotonic() + self._timeout
-        digest = sender.sealed(self._timeout)
+        digest = sender.sealed(self._left())
         source = sender.source()
-        self.servers.pull(source, published.identity, until - time.monotonic())
-        loaded = self.servers.load(source, published.identity, digest, until - time.monotonic())
+        self.servers.pull(source, published.identity, self._left())
+        loaded = self.servers.load(source, published.identity, digest, self._left())
         self._note(published, loaded)
 
     def destroy(self) -> None:
@@ -161,9 +167,15 @@ class WindlassTransfer:
     # What TRL does not ask for.
 
     def add(self, url: str) -> None:
-        """One more server: it gets the newest version at once, if there is one."""
+        """One more server: it gets the newest version at once, if there is one. So does one that was restarted between two syncs."""
         alone = self.servers.only(url)
         alone.check()
+        agent = None if self._sender is None else self._sender.manager.config.agent
+        if agent is not None and own_address([url]) and ipaddress.ip_address(agent.bind).is_loopback:
+            raise WindlassInvalid(
+                f"{url} is on another host, and the agent was started for servers on this one (it listens on {agent.bind})",
+                'give manager={"agent": {"bind": "0.0.0.0", "advertise_host": ADDRESS}} from the beginning',
+            )
         if self._sender is not None and self._published is not None:
             source, identity = self._sender.source(), self._published.identity
             alone.load(source, identity)
@@ -183,6 +195,9 @@ class WindlassTransfer:
             )
         self._log = table["train"]
 
+    def _left(self) -> float:
+        return max(1.0, self._until - time.monotonic())
+
     def _note(self, published: Published, loaded: list[Loaded]) -> None:
         self.metrics = {
             **published.metrics(),
@@ -191,10 +206,7 @@ class WindlassTransfer:
             "windlass/load_s": max(one.load_s for one in loaded),
             "windlass/pause_s": max(one.pause_s for one in loaded),
         }
-        listed = ", ".join(
-            f"{name.removeprefix('windlass/')} {value:g}" for name, value in self.metrics.items()
-        )
-        log.info("%s is served by %d servers: %s", published.identity, len(loaded), listed)
+        log.info("%s is served by %d servers: %s", published.identity, len(loaded), listed(self.metrics))
         if self._log is not None:
             for name, value in self.metrics.items():
                 self._log[name].append(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from windlass import Receiver, WindlassCorrupt, WindlassInvalid, WindlassNotFound
 from windlass.frameworks.sender import Sender
@@ -167,7 +167,9 @@ def test_a_tied_head_is_not_completed_and_another_checkpoint_is_refused(tmp_path
         assert [name for name, _, _ in source.metadata()] == list(sent)
     with (
         WeightStream(checkpoint=tied).version(Passing(tensors())) as source,
-        pytest.raises(WindlassInvalid, match="'embed', .* is in the checkpoint"),
+        pytest.raises(
+            WindlassInvalid, match="5 tensors that were sent are not in the checkpoint .*, first 'embed'"
+        ),
     ):
         source.metadata()
     with (
@@ -175,3 +177,59 @@ def test_a_tied_head_is_not_completed_and_another_checkpoint_is_refused(tmp_path
         pytest.raises(WindlassNotFound, match="no checkpoint"),
     ):
         source.metadata()
+
+
+def test_a_trained_tensor_that_a_checkpoint_calls_otherwise_is_an_error_and_not_left_out(
+    tmp_path: Path,
+) -> None:
+    """As models with a vision tower have it: in memory one prefix more than on disk."""
+    stored = {"model.layers.0.weight": torch.zeros(2), "lm_head.weight": torch.zeros(2)}
+    path = checkpoint(tmp_path / "model", stored)
+    sent = {"model.language_model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}
+    with (
+        WeightStream(checkpoint=path).version(Passing(sent)) as source,
+        pytest.raises(WindlassInvalid, match="first 'model.language_model.layers.0.weight'") as e,
+    ):
+        source.metadata()
+    assert "give none" in e.value.advice
+    # A head that no checkpoint has is left out as ever.
+    with WeightStream(checkpoint=path).version([*stored.items(), ("v_head.weight", torch.ones(2))]) as source:
+        assert len(source.metadata()) == 3
+
+
+def test_experts_that_a_model_fuses_in_memory_are_published_as_its_checkpoint_has_them(
+    home: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        decoder_sparse_step=1,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "moe")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    sender = Sender({"model_id": "moe", "region_dir": str(home), "checkpoint": str(tmp_path / "moe")})
+    try:
+        sender.publish((name, parameter.detach()) for name, parameter in model.named_parameters())
+        source = sender.source()
+        with Receiver(home / "images", endpoint=source.endpoint, token=source.token) as receiver:
+            receiver.wait(1, 30.0)
+            model.save_pretrained(tmp_path / "trained")
+            wanted = load_file(tmp_path / "trained" / "model.safetensors")
+            with receiver.hold() as image:
+                assert sorted(image.tensors) == sorted(wanted)
+                assert all(torch.equal(image.tensors[name], tensor) for name, tensor in wanted.items())
+    finally:
+        sender.close()

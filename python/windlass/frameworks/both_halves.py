@@ -6,6 +6,7 @@ Owns: :class:`SendingHalf` and :class:`ReceivingHalf`, which their adapters are 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +47,12 @@ class SendingHalf:
             "model_id": manager.config.model_id,
             "incarnation": manager.incarnation,
             "version": self._sender.version + 1,
+            "exact": manager.version is not None,
         }
+
+    def published(self) -> dict[str, Any]:
+        """On the first rank: the same of the version that was published last."""
+        return {**self.where(), "version": self._sender.version}
 
     def publish(self, weights: Iterable[tuple[str, Any]]) -> Published:
         """Publishes a stream as the next version, on all ranks."""
@@ -93,33 +99,42 @@ class Staged:
 class ReceivingHalf:
     """One worker of an engine: brings versions to its host. One worker of a host pulls."""
 
-    def __init__(self, image_dir: str, timeout: float) -> None:
+    def __init__(self, image_dir: str | None, timeout: float) -> None:
         self._image_dir, self._timeout = image_dir, timeout
         self._next: PullOrder | None = None
         self._pulling: Pulling | None = None
         self._brought: Brought | None = None
+        self._busy = threading.Lock()
 
     def expect(self, source: Mapping[str, Any]) -> None:
         """Takes note of what comes next, as :meth:`SendingHalf.where` says it."""
-        self._next = PullOrder.from_dict({**source, "image_dir": self._image_dir, "timeout": self._timeout})
-        self._brought = None
+        new = PullOrder.from_dict({**source, "image_dir": self._image_dir, "timeout": self._timeout})
+        if self._pulling is not None and not self._pulling.follows(new):
+            # What is awaited from a trainer that is gone must not keep the next one waiting.
+            self._pulling.stop()
+        with self._busy:
+            self._next, self._brought = new, None
 
     def expect_next(self) -> None:
         """The version after the one that came last."""
         if self._brought is not None and self._next is not None:
             came = self._brought.identity
-            after = {"incarnation": came.incarnation, "version": came.version + 1}
+            after = {"incarnation": came.incarnation, "version": came.version + 1, "exact": True}
             self._next = PullOrder.from_dict({**self._next.to_dict(), **after})
             self._brought = None
 
     def bring(self) -> Staged:
         """Returns when what is expected is on this host; again is nothing."""
+        with self._busy:
+            return self._bring()
+
+    def _bring(self) -> Staged:
         start = time.monotonic()
         if self._next is None:
             raise WindlassInvalid("nobody said where the next version comes from")
         if self._brought is None:
             self._pulling = Pulling.of(self._next, self._pulling)
-            self._brought = self._pulling.bring(self._next.identity, self._timeout)
+            self._brought = self._pulling.bring(self._next.identity, self._timeout, exact=self._next.exact)
         brought = self._brought
         order = LoadOrder(
             image=str(brought.image),

@@ -1,4 +1,5 @@
-"""Getting into every worker process of Ray without a change of the program: ``RAY_RUNTIME_ENV_HOOK=windlass.ray.hook``.
+"""Getting into every worker process of Ray without a change of the program:
+``RAY_RUNTIME_ENV_HOOK=windlass.frameworks.ray_hook.hook``.
 
 Owns: :func:`hook`, which Ray calls with the runtime environment of each ``ray.init``, and :func:`setup`, which each worker process calls
 first. Called by Ray. Must not: take away what the program has set itself.
@@ -10,6 +11,8 @@ import importlib
 import logging
 import os
 from typing import Any
+
+from windlass.errors import WindlassUnsupported
 
 __all__ = ["hook", "in_every_worker", "setup"]
 
@@ -49,12 +52,11 @@ def hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
         env = dict(getattr(importlib.import_module(module), name)(env))
     theirs = env.get("worker_process_setup_hook")
     if theirs is not None and theirs != f"{__name__}.setup":
-        log.warning(
-            "windlass is not set up in Ray's workers: the program has a worker_process_setup_hook of its own (%r); call "
-            "windlass.frameworks.ray_hook.setup() in it",
-            theirs,
+        # A framework would quietly go its own way in workers that do not know us.
+        raise WindlassUnsupported(
+            f"windlass cannot be set up in Ray's workers: the program has a worker_process_setup_hook of its own ({theirs!r})",
+            f"call {__name__}.setup() in that, and unset {HOOK}",
         )
-        return env
     env["worker_process_setup_hook"] = f"{__name__}.setup"
     passed = [SETUP, *os.environ.get(_PASSED, "").split(",")]
     ours = {name: os.environ[name] for name in passed if name in os.environ}

@@ -7,15 +7,17 @@ twice, or none. Called by the adapters. Must not: know an engine.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import WeightManagerConfig
-from windlass.errors import WindlassNotFound
+from windlass.errors import WindlassError, WindlassNotFound
 from windlass.identity import Identity
+from windlass.names import SourceMap
 from windlass.publish.manager import WeightManager
 from windlass.publish.stream import WeightStream
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from windlass.publish.inputs import Weights
 
-__all__ = ["Published", "Sender", "Source", "reached_by"]
+__all__ = ["Published", "Sender", "Source", "listed", "ray_address", "reached_by"]
 
 log = logging.getLogger("windlass")
 
@@ -36,6 +38,10 @@ class Source:
     endpoint: str
     token: str | None
     tls_ca: str | None = None
+
+    def order(self, identity: Identity, timeout: float, image_dir: str | None) -> dict[str, Any]:
+        """What brings a version to an engine's host: a :class:`windlass.receive.pulling.PullOrder` as plain data."""
+        return {**asdict(self), **asdict(identity), "timeout": timeout, "image_dir": image_dir}
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,37 @@ def reached_by(address: str | None, settings: Mapping[str, Any]) -> dict[str, An
     say themselves where it listens."""
     agent = dict(settings.get("agent") or {})
     if address is not None and "bind" not in agent:
-        agent = {"bind": "0.0.0.0", "advertise_host": address, **agent}
+        every = "::" if ":" in address else "0.0.0.0"
+        agent = {"bind": every, "advertise_host": address, **agent}
     return {**settings, **({"agent": agent} if agent else {})}
+
+
+def listed(metrics: Mapping[str, float]) -> str:
+    """Figures for a line of a log.
+
+    >>> listed({"windlass/pause_s": 0.25, "windlass/wire_bytes": 4096.0})
+    'pause_s 0.25, wire_bytes 4096'
+    """
+    return ", ".join(f"{name.removeprefix('windlass/')} {value:g}" for name, value in metrics.items())
+
+
+def ray_address() -> str | None:
+    """The address by which other hosts reach this one, where Ray knows it."""
+    ray = sys.modules.get("ray")
+    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else None
+
+
+def _names_of(checkpoint: str) -> SourceMap | None:
+    """The names of a checkpoint's model in memory, if transformers knows it."""
+    where = Path(checkpoint)
+    folder = where if where.is_dir() else where.parent
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        return SourceMap.from_config(str(folder))
+    except (ImportError, WindlassError, ValueError, KeyError) as e:
+        log.warning("the names of %s are taken as they are: %s", folder, e)
+        return None
 
 
 class Sender:
@@ -83,8 +118,10 @@ class Sender:
     ) -> None:
         # Nobody but the engines is told of versions here, unless the user says so.
         config = WeightManagerConfig.from_dict({"controller": None, **dict(settings or {})})
-        self.manager = WeightManager(config, group=group)
-        self._stream = WeightStream(rank, world_size, checkpoint=config.checkpoint)
+        # Frameworks send what the model has in memory, which may be called or fused otherwise in a checkpoint.
+        names = None if config.checkpoint is None else _names_of(config.checkpoint)
+        self.manager = WeightManager(config, names=names, group=group)
+        self._stream = WeightStream(rank, world_size, checkpoint=config.checkpoint, names=names)
         self._rank = rank, world_size
         self._version = 0
 

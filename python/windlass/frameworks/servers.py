@@ -69,7 +69,8 @@ class Loaded:
 class Servers:
     """Some vLLM servers, each with the token of its routes.
 
-    ``image_dir`` is a directory on the servers' hosts, best in memory. ``pause`` says how generation is paused. ``timeout`` bounds one version: bringing and loading it everywhere.
+    ``image_dir`` is a directory on the servers' hosts, best in memory. ``pause`` says how generation is paused. ``timeout`` bounds one
+    version: bringing and loading it everywhere; ``away`` how long a server may not answer meanwhile.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Servers:
         *,
         token: str | None = None,
         token_file: str | Path | None = None,
-        image_dir: str = "/dev/shm/windlass-images",
+        image_dir: str | None = None,
         pause: PauseOptions | None = None,
         timeout: float = 600.0,
+        away: float = 120.0,
     ) -> None:
         if token is not None and token_file is not None:
             raise WindlassInvalid("give a token or the file that holds it, not both")
@@ -88,6 +90,7 @@ class Servers:
             token = _windlass.read_token(Path(token_file))
         self._token, self._image_dir, self._timeout = token, image_dir, timeout
         self._pause = pause or PauseOptions()
+        self._away = away
         self._servers: dict[str, HttpClient] = {}
         for url in [urls] if isinstance(urls, str) else urls:
             self.add(url)
@@ -108,7 +111,7 @@ class Servers:
     def only(self, url: str) -> Servers:
         """A server that is not among them yet, alone."""
         how: dict[str, Any] = {"image_dir": self._image_dir, "pause": self._pause, "timeout": self._timeout}
-        return Servers(url, token=self._token, **how)
+        return Servers(url, token=self._token, away=self._away, **how)
 
     def remove(self, url: str) -> None:
         """One server less."""
@@ -169,16 +172,7 @@ class Servers:
         known = self._brought.get(client.url)
         if known is not None and known[0] == identity:
             return known[1:]
-        body = {
-            "endpoint": source.endpoint,
-            "token": source.token,
-            "tls_ca": source.tls_ca,
-            "image_dir": self._image_dir,
-            "model_id": identity.model_id,
-            "incarnation": identity.incarnation,
-            "version": identity.version,
-            "timeout": _left(until),
-        }
+        body = source.order(identity, _left(until), self._image_dir)
         said = client.post(f"{PREFIX}/pull", body, stage="pull the version", timeout=_left(until)).object()
         told = said["image"], said["wire_bytes"], said["ms"] / 1e3
         self._brought[client.url] = (identity, *told)
@@ -186,7 +180,9 @@ class Servers:
 
     def _each(self, what: str, act: Callable[[HttpClient, float], T], timeout: float | None) -> list[T]:
         """Does something with all servers at once; errors of all of them in one."""
-        if not self._servers:
+        # Servers may be added and removed meanwhile.
+        clients = list(self._servers.values())
+        if not clients:
             raise WindlassInvalid("there are no servers to bring a version to")
         until = time.monotonic() + (self._timeout if timeout is None else timeout)
         done: dict[str, T] = {}
@@ -194,29 +190,29 @@ class Servers:
 
         def one(client: HttpClient) -> None:
             try:
-                done[client.url] = _answered(client, act, until)
+                done[client.url] = _answered(client, act, until, self._away)
             except WindlassError as e:
                 failures[client.url] = e
 
-        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="windlass-servers") as pool:
-            list(pool.map(one, self._servers.values()))
+        with ThreadPoolExecutor(len(clients), thread_name_prefix="windlass-servers") as pool:
+            list(pool.map(one, clients))
         if failures:
-            raise EnginesFailed.at(what, failures, len(self._servers))
-        return [done[url] for url in self._servers]
+            raise EnginesFailed.at(what, failures, len(clients))
+        return [done[client.url] for client in clients]
 
 
-def _answered(client: HttpClient, act: Callable[[HttpClient, float], T], until: float) -> T:
+def _answered(client: HttpClient, act: Callable[[HttpClient, float], T], until: float, away: float) -> T:
     """What a server answers, once it does: one that is away may be on its way back."""
-    told = False
+    gone: float | None = None
     while True:
         try:
             return act(client, until)
         except WindlassPeerLost as e:
-            if time.monotonic() + AGAIN_S >= until:
+            if gone is None:
+                gone = time.monotonic()
+                log.warning("%s does not answer, and is asked again for %g s: %s", client.url, away, e)
+            if time.monotonic() + AGAIN_S >= min(until, gone + away):
                 raise WindlassTimeout(f"{e}; it did not come back in time", e.advice) from e
-            if not told:
-                told = True
-                log.warning("%s does not answer, and is asked again until the deadline: %s", client.url, e)
             time.sleep(AGAIN_S)
 
 

@@ -16,12 +16,21 @@ from typing import Literal
 
 from windlass.errors import WindlassInvalid
 
-__all__ = ["Chosen", "Selection"]
+__all__ = ["Chosen", "Selection", "is_usual_extra"]
 
 logger = logging.getLogger("windlass")
 
 _HEADS = ("v_head", "value_head", "critic_head", "reward_head")
 _USUAL_EXTRAS = ("score.*", *(f"{head}.*" for head in _HEADS), *(f"*.{head}.*" for head in _HEADS))
+
+
+def is_usual_extra(name: str) -> bool:
+    """Whether a tensor has the usual name of one that no engine loads.
+
+    >>> is_usual_extra("v_head.weight"), is_usual_extra("lm_head.weight")
+    (True, False)
+    """
+    return _matches(name, _USUAL_EXTRAS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ import torch
 
 from windlass.dtypes import dtype_name, torch_dtype
 from windlass.errors import WindlassCorrupt, WindlassInvalid
+from windlass.names import SourceMap
 from windlass.names.checkpoint import Stored, stored_tensors
+from windlass.names.selection import is_usual_extra
 from windlass.publish.sources import pair_of
 from windlass.receive.memory import tensor_at
 
@@ -52,12 +54,19 @@ class WeightStream:
     same way on all ranks, so that nobody has to be asked. Later versions must have the same names, dtypes and shapes.
 
     With ``checkpoint``, tensors that are in it and do not pass by are published as they are there: frozen weights, which some
-    frameworks never send.
+    frameworks never send. What passes by must be in it then, by the names that ``names`` gives it.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, *, checkpoint: str | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        checkpoint: str | None = None,
+        names: SourceMap | None = None,
+    ) -> None:
         self._rank, self._world_size = rank, world_size
-        self._checkpoint = checkpoint
+        self._checkpoint, self._names = checkpoint, names or SourceMap()
         self._known: dict[str, _Known] | None = None
 
     def version(self, pairs: Pairs) -> OnePass:
@@ -97,16 +106,20 @@ class WeightStream:
     def _missing(self, checkpoint: str, came: dict[str, _Known]) -> dict[str, Stored]:
         """What the checkpoint has and the stream has not."""
         stored = stored_tensors(checkpoint)
-        if came and stored.keys().isdisjoint(came):
+        # It is what the tensor that came is, not what the file says.
+        tied = _tied(checkpoint)
+        sent = {view.name: name for name, row in came.items() for view in self._names.views(name, row.shape)}
+        unknown = [
+            image for image in sent if image not in stored and image not in tied and not is_usual_extra(image)
+        ]
+        if unknown:
+            # Left out, it would be published as it is in the checkpoint, untrained and under another name.
             raise WindlassInvalid(
-                f"no tensor that was sent ({next(iter(came))!r}, ...) is in the checkpoint {checkpoint!r} "
-                f"({next(iter(stored), None)!r}, ...)",
-                "name the checkpoint of the model that is trained",
+                f"{len(unknown)} tensors that were sent are not in the checkpoint {checkpoint!r}, first {sent[unknown[0]]!r}: it is "
+                "of another model, or calls them by other names",
+                "name the checkpoint of the model that is trained, or give none and say which dtype engines compute in",
             )
-        missing = {name: entry for name, entry in stored.items() if name not in came}
-        for tied in _tied(checkpoint):
-            # It is what the tensor that came is, not what the file says.
-            missing.pop(tied, None)
+        missing = {name: entry for name, entry in stored.items() if name not in sent and name not in tied}
         if missing:
             size, first = sum(entry.size for entry in missing.values()), next(iter(missing))
             log.warning(

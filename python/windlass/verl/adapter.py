@@ -6,6 +6,7 @@ anything else is loaded.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout import ServerAdapter
@@ -27,7 +28,7 @@ class WindlassServerAdapter(ServerAdapter):  # type: ignore[misc]
         if not self._ensure_server_handle():
             return
         # The server drops what its workers answer; what they raise comes through.
-        await self._execute_method("windlass_load_or_raise", args=(order.to_dict(),))
-        await self.server_handle.clear_kv_cache.remote()
+        await self._execute_method("windlass_load_or_raise", timeout=order.timeout, args=(order.to_dict(),))
+        await asyncio.wait_for(self.server_handle.clear_kv_cache.remote(), order.timeout)
         if global_steps is not None:
             await self.server_handle.set_global_steps.remote(global_steps)

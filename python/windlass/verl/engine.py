@@ -15,12 +15,20 @@ from verl.checkpoint_engine.base import CheckpointEngine
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.frameworks.both_halves import ReceivingHalf, SendingHalf, plain
+from windlass.frameworks.sender import ray_address
 from windlass.load.order import LoadOrder
 
 __all__ = ["Received", "WindlassCheckpointEngine"]
 
 #: verl's adapter to vLLM, and the one that loads versions by plan.
-ADAPTERS = {("vllm", "async"): "windlass.verl.adapter.WindlassServerAdapter"}
+ADAPTERS = {
+    ("vllm", "async"): (
+        "verl.workers.rollout.vllm_rollout.ServerAdapter",
+        "windlass.verl.adapter.WindlassServerAdapter",
+    )
+}
+#: The engine whose export is its parameters under their names; others convert or gather them first.
+FSDP = "verl.workers.engine.fsdp.transformer_impl"
 
 
 class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -37,7 +45,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         is_master: bool = False,
         *,
         model_id: str = "policy",
-        image_dir: str = "/dev/shm/windlass-images",
+        image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
         manager: Mapping[str, Any] | None = None,
@@ -46,7 +54,10 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         from verl.workers.rollout import base
 
-        base._ROLLOUT_REGISTRY.update(ADAPTERS)
+        for key, (theirs, ours) in ADAPTERS.items():
+            # Not if somebody has put an adapter of their own there.
+            if base._ROLLOUT_REGISTRY.get(key) == theirs:
+                base._ROLLOUT_REGISTRY[key] = ours
         self.is_master = is_master
         self.shards = shards
         self.bucket_size = bucket_size
@@ -62,8 +73,16 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # Both sides.
 
     def prepare(self, dtype: str | None = None) -> dict[str, Any]:
-        """In the first actor: where the next version will be. ``dtype`` is the rollout's."""
-        return self._sender(dtype).where() if self.is_master else {}
+        """In the first actor: where the next version will be. ``dtype`` is the rollout's, the same for all actors."""
+        if dtype is None and not self.is_master:
+            # In verl's own order of calls this may be a worker of the rollout.
+            return {}
+        sender = self._sender(dtype)
+        return sender.where() if self.is_master else {}
+
+    def published(self) -> dict[str, Any]:
+        """In the first actor: where the version is that was sent last."""
+        return self._sender(None).published() if self.is_master else {}
 
     @classmethod
     def build_topology(
@@ -72,8 +91,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Every worker of the rollout is told where the first actor publishes; actors need to be told nothing."""
         if not metadata or "endpoint" not in metadata[0]:
             raise WindlassInvalid(
-                "the first actor did not say where it publishes",
-                "update verl, or report the version that has its ranks in another order",
+                "the first of verl's actors is not the one that publishes: rank 0 was expected first among those that prepared"
             )
         return {}, {"source": [metadata[0]] * rollout_world_size}
 
@@ -107,23 +125,20 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _module(self, engine: Any) -> torch.nn.Module | None:
         """The model whose shards can be published as they are: that of FSDP2, without adapters and quantisation."""
         module = getattr(engine, "module", None)
-        if (
-            not self.shards
-            or not isinstance(module, torch.nn.Module)
-            or getattr(engine, "_qat_enabled", False)
-        ):
+        plainly = getattr(type(engine).get_per_tensor_param, "__module__", None) == FSDP
+        if not self.shards or not plainly or getattr(engine, "_qat_enabled", False):
+            return None
+        if not isinstance(module, torch.nn.Module):
             return None
         sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
         return module if sharded and not hasattr(module, "peft_config") else None
 
     def _sender(self, dtype: str | None) -> SendingHalf:
         if self._sending is None:
-            import ray
-
             settings = dict(self._settings)
             if dtype is not None and "checkpoint" not in settings:
                 settings.setdefault("generator_dtype", dtype)
-            self._sending = SendingHalf(settings, self._timeout, ray.util.get_node_ip_address())
+            self._sending = SendingHalf(settings, self._timeout, ray_address())
         return self._sending
 
     # A worker of the rollout.

@@ -13,6 +13,8 @@ import time
 from types import ModuleType
 from typing import Any
 
+from windlass.frameworks.sender import listed
+
 __all__ = ["BACKEND", "install"]
 
 log = logging.getLogger("windlass")
@@ -43,21 +45,23 @@ def install(base: ModuleType) -> None:
 
 async def _update(base: ModuleType, manager: Any, global_steps: int | None) -> dict[str, Any]:
     begun = time.monotonic()
-    actors = manager.actor_wg
-    workers = [worker for replica in manager.replicas for worker in replica.workers]
-    rollout = base.RayWorkerGroup(
-        worker_handles=workers, ray_cls_with_init=base.RayClassWithInitArgs(cls=base._worker_cls)
-    )
-    dtype = next((getattr(replica.config, "dtype", None) for replica in manager.replicas), None)
-    told = await _all(
-        actors.execute_checkpoint_engine(["prepare"] * actors.world_size, dtype=[dtype] * actors.world_size)
-    )
-    topology = manager.backend_cls.build_topology(actors.world_size, rollout.world_size, told)
-    await _all(rollout.execute_checkpoint_engine(["init_process_group"] * rollout.world_size, **topology[1]))
+    actors, replicas = manager.actor_wg, list(manager.replicas)
+    dtype = next((getattr(replica.config, "dtype", None) for replica in replicas), None)
+    await _all(_actors(actors, "prepare", dtype=[dtype] * actors.world_size))
     # verl gives the training engine itself, with its shards, to a backend that this mode names.
     metrics: dict[str, Any] = {}
     for one in await _all(actors.update_weights(global_steps=global_steps, mode="delta_sharded")):
         metrics.update(one or {})
+    if not replicas:
+        log.warning("step %s was published, and there is no replica that could load it", global_steps)
+        return metrics
+    told = await _all(_actors(actors, "published"))
+    workers = [worker for replica in replicas for worker in replica.workers]
+    rollout = base.RayWorkerGroup(
+        worker_handles=workers, ray_cls_with_init=base.RayClassWithInitArgs(cls=base._worker_cls)
+    )
+    _, sources = manager.backend_cls.build_topology(actors.world_size, rollout.world_size, told)
+    await _all(rollout.execute_checkpoint_engine(["init_process_group"] * rollout.world_size, **sources))
     staged = await _all(rollout.execute_checkpoint_engine(["stage"] * rollout.world_size))
     metrics["windlass/stage_s"] = max(one["windlass/stage_s"] for one in staged)
     metrics["windlass/wire_bytes"] = sum(one["windlass/wire_bytes"] for one in staged)
@@ -68,11 +72,19 @@ async def _update(base: ModuleType, manager: Any, global_steps: int | None) -> d
     await manager.resume_generation_replicas()
     ended = time.monotonic()
     metrics["windlass/pause_s"], metrics["windlass/sync_s"] = ended - paused, ended - begun
-    listed = ", ".join(f"{name.removeprefix('windlass/')} {value:g}" for name, value in metrics.items())
-    log.info("step %s is served by %d replicas: %s", global_steps, len(manager.replicas), listed)
+    log.info("step %s is served by %d replicas: %s", global_steps, len(replicas), listed(metrics))
     return metrics
 
 
+def _actors(actors: Any, method: str, **arguments: list[Any]) -> list[Any]:
+    return list(actors.execute_checkpoint_engine([method] * actors.world_size, **arguments))
+
+
 async def _all(calls: list[Any]) -> list[Any]:
-    """What all workers answer. The driver's loop goes on meanwhile."""
-    return list(await asyncio.gather(*calls))
+    """What all workers answer, once all have ended: the next sync must not meet one of them at work. The driver's loop goes on
+    meanwhile."""
+    told = await asyncio.gather(*calls, return_exceptions=True)
+    for one in told:
+        if isinstance(one, BaseException):
+            raise one
+    return list(told)

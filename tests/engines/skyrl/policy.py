@@ -105,6 +105,9 @@ def rank_main(rank: int, world: int, port: int, model: str, urls: list[str], ima
         await worker.init_weight_sync_state(client, engine)
         for step in range(1, 100):
             await worker.broadcast_to_inference_engines(client, engine)
+            if rank == 0:
+                # As SkyRL's dispatch does.
+                await client.resume_generation()
             expected = answers()
             said: list[Any] = [None]
             if rank == 0:

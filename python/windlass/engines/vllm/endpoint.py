@@ -288,10 +288,16 @@ class WindlassEndpoint:
         return await asyncio.shield(asyncio.get_running_loop().create_task(self._bring(order)))
 
     async def _bring(self, order: PullOrder) -> Plain:
+        if self._pulling is not None and not self._pulling.follows(order):
+            # What is awaited from a trainer that is gone must not keep the next one waiting.
+            self._pulling.stop()
         async with self._pulls:
             begun = time.monotonic()
-            self._pulling = await asyncio.to_thread(Pulling.of, order, self._pulling)
-            brought = await asyncio.to_thread(self._pulling.bring, order.identity, order.timeout)
+            pulling = await asyncio.to_thread(Pulling.of, order, self._pulling)
+            self._pulling = pulling
+            brought = await asyncio.to_thread(
+                lambda: pulling.bring(order.identity, order.timeout, exact=order.exact)
+            )
             synced = brought.synced
             carried = {"mode": "none", "wire_bytes": 0}
             if synced is not None:

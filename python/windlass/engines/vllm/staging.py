@@ -49,9 +49,12 @@ class Bringing:
         try:
             if before is not None:
                 self._before = None
+                if before._pulling is not None and not before._pulling.follows(order):
+                    # What is awaited from a trainer that is gone must not keep the next one waiting.
+                    before._pulling.stop()
                 before._thread.join()
             self._pulling = Pulling.of(order, None if before is None else before._pulling)
-            brought = self._pulling.bring(order.identity, order.timeout)
+            brought = self._pulling.bring(order.identity, order.timeout, exact=order.exact)
             self._told = {
                 "error": None,
                 "image": str(brought.image),
