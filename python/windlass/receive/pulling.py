@@ -31,8 +31,6 @@ KEPT = 4
 LOOK_S = 0.01
 #: After how long the process that pulls is asked to let go, and how often it looks whether it is.
 ASK_S, IDLE_S = 2.0, 0.25
-#: How long one wait for a version lasts before it is seen whether the pull was called off.
-SLICE_S = 2.0
 
 
 def default_image_dir() -> str:
@@ -147,15 +145,15 @@ class Pulling:
         begun = time.monotonic()
         until = begun + timeout
         image = self.image_of(wanted.model_id)
-        asked = False
+        ask = begun + ASK_S
         while not self._is_first(wanted.model_id):
             self._check_stopped()
             # The one that pulls may die meanwhile: then it is up to this one.
             found = self._look(image, wanted.model_id, 0.0)
             if found is not None and _is_enough(found.identity, wanted, exact):
                 return found
-            if not asked and time.monotonic() >= begun + ASK_S:
-                asked = True
+            if time.monotonic() >= ask:
+                ask += ASK_S
                 self._wanted(wanted.model_id).touch()
             if time.monotonic() >= until:
                 raise WindlassTimeout(
@@ -173,13 +171,16 @@ class Pulling:
                 keep_deltas=KEPT,
                 timeout=max(1.0, until - time.monotonic()),
             )
-        synced = self._pull(self._receiver, wanted, until)
+        left = max(1.0, until - time.monotonic())
+        synced = self._receiver.wait(wanted.version, left, self._stopped)
         found = self._look(image, wanted.model_id, max(1.0, until - time.monotonic()))
         if found is None or not _is_enough(found.identity, wanted, exact):
             raise WindlassStale(
                 f"{wanted} was asked for, and the agent at {self._from[0]} has {found and found.identity}",
                 "ask the trainer that publishes it",
             )
+        # Whoever asked meanwhile has it now.
+        self._wanted(wanted.model_id).unlink(missing_ok=True)
         return replace(found, synced=synced)
 
     def close(self) -> None:
@@ -187,16 +188,6 @@ class Pulling:
         self._stopped.set()
         with self._busy:
             self._let_go()
-
-    def _pull(self, receiver: Receiver, wanted: Identity, until: float) -> Synced:
-        while True:
-            left = until - time.monotonic()
-            try:
-                return receiver.wait(wanted.version, max(0.1, min(SLICE_S, left)))
-            except WindlassTimeout:
-                self._check_stopped()
-                if left <= SLICE_S:
-                    raise
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from windlass import _windlass
 from windlass.config import Known, TransferStatus
 from windlass.errors import (
+    WindlassCancelled,
     WindlassCorrupt,
     WindlassDenied,
     WindlassError,
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Image", "Receiver", "Synced", "open_image"]
+
+#: How often it is seen whether somebody still waits.
+STOP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -169,14 +174,17 @@ class Receiver:
         newer = self._inner.wait_newer(timeout)
         return None if newer is None else (int(newer[0], 16), newer[1])
 
-    def wait(self, version: int, timeout: float = 60.0) -> Synced:
+    def wait(self, version: int, timeout: float = 60.0, stop: threading.Event | None = None) -> Synced:
         """Syncs until the image is at ``version`` or beyond, and tells how the last sync went.
 
-        An agent that is away, or dies, is waited for as the version is: its trainer starts another one.
+        An agent that is away, or dies, is waited for as the version is: its trainer starts another one. If ``stop`` is set, waiting
+        ends with an error; a transfer that is under way is not cut short.
         """
         until = time.monotonic() + timeout
         lost: WindlassError | None = None
         while True:
+            if stop is not None and stop.is_set():
+                raise WindlassCancelled(f"nobody waits for version {version} any more")
             told: Synced | None = None
             try:
                 # Before the first version there is nothing to sync to; it is waited for like any other.
@@ -187,7 +195,7 @@ class Receiver:
                     return told
                 lost = None
                 if (left := until - time.monotonic()) > 0:
-                    self.wait_newer(left)
+                    self.wait_newer(left if stop is None else min(left, STOP_S))
             except (WindlassPeerLost, WindlassTimeout, WindlassStale, WindlassCorrupt) as e:
                 lost = e
                 time.sleep(max(0.0, min(0.1, until - time.monotonic())))
