@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 def cluster() -> Iterator[None]:
     """A cluster of this machine. Its workers inherit the environment, where the tests' modules are found."""
     changed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": environment()["PYTHONPATH"]}
+    # Ray's workers stand back for everything else on the machine, such as other tests.
+    changed["RAY_worker_niceness"] = "0"
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     for turn in range(4):
@@ -139,8 +141,9 @@ def test_actors_sync_by_the_other_strategies_too(tmp_path: Path, kind: str) -> N
         end(training, serving)
 
 
+@pytest.mark.timeout(400)
 def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
-    training, serving, sync = actors(broadcast({}, {}, timeout=5.0), tmp_path, 1, [1, 1])
+    training, serving, sync = actors(broadcast({}, {}, timeout=30.0), tmp_path, 1, [1, 1])
     try:
         sync.initialize()
         sync.sync_weights()
@@ -148,7 +151,7 @@ def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
         begun = time.monotonic()
         with pytest.raises(WindlassError, match="engine 1 died") as lost:
             sync.sync_weights()
-        assert time.monotonic() - begun < 40
+        assert time.monotonic() - begun < 240
         assert isinstance(lost.value, (EnginesFailed, WindlassPeerLost))
         assert "engine 0 died" not in str(lost.value)
     finally:
@@ -156,7 +159,7 @@ def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
 
 
 def test_a_dead_trainer_is_named(tmp_path: Path) -> None:
-    training, serving, sync = actors(broadcast({}, timeout=5.0), tmp_path, 2, [1])
+    training, serving, sync = actors(broadcast({}, timeout=30.0), tmp_path, 2, [1])
     try:
         sync.initialize()
         os.kill(ray.get(training[1].pid.remote(), timeout=240), signal.SIGKILL)
