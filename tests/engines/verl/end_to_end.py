@@ -114,8 +114,8 @@ async def main(trained: str, served: str, images: str, result: str) -> None:
         sys.stderr.write(f"{what}: {told['seconds'][what]} s\n")
 
     ray.init(
-        num_cpus=32,
-        num_gpus=8,
+        num_cpus=64,
+        num_gpus=16,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         runtime_env={"env_vars": {name: os.environ[name] for name in PASSED_ON if name in os.environ}},

@@ -34,7 +34,7 @@ class PlatformCPU(PlatformBase):
         return "cpu"
 
     def device_count(self) -> int:
-        return 8
+        return 16
 
     def set_device(self, index: int) -> None:
         pass
