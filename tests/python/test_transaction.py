@@ -62,6 +62,9 @@ class Scripted:
         self.is_paused = False
         self.calls.append("resume")
 
+    def dtype(self) -> str:
+        return "bfloat16"
+
     async def paused(self) -> bool:
         return self.is_paused
 

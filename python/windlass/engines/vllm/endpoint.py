@@ -132,6 +132,10 @@ class _Engine:
             told = await self.client.collective_rpc(method, args=args)
         return [dict(worker) for worker in told]
 
+    def dtype(self) -> str:
+        """What the model computes in."""
+        return str(self.client.vllm_config.model_config.dtype).removeprefix("torch.")
+
     async def can_load_between_steps(self) -> bool:
         """Whether a load can be one call of the core. Replicas have cores of their own, which pause together."""
         if self._between_steps is None:
@@ -267,7 +271,7 @@ class WindlassEndpoint:
             "engine": "vllm",
             "engine_version": vllm_version(),
             "incarnation": self._incarnation,
-            "dtype": str(engine.client.vllm_config.model_config.dtype).removeprefix("torch."),
+            "dtype": engine.dtype(),
             "paused": self._paused,
             "fenced": self._fenced is not None,
             "fence": None if self._fenced is None else self._fenced.to_dict(),
