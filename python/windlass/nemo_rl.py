@@ -42,7 +42,8 @@ class WindlassCheckpointEngine(Base):
 
     ``image_dir`` is a directory in memory on the engines' hosts, ``dtype`` what weights are cast to, ``manager`` are further fields of
     :class:`windlass.WeightManagerConfig`, and ``timeout`` bounds one refit. ``role`` says which half this is, where that cannot be seen.
-    ``release_after_refit`` is NeMo-RL's own and asks for nothing here: what is kept between refits is what the next one needs.
+    ``release_after_refit`` and ``update_weights_bucket_memory_ratio`` are read by NeMo-RL itself, which hands all settings on. Nothing is
+    released here after a refit: what is kept is what the next one needs, and it is in the host's memory.
     """
 
     #: The image serves the next refit too.

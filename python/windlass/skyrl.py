@@ -271,7 +271,7 @@ class _Sending:
             all(one["state"] == "clean" for one in reports)
             and len({str(one["live"]) for one in reports}) == 1
         ):
-            await client.resume_generation()
+            await asyncio.wait_for(client.resume_generation(), 60.0)
         else:
             log.error("the engines stay paused: not all of them have whole weights of one version")
 

@@ -117,11 +117,12 @@ class ReceivingHalf:
 
     def expect_next(self) -> None:
         """The version after the one that came last."""
-        if self._brought is not None and self._next is not None:
-            came = self._brought.identity
-            after = {"incarnation": came.incarnation, "version": came.version + 1, "exact": True}
-            self._next = PullOrder.from_dict({**self._next.to_dict(), **after})
-            self._brought = None
+        with self._busy:
+            if self._brought is not None and self._next is not None:
+                came = self._brought.identity
+                after = {"incarnation": came.incarnation, "version": came.version + 1, "exact": True}
+                self._next = PullOrder.from_dict({**self._next.to_dict(), **after})
+                self._brought = None
 
     def bring(self) -> Staged:
         """Returns when what is expected is on this host; again is nothing."""

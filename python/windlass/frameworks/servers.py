@@ -224,12 +224,22 @@ def own_address(urls: Sequence[str]) -> str | None:
     """The address by which servers on other hosts reach this one; ``None`` if all of them are here."""
     for url in urls:
         host = urlsplit(url).hostname
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:
-                # Nothing is sent: the system only says which way it would go.
-                probe.connect(address)
-                own = probe.getsockname()[0]
+        try:
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        except OSError as e:
+            raise WindlassInvalid(
+                f"the host of {url} has no address: {e}", "see whether its name is right"
+            ) from e
+        for family, kind, _, _, address in found:
+            try:
+                with socket.socket(family, kind) as probe:
+                    # Nothing is sent: the system only says which way it would go.
+                    probe.connect(address)
+                    own = str(probe.getsockname()[0])
+            except OSError:
+                # No way leads there, as to an IPv6 address from a host without IPv6.
+                continue
             if own != address[0] and not own.startswith("127."):
-                return str(own)
+                return own
             break
     return None

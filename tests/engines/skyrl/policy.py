@@ -59,6 +59,7 @@ def rank_main(rank: int, world: int, port: int, model: str, urls: list[str], ima
     windlass.skyrl.install(**how)
 
     import skyrl.backends.skyrl_train.distributed.fsdp_utils as fsdp_utils
+    import skyrl.backends.skyrl_train.inference_servers.utils as server_utils
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker as fsdp_worker
     import skyrl.train.utils.ray_logging as ray_logging
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
@@ -66,6 +67,19 @@ def rank_main(rank: int, world: int, port: int, model: str, urls: list[str], ima
 
     import tiny
 
+    # What SkyRL starts its servers with took the name over before.
+    for backend, colocated, wanted in [
+        ("windlass", False, "windlass"),
+        ("nccl", False, "nccl"),
+        ("nccl", True, "ipc"),
+    ]:
+        assert server_utils.get_transfer_strategy(backend, colocated) == wanted
+    try:
+        server_utils.get_transfer_strategy("windlass", True)
+    except windlass.WindlassUnsupported as e:
+        assert "colocate_all" in str(e)
+    else:
+        raise AssertionError("colocated engines were not refused")
     fsdp_utils.init_device_mesh = meshes.init_device_mesh
     ray_logging.redirect_actor_output_to_file = lambda *_, **__: None
     cfg = SkyRLTrainConfig()

@@ -92,7 +92,7 @@ impl Group {
         let moved = newest.is_none_or(|n| n <= version) && lineage.endpoint() != endpoint;
         if moved {
             // The agent was restarted: orders that name its old address must be sent again.
-            lineage.endpoints.insert(version, endpoint.to_owned());
+            lineage.move_to(version, endpoint);
         }
         // Managers repeat their last announcement, which gives no reason to try again.
         let newer = newest.is_none_or(|n| n < version) || moved;

@@ -62,6 +62,17 @@ impl Lineage {
         Lineage { incarnation, endpoints, announced, absent, low: 0, pressed: false, released: None }
     }
 
+    /// Its agent was announced at `endpoint` together with `version`.
+    pub(super) fn move_to(&mut self, version: Version, endpoint: &str) {
+        self.endpoints.insert(version, endpoint.to_owned());
+        if self.endpoints.len() > Self::MAX_ANNOUNCED
+            && self.endpoints.pop_first().is_some()
+            && let Some((_, oldest)) = self.endpoints.pop_first()
+        {
+            self.endpoints.insert(0, oldest);
+        }
+    }
+
     /// Where its agent is, as far as versions that are not absent tell.
     pub(super) fn endpoint(&self) -> &str {
         self.announced_at(self.newest().unwrap_or(self.low))

@@ -55,7 +55,8 @@
 //! model resets a failed stage, a load resets everything, and a newer announced version is tried as after a first failure.
 //!
 //! **Absent versions.** If the agent does not show a version that its trainer announced, or no agent answers at the announced
-//! endpoint ([`Event::Absent`]), and no receiver has the version, it does not count as announced, and neither does its endpoint. Its round ends, and any other version may be served, including a lower
+//! endpoint ([`Event::Absent`]), and no receiver has the version, it does not count as announced, and neither does its
+//! endpoint. Its round ends, and any other version may be served, including a lower
 //! one, because no load of it has begun. While the receivers have nothing else to stage they ask for it again. When the
 //! trainer announces it again, or a receiver finds it, it counts again. [`Blocked::Absent`] and [`Action::Absent`] report it.
 //!

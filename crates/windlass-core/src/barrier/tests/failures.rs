@@ -1,6 +1,7 @@
 //! What happens when things go wrong: deaths, failures, deadlines, resumed trainers, stale words.
 
 use super::*;
+use crate::barrier::member::Lineage;
 use crate::error::Kind;
 
 #[test]
@@ -678,4 +679,17 @@ fn staged_versions_that_are_given_up_are_called_off() {
     t.load(0);
     let actions = t.fail(1, Phase::Loading, id("actor", 1, 10));
     assert_eq!(called_off(&actions, 1), [id("actor", 1, 10), id("verifier", 1, 10)]);
+}
+
+#[test]
+fn endpoints_of_a_trainer_that_moves_with_every_version_are_bounded() {
+    let mut lineage = Lineage::new(Incarnation(1), "agent:0".to_owned());
+    for version in 1..5000 {
+        lineage.move_to(version, &format!("agent:{version}"));
+        lineage.announce(version);
+        assert!(lineage.endpoints.len() <= 1024);
+        assert_eq!(lineage.endpoint(), format!("agent:{version}"));
+    }
+    // What is forgotten is asked for at the oldest that is known.
+    assert_eq!(lineage.endpoints.get(&0).map(String::as_str), Some("agent:3976"));
 }
