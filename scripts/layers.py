@@ -94,6 +94,7 @@ PYTHON_ROOMS = {
     "frameworks": [*BELOW, "receive", "publish", "transfer", "load", "engines"],
     "trl": [*BELOW, "engines", "frameworks"],
     "verl": [*BELOW, "receive", "load", "frameworks"],
+    "disk": [*BELOW, "controller"],
     "skyrl": [*BELOW, "receive", "load", "engines", "frameworks"],
     "nemo_rl": [*BELOW, "frameworks"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],

@@ -27,12 +27,12 @@ PATIENCE = 120.0
 
 
 class Sidecar:
-    """``windlass receive`` with engines, and what it says."""
+    """``windlass receive`` with engines, or another service, and what it says."""
 
-    def __init__(self, *options: str, env: Mapping[str, str] = {}) -> None:
+    def __init__(self, *options: str, service: str = "receive", env: Mapping[str, str] = {}) -> None:
         import os
 
-        command = [sys.executable, "-m", "windlass", "receive", "--json", *options]
+        command = [sys.executable, "-m", "windlass", service, "--json", *options]
         environment = {**os.environ, "PYTHONPATH": str(servers.PACKAGE), **env}
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE

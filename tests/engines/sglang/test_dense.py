@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import servers
 import tiny
 from flight import of_sglang
-from sidecar import Proxy
+from sidecar import Proxy, Sidecar
 from windlass.engines.sglang import SGLangWeightLoader, colocated
 from windlass.engines.sglang.custom import PATH
 from windlass.errors import (
@@ -95,6 +96,32 @@ def test_versions_in_a_row_are_what_the_server_answers(
         assert loaded.label == label_of(server) == f"windlass:{order['incarnation']:016x}:{policy.version}"
         assert right(server, policy)
     assert not mine.dirty
+
+
+def test_the_server_loads_the_directories_of_the_disk_bridge(
+    server: servers.Sglang, policy: Policy, home: Path, checkpoint: Callable[[tiny.Kind], Path]
+) -> None:
+    region, images, name = home / "bridge", home / "bridge-images", "weight_v%06d"
+    follow = [f"--follow={home}/trainer/{name}", "--marker=STABLE", "--model=bridge", f"--region={region}"]
+    receive = [f"--region={region}", f"--dir={images}", f"--as-dir={home}/engine/{name}"]
+    with (
+        Sidecar(*follow, service="publish") as publisher,
+        Sidecar(*receive, f"--model-dir={checkpoint('qwen3')}") as receiver,
+    ):
+        for version in (1, 2, 3):
+            policy.step(sparsely=True)
+            written = home / "trainer" / f"weight_v{version:06d}"
+            policy.model.save_pretrained(written)
+            (written / "STABLE").touch()
+            publisher.wait("published")
+            assert receiver.wait("synced")["mode"] == ("full" if version == 1 else "delta")
+            path = receiver.wait("placed")["path"]
+            assert path == str(home / "engine" / written.name)
+            shutil.rmtree(written)
+            loaded = server.post("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
+            assert loaded["success"], loaded
+            assert right(server, policy)
+    load(server, policy.step())
 
 
 def test_the_loader_of_the_workers_is_taken_when_the_server_has_it(

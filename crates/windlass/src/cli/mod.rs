@@ -9,6 +9,7 @@ mod controller;
 mod gate;
 #[cfg(feature = "lab")]
 mod lab;
+mod publish;
 mod service;
 mod top;
 
@@ -23,6 +24,7 @@ use self::controller::ParsedController;
 use self::gate::ParsedGate;
 #[cfg(feature = "lab")]
 use self::lab::{ParsedBench, ParsedDemo, ParsedRank};
+use self::publish::ParsedPublish;
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
 use self::top::ParsedTop;
 use crate::console::{Session, report};
@@ -109,6 +111,11 @@ enum ParsedCommand {
     /// serves a live page at its address. It stores nothing on disk: after a restart, receivers and trainers report their
     /// state again.
     Controller(ParsedController),
+    /// Publish the checkpoints that another program writes, each as a version
+    ///
+    /// A checkpoint is a directory of safetensors files whose name holds a number, the version, and that holds the marker once
+    /// it is finished. Runs an agent for receivers; options of `windlass agent` follow after --.
+    Publish(Box<ParsedPublish>),
     /// Keep local copies of models up to date with their trainers
     ///
     /// A local copy is an image: a safetensors file that engines read in place. Runs until Ctrl-C, --versions or --until.
@@ -233,6 +240,7 @@ impl ParsedCommand {
         match self {
             ParsedCommand::Agent(_)
             | ParsedCommand::Controller(_)
+            | ParsedCommand::Publish(_)
             | ParsedCommand::Receive(_)
             | ParsedCommand::Guard => true,
             #[cfg(feature = "lab")]
@@ -296,6 +304,10 @@ impl ParsedCommand {
             ParsedCommand::Controller(controller) => {
                 let controller = controller.check()?;
                 done(move |s| controller.run(s))
+            }
+            ParsedCommand::Publish(publish) => {
+                let publish = publish.check()?;
+                done(move |s| publish.run(s))
             }
             ParsedCommand::Receive(receive) => {
                 let receive = receive.check()?;

@@ -16,6 +16,8 @@ use windlass_data::tls::Trust;
 use super::{Threads, Work, done, parse_count};
 use crate::error::Error;
 use crate::service::agent::Agent;
+use crate::service::disk::Pattern;
+use crate::service::disk::shelf::Shelf;
 use crate::service::engines::prove::Prove;
 use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::service::receive::{Controlled, Publisher, Receive};
@@ -25,7 +27,7 @@ use crate::tools::gc::Gc;
 use crate::tools::verify::Verify;
 
 /// The default directory for regions and images.
-const SHM: &str = "/dev/shm";
+pub(super) const SHM: &str = "/dev/shm";
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedAgent {
@@ -230,7 +232,24 @@ pub(super) struct ParsedReceive {
     #[command(flatten)]
     engines: ParsedEngines,
     #[command(flatten)]
+    disk: ParsedShelf,
+    #[command(flatten)]
     threads: Threads,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Directories for programs that load from a path")]
+struct ParsedShelf {
+    /// Also put each version into a directory of its own, whole or not at all, with %d where the version is:
+    /// /dev/shm/w/weight_v%06d. With --model-dir, links to the configuration and the tokenizer are next to the weights
+    #[arg(long, value_name = "PATTERN")]
+    as_dir: Option<Pattern>,
+    /// File to write to the directory: with a controller, once every receiver has the version; otherwise at once
+    #[arg(long, value_parser = parse_marker, value_name = "NAME", requires = "as_dir")]
+    marker: Option<String>,
+    /// How many versions to keep
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..), value_name = "N", requires = "as_dir")]
+    keep_dirs: u16,
 }
 
 /// The longest timeout, in seconds.
@@ -264,7 +283,7 @@ struct ParsedEngines {
     load_timeout: f64,
     /// The model's directory. Its configuration and tokenizer are linked next to the image, for engines that load from a
     /// path. If it has weights, every version must have the same names, shapes and dtypes
-    #[arg(long, value_name = "DIR", requires = "engines")]
+    #[arg(long, value_name = "DIR")]
     model_dir: Option<PathBuf>,
     /// The former name of --model-dir
     #[arg(long, hide = true, value_name = "DIR")]
@@ -281,6 +300,9 @@ impl ParsedEngines {
         group: bool,
         models: &[ModelId],
     ) -> Result<Option<(Vec<ModelEngine>, EngineOptions)>, Error> {
+        if let Some(dir) = self.model_dir.as_deref().filter(|dir| !dir.is_dir()) {
+            return Err(Error::Usage(format!("--model-dir {} is not a directory", dir.display())));
+        }
         if self.engines.is_empty() {
             return Ok(None);
         }
@@ -300,9 +322,6 @@ impl ParsedEngines {
                 }
                 Some(_) | None => {}
             }
-        }
-        if let Some(dir) = self.model_dir.as_deref().filter(|dir| !dir.is_dir()) {
-            return Err(Error::Usage(format!("--model-dir {} is not a directory", dir.display())));
         }
         let readers = readers(group);
         let read =
@@ -349,8 +368,18 @@ impl ParsedReceive {
         });
         let mut publishers: Vec<Publisher> = remote.collect::<Result<_, _>>()?;
         publishers.extend(self.region.into_iter().map(|dir| Publisher::Region(dir, token.clone())));
+        let model_dir = self.engines.model_dir.clone();
         let engines = self.engines.check(token.as_ref(), self.group, &self.model)?;
         let controlled = self.controller.is_some();
+        if model_dir.is_some() && engines.is_none() && self.disk.as_dir.is_none() {
+            return Err(Error::Usage("--model-dir is for --engine or --as-dir: give one of them".into()));
+        }
+        let followed = if controlled { self.model.len() } else { publishers.len() };
+        if self.disk.as_dir.is_some() && (followed != 1 || !self.in_place.is_empty()) {
+            return Err(Error::Usage(format!(
+                "--as-dir is for one model that is copied, and {followed} are: run a receiver for each"
+            )));
+        }
         if engines.is_some() && !controlled && (publishers.len() != 1 || !self.in_place.is_empty()) {
             let why = "engines load one model from an image of their own: give one --from or --region with --engine";
             return Err(Error::Usage(format!("{why}, and run a receiver for each model")));
@@ -380,6 +409,14 @@ impl ParsedReceive {
             group: self.group,
             with_parent: self.with_parent,
             engines,
+            shelf: self.disk.as_dir.map(|pattern| Shelf {
+                pattern,
+                model_dir,
+                marker: self.disk.marker,
+                keep: self.disk.keep_dirs.into(),
+                group: self.group,
+                timeout: Duration::from_secs(self.timeout),
+            }),
             trust: self.client.trust()?,
             controller: controller.transpose()?,
         })
@@ -493,6 +530,12 @@ pub(super) fn parse_ports(text: &str) -> Result<(u16, u16), String> {
         return Err(format!("{text:?} is not a range of ports: expected FIRST-LAST"));
     }
     Ok((first, last))
+}
+
+/// The name of a file in a directory.
+pub(super) fn parse_marker(text: &str) -> Result<String, String> {
+    let is_name = Path::new(text).file_name() == Some(text.as_ref());
+    if is_name { Ok(text.into()) } else { Err(format!("{text:?} is not the name of a file")) }
 }
 
 /// A positive number of seconds.

@@ -6,6 +6,7 @@
 //! | [`agent_address`] | where the agent of a region listens |
 //! | [`supervise`] | keeps an agent running for a trainer |
 //! | [`receive`] | `windlass receive`: keeps images up to date |
+//! | [`disk`] | `windlass publish` and `--as-dir`: checkpoints in directories as versions, and back |
 //! | [`engines`] | has inference engines load what was received |
 //! | [`controller`] | `windlass controller`: the version barrier as a service |
 //! | [`control`] | the receiver's end of the control connection |
@@ -20,6 +21,7 @@ pub mod agent_address;
 pub mod client;
 pub mod control;
 pub mod controller;
+pub(crate) mod disk;
 pub mod engines;
 pub(crate) mod http;
 pub mod plane;

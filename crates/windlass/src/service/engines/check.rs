@@ -119,21 +119,24 @@ fn is_weights(name: &str) -> bool {
     weights.iter().any(|end| name.ends_with(end))
 }
 
+/// The files of a model's directory that are not weights, by name.
+pub fn config_files(dir: &Path) -> Result<BTreeMap<OsString, PathBuf>, EngineError> {
+    let dir = fs::canonicalize(dir).map_err(EngineError::io("read", dir))?;
+    let files = list(&dir)?.into_iter().filter_map(|path| {
+        let name = path.file_name()?.to_owned();
+        let text = name.to_string_lossy();
+        (!is_weights(&text) && !text.starts_with('.') && path.is_file()).then_some((name, path))
+    });
+    Ok(files.collect())
+}
+
 /// Makes `dir` a directory that an engine can load from: a link to `weights`, the image's file, and links to everything
 /// in `config` that is not weights. Again brings it up to date. A directory with anything but links is refused.
 pub fn link(dir: &Path, weights: &Path, config: Option<&Path>) -> Result<(), EngineError> {
     // Not canonical: the file of an image may be a link to the memory of another process.
     let weights = path::absolute(weights).map_err(EngineError::io("find", weights))?;
-    let mut wanted = BTreeMap::from([(OsString::from("model.safetensors"), weights)]);
-    if let Some(config) = config {
-        for path in list(&fs::canonicalize(config).map_err(EngineError::io("read", config))?)? {
-            let name = path.file_name().unwrap_or_default().to_owned();
-            let text = name.to_string_lossy();
-            if !is_weights(&text) && !text.starts_with('.') && path.is_file() {
-                wanted.entry(name).or_insert(path);
-            }
-        }
-    }
+    let mut wanted = config.map(config_files).transpose()?.unwrap_or_default();
+    wanted.insert("model.safetensors".into(), weights);
     make_dir(dir).map_err(EngineError::io("create", dir))?;
     let present = list(dir)?;
     if let Some(own) = present.iter().find(|path| !path.is_symlink()) {

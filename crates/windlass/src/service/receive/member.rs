@@ -33,7 +33,8 @@ use super::retry::CONFIRM;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::controller::client::{ControllerClient, ControllerError};
-use crate::service::controller::wire::{Join, Joined, MAX_SPANS, Outcome, Poll, Report, Task};
+use crate::service::controller::wire::{Gate, Join, Joined, MAX_SPANS, Outcome, Poll, Report, Task};
+use crate::service::disk::shelf::Shelf;
 use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 
 /// The controller that a receiver follows.
@@ -61,6 +62,8 @@ const BUSY: Duration = Duration::from_millis(400);
 const LOOK: Duration = Duration::from_secs(2);
 /// How long engines may take to say what they have before the first join.
 const ENGINES: Duration = Duration::from_secs(3);
+/// How long a wait at the gate may be: the end of the receiver waits for it.
+const GATE: Duration = Duration::from_secs(1);
 /// How long taking leave may take, and delivering what was not delivered yet.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -79,7 +82,8 @@ pub(super) fn run(
         let (id, name) = (id.clone(), place.id.as_str());
         let config = receive.config(id.clone());
         let (token, trust) = (&place.agents, receive.trust.as_ref());
-        Model::open(Opening { id, index, config, token, trust, name, session, stop }, engines)
+        let shelf = receive.shelf.as_ref();
+        Model::open(Opening { id, index, config, token, trust, name, shelf, session, stop }, engines)
     });
     let models: Vec<Model> = models.collect::<Result<_, Error>>()?;
     let (life, doubt) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -92,6 +96,10 @@ pub(super) fn run(
             scope.spawn(move || model.load_all(&loaded));
         }
         drop(out);
+        if let (Some(shelf), Some(model)) = (&receive.shelf, models.first()) {
+            let link = &link;
+            scope.spawn(move || mark_all(shelf, model, link, stop));
+        }
         let reporter = Reporter { link: &link, id: &place.id, models: &models, life: &life, doubt, stop };
         scope.spawn(move || reporter.run(&inbox));
         let mut member = Member {
@@ -114,6 +122,37 @@ pub(super) fn run(
         member.leave();
         result
     })
+}
+
+/// Writes the marker of each version that was put up once every receiver has it, until the end.
+fn mark_all(shelf: &Shelf, model: &Model, link: &ControllerClient, stop: &Stop) {
+    let mut marked = None;
+    while shelf.marker.is_some() && !model.ended() && !stop.is_set() {
+        let placed = model.placed();
+        let Some(identity) = placed.as_ref().filter(|_| placed != marked) else {
+            std::thread::sleep(Stop::GLANCE);
+            continue;
+        };
+        let gate = Gate {
+            at_least: Some(identity.version),
+            model_id: Some(identity.model_id.clone()),
+            incarnation: Some(identity.incarnation),
+            timeout_ms: Some(GATE.as_millis() as u64),
+            ..Gate::default()
+        };
+        match link.gate(&gate, &stop.with_timeout(GATE * 2)) {
+            Ok(_) => {
+                if let Err(error) = shelf.mark(identity.version) {
+                    tracing::warn!(error = %error.chain(), %identity, "the marker cannot be written");
+                }
+                marked = placed;
+            }
+            Err(error) => {
+                tracing::debug!(%error, %identity, "not every receiver has it yet");
+                std::thread::sleep(Stop::GLANCE);
+            }
+        }
+    }
 }
 
 /// Whether a retry may succeed: the controller did not answer, is too busy, or is about to end. A certificate that is not

@@ -21,6 +21,7 @@
 //! | `model` | one model's image and engines, and the threads that work for them |
 //! | `rendezvous` | the models of one load order wait for each other |
 //! | `order_queue` | a controller's orders about one model, and the next step |
+//! | `no_agent` | the publisher of a model before its first order |
 //! | `retry` | backoff after transient failures |
 //!
 //! A receiver without an end exits with code 0 when it is interrupted. With `--versions` or `--until`, an interrupt before the
@@ -28,6 +29,7 @@
 
 mod member;
 mod model;
+mod no_agent;
 mod order_queue;
 mod rendezvous;
 mod retry;
@@ -39,7 +41,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
-use windlass_core::identity::{Incarnation, ModelId, Version};
+use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, Known};
@@ -57,6 +59,7 @@ use windlass_data::tls::Trust;
 use crate::console::{Session, bytes};
 use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
+use crate::service::disk::shelf::{Placed, Shelf};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 
 pub(crate) use self::member::Controlled;
@@ -109,6 +112,8 @@ pub(crate) struct Receive {
     pub(crate) with_parent: bool,
     /// The engines that load what is received, and how.
     pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
+    /// Where versions are put up as directories.
+    pub(crate) shelf: Option<Shelf>,
     /// Authorities to trust for agents and controllers; by default the system's.
     pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
@@ -241,6 +246,9 @@ impl Receive {
         if let (Some(engines), Some(image)) = (&engines, receiver.current()) {
             engines.want(image);
         }
+        if let Some(image) = receiver.current() {
+            self.shelve(image, session, stop);
+        }
         let (mut got, mut attempts) = (0, Attempts::default());
         let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
         while !self.enough(got, receiver.current()) {
@@ -265,12 +273,24 @@ impl Receive {
                 if let Some(engines) = &engines {
                     engines.want(image);
                 }
+                self.shelve(image, session, stop);
             }
         }
         match (&engines, receiver.current()) {
             (Some(engines), Some(image)) => engines.settle(image, stop),
             (Some(_) | None, _) => Ok(()),
         }
+    }
+
+    /// Puts a version up as a directory, and says how that went: the next one may succeed.
+    fn shelve(&self, image: &Known, session: &Session, stop: &Stop) {
+        let Some(shelf) = &self.shelf else { return };
+        let dir = self.dir.join(image.identity.model_id.as_str());
+        let placed = shelf.put(&dir, image, stop).and_then(|placed| {
+            shelf.mark(image.identity.version)?;
+            Ok(placed)
+        });
+        tell_placed(placed, &image.identity, session);
     }
 
     /// Starts to look after the engines; they load what they are told to want.
@@ -391,6 +411,24 @@ fn bring(
         Err(error) => {
             tracing::info!(version = to.1, %error, "could not fetch the delta separately");
             receiver.sync(stop)
+        }
+    }
+}
+
+/// Says how it went to put up a version.
+fn tell_placed(placed: Result<Placed, Error>, identity: &Identity, session: &Session) {
+    match placed {
+        Ok(placed) if placed.found => {}
+        Ok(Placed { path, ms, .. }) => {
+            let event = json!({ "event": "placed", "identity": identity, "path": path, "ms": ms });
+            session.event(&event, || format!("{identity}: put up as {} in {ms:.1} ms", path.display()));
+        }
+        Err(e) => {
+            let (text, advice) = (e.chain(), e.advice());
+            let event = json!({
+                "event": "not_placed", "identity": identity, "kind": e.kind(), "error": text, "advice": advice,
+            });
+            session.event(&event, || format!("{identity} is not put up: {}", advised(&text, &advice)));
         }
     }
 }

@@ -14,24 +14,23 @@ use windlass_core::address::Token;
 use windlass_core::barrier::{Order, Phase, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
-use windlass_core::manifest::Manifest;
-use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
-};
+use windlass_core::wire::control::VersionInfo;
 use windlass_data::image::Known;
 use windlass_data::receiver::{
-    Control, ControlError, Fetched, Receiver, ReceiverConfig, ReceiverError, Stage as Doings, Start,
-    StatusHandle, Synced,
+    Control, Fetched, Receiver, ReceiverConfig, ReceiverError, Stage as Doings, Start, StatusHandle, Synced,
 };
 use windlass_data::stop::Stop;
 use windlass_data::tls::Trust;
 
+use super::no_agent::NoAgent;
 use super::order_queue::{Answer, Loading, OrderQueue, StageOrder, Staging};
 use super::rendezvous::Rendezvous;
+use super::tell_placed;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::control::HttpControl;
 use crate::service::controller::wire::{Doing, EngineDoing, Lane, Outcome, Span, Task};
+use crate::service::disk::shelf::Shelf;
 use crate::service::engines::{Engines, Label};
 
 /// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
@@ -115,6 +114,8 @@ struct State {
     /// The version for which no agent answered, and how often.
     unreached: Option<(Identity, u32)>,
     rate: Rate,
+    /// The version that was put up as a directory last.
+    placed: Option<Identity>,
 }
 
 /// Bytes per second, lately.
@@ -151,6 +152,8 @@ pub(super) struct Model {
     changed: Condvar,
     receiver: Mutex<Receiver>,
     engines: Option<(Engines, EngineLoads)>,
+    /// Where versions are put up as directories.
+    shelf: Option<Shelf>,
     ending: AtomicBool,
     name: String,
     session: Session,
@@ -166,6 +169,7 @@ pub(super) struct Opening<'a> {
     pub(super) trust: Option<&'a Trust>,
     /// What this receiver is called by the controller.
     pub(super) name: &'a str,
+    pub(super) shelf: Option<&'a Shelf>,
     pub(super) session: &'a Session,
     pub(super) stop: &'a Stop,
 }
@@ -176,7 +180,7 @@ impl Model {
         opening: Opening<'_>,
         engines: Option<(Engines, EngineLoads)>,
     ) -> Result<Model, Error> {
-        let Opening { id, index, config, token, trust, name, session, stop } = opening;
+        let Opening { id, index, config, token, trust, name, shelf, session, stop } = opening;
         let timeout = config.transfer_timeout;
         let receiver = Receiver::open(config, Arc::new(NoAgent), None, stop)?;
         let known = receiver.current().map(|k| k.identity.clone());
@@ -198,8 +202,10 @@ impl Model {
             error: None,
             unreached: None,
             rate: Rate::default(),
+            placed: None,
         };
-        Ok(Model {
+        let found = receiver.current().cloned();
+        let model = Model {
             id,
             index,
             timeout,
@@ -209,10 +215,32 @@ impl Model {
             changed: Condvar::new(),
             receiver: Mutex::new(receiver),
             engines,
+            shelf: shelf.cloned(),
             ending: AtomicBool::new(false),
             name: name.to_owned(),
             session: session.clone(),
-        })
+        };
+        if let Some(found) = found {
+            // What cannot be put up now may be when it is loaded again.
+            let _ = model.shelve(&found, stop).map_err(|e| tell_placed(Err(e), &found.identity, session));
+        }
+        Ok(model)
+    }
+
+    /// Puts up a version as a directory, if that was asked for.
+    fn shelve(&self, known: &Known, stop: &Stop) -> Result<(), Error> {
+        let Some(shelf) = &self.shelf else { return Ok(()) };
+        let image = self.receiver().image().map(|image| image.region().dir().to_owned());
+        let image = image.ok_or_else(|| Error::Bug("a version without an image was to be put up".into()))?;
+        let placed = shelf.put(&image, known, stop)?;
+        tell_placed(Ok(placed), &known.identity, &self.session);
+        self.state().placed = Some(known.identity.clone());
+        Ok(())
+    }
+
+    /// The version that was put up last.
+    pub(super) fn placed(&self) -> Option<Identity> {
+        self.state().placed.clone()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -388,7 +416,7 @@ impl Model {
         self.changed.notify_all();
     }
 
-    fn ended(&self) -> bool {
+    pub(super) fn ended(&self) -> bool {
         self.ending.load(Ordering::Acquire)
     }
 
@@ -709,8 +737,10 @@ impl Model {
             }
             applied.and_then(|known| meet().map(|()| (known, Vec::new())))
         };
-        let result = result
-            .and_then(|(known, ahead)| self.settle(&known, ahead, &stop, &mut intervals, &mut pause_ms));
+        let result = result.and_then(|(known, ahead)| {
+            self.settle(&known, ahead, &stop, &mut intervals, &mut pause_ms)?;
+            self.shelve(&known, &stop)
+        });
         let mut state = self.state();
         state.settling = None;
         let text = result.as_ref().err().map(Error::chain);
@@ -856,47 +886,6 @@ impl Model {
 /// How much memory deltas may take that wait: no more than the image.
 fn room(receiver: &Receiver) -> u64 {
     receiver.image().map_or(0, |image| image.manifest().data_bytes())
-}
-
-/// Before the first order there is no publisher to speak to.
-#[derive(Debug)]
-struct NoAgent;
-
-impl NoAgent {
-    fn lost<T>(what: &'static str) -> Result<T, ControlError> {
-        let why = "no order has named an agent yet".into();
-        Err(ControlError::Lost { peer: "no agent".into(), what, why, kind: Kind::NotFound })
-    }
-}
-
-impl Control for NoAgent {
-    fn peer(&self) -> String {
-        "no agent".into()
-    }
-
-    fn version(&self, _: Option<(Incarnation, Version)>, _: &Stop) -> Result<VersionInfo, ControlError> {
-        NoAgent::lost("get the version")
-    }
-
-    fn manifest(&self, _: &Stop) -> Result<Manifest, ControlError> {
-        NoAgent::lost("get the manifest")
-    }
-
-    fn sums(&self, _: &Identity, _: &Stop) -> Result<Vec<windlass_core::digest::BlockSum>, ControlError> {
-        NoAgent::lost("get the sums")
-    }
-
-    fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
-        NoAgent::lost("register")
-    }
-
-    fn request(&self, _: &TransferRequest, _: &Stop) -> Result<TransferAnswer, ControlError> {
-        NoAgent::lost("request a transfer")
-    }
-
-    fn done(&self, _: &TransferDone, _: &Stop) -> Result<(), ControlError> {
-        NoAgent::lost("report a transfer")
-    }
 }
 
 #[cfg(test)]
