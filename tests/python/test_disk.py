@@ -214,6 +214,7 @@ def test_a_publisher_or_controller_that_is_missing_is_named(
     [
         (["publish", "--follow=/w", "--model=m"], "DIR/step_%d"),
         (["publish", "--follow=/w/%d", "--model=m", "--marker=a/b"], "is not the name of a file"),
+        (["publish", "--follow=/w/%d", "--model=m", "--json", "--with-parent", "--", "--prots=1"], "--prots"),
         (["receive", "--region=/a", "--as-dir=/w"], "DIR/step_%d"),
         (["receive", "--region=/a", "--region=/b", "--as-dir=/w/%d"], "run a receiver for each"),
         (["receive", "--region=/a", "--model-dir=/"], "--engine or --as-dir"),

@@ -4,12 +4,13 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, Parser as _};
 use windlass_core::identity::ModelId;
 
-use super::Threads;
 use super::service::{ClientTls, SHM, TokenArgs, parse_marker};
 use super::top::controller_client;
+use super::{Parsed, Threads};
+use crate::console::one_line;
 use crate::error::Error;
 use crate::service::disk::Pattern;
 use crate::service::disk::follow::Publish;
@@ -57,6 +58,12 @@ impl ParsedPublish {
         if let Some(file) = &self.token.token_file {
             agent.extend(["--token-file".into(), file.clone().into_os_string()]);
         }
+        // Wrong ones are told now, not with the first checkpoint.
+        let words = ["windlass", "agent", "--region", "."].map(OsString::from);
+        Parsed::try_parse_from(words.into_iter().chain(agent.iter().cloned())).map_err(|e| {
+            let said = one_line(&e.render().to_string());
+            Error::Usage(format!("the options of the agent, after --, are not right: {said}"))
+        })?;
         let token_file = self.controller_token_file.or_else(|| self.token.token_file.clone());
         let client = |url: String| controller_client(&url, &TokenArgs { token_file }, &self.tls);
         Ok(Publish {

@@ -96,17 +96,20 @@ impl Publish {
             let stop = stop.clone();
             Session::with_parent(move || stop.set())?;
         }
-        let agent = Supervisor::start(Spec { options: self.agent.clone(), ..Spec::new(&self.region) });
-        let agent = agent.map_err(supervised)?;
         let control = HttpControl::of_region(&self.region, self.token.clone()).with_trust(self.trust.clone());
         let (dir, marker) = (self.follow.dir(), &self.marker);
         let event = json!({ "event": "following", "dir": dir, "marker": marker, "region": self.region });
         session
             .event(&event, || format!("following {}: waiting for a checkpoint with {marker}", dir.display()));
-        let (mut done, mut live) = (BTreeMap::new(), None);
+        // A directory that cannot be listed at the start is a mistake, later it may pass.
+        self.finished(&BTreeMap::new())?;
+        let (mut done, mut live, mut agent) = (BTreeMap::new(), None, None);
         let mut told: Option<(Identity, Instant)> = None;
         while stop.check().is_ok() {
-            let mut finished = self.finished(&done)?;
+            let mut finished = self.finished(&done).unwrap_or_else(|error| {
+                tracing::warn!(error = %error.chain(), "the checkpoints cannot be listed");
+                BTreeMap::new()
+            });
             if done.is_empty() && finished.len() > 1 {
                 // Of what was there before, only the newest counts.
                 let newest = finished.pop_last();
@@ -121,7 +124,7 @@ impl Publish {
                 std::thread::sleep(stop.nap().min(LOOK_EVERY));
                 continue;
             };
-            match self.publish(version, &stamp, &mut live, (&agent, &control), stop) {
+            match self.publish(version, &stamp, &mut live, (&mut agent, &control), stop) {
                 Ok((identity, size, ms)) => {
                     let path = self.follow.path(version);
                     let event = json!({
@@ -176,7 +179,7 @@ impl Publish {
         version: Version,
         stamp: &Stamp,
         live: &mut Option<Live>,
-        (agent, control): (&Supervisor, &HttpControl),
+        (agent, control): (&mut Option<Supervisor>, &HttpControl),
         stop: &Stop,
     ) -> Result<(Identity, u64, f64), Error> {
         let (began, deadline) = (Instant::now(), stop.with_timeout(self.timeout));
@@ -206,6 +209,14 @@ impl Publish {
         let region = publisher.region();
         let incarnation = region.incarnation();
         let identity = Identity { model_id: self.model_id.clone(), incarnation, version };
+        // Not before there is a region: an agent waits for one only so long.
+        let agent = match agent {
+            Some(agent) => agent,
+            None => {
+                let spec = Spec { options: self.agent.clone(), ..Spec::new(&self.region) };
+                agent.insert(Supervisor::start(spec).map_err(supervised)?)
+            }
+        };
         agent.address(&deadline).map_err(supervised)?;
         loop {
             let before = version.checked_sub(1).map(|v| (incarnation, v));
