@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -185,7 +186,7 @@ class _Sending:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
-        from windlass.frameworks.sender import Sender, ray_address, reached_by
+        from windlass.frameworks.sender import Sender
 
         self._rank = dist.get_rank()
         self._timeout = float(settings.get("timeout", 600.0))
@@ -193,9 +194,7 @@ class _Sending:
         fields = {"model_id": settings.get("model_id", "policy"), **settings.get("manager", {})}
         if "checkpoint" in settings:
             fields["checkpoint"] = settings["checkpoint"]
-        self._sender = Sender(
-            reached_by(ray_address(), fields), rank=self._rank, world_size=dist.get_world_size()
-        )
+        self._sender = Sender.in_ray(fields)
         #: The figures of the last sync.
         self.metrics: dict[str, float] = {}
 
@@ -203,13 +202,8 @@ class _Sending:
         """Where engines pull from; known before the first tensor is."""
         from windlass.receive.pulling import default_image_dir
 
-        source = self._sender.source()
-        place = {"endpoint": source.endpoint, "token": source.token, "tls_ca": source.tls_ca}
-        return {
-            **place,
-            "image_dir": self._image_dir or default_image_dir(),
-            "model_id": self._sender.manager.config.model_id,
-        }
+        model_id, image_dir = self._sender.manager.config.model_id, self._image_dir or default_image_dir()
+        return {**asdict(self._sender.source()), "image_dir": image_dir, "model_id": model_id}
 
     async def send(self, chunks: Iterable[Any], client: Any) -> None:
         """Publishes; on the first rank, brings the version to all engines while they generate, pauses them and has them load it. They

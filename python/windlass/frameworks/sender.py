@@ -125,6 +125,14 @@ class Sender:
         self._rank = rank, world_size
         self._version = 0
 
+    @classmethod
+    def in_ray(cls, settings: Mapping[str, Any]) -> Sender:
+        """That of this rank of ``torch.distributed``, reached by the address that Ray knows."""
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(reached_by(ray_address(), settings), rank=rank, world_size=world_size)
+
     @property
     def version(self) -> int:
         """The version that was published last; 0 before the first."""
@@ -154,6 +162,18 @@ class Sender:
             raise WindlassNotFound("this rank has no agent that engines could pull from", "ask rank 0")
         token = None if file is None else Path(file).read_text().strip()
         return Source(endpoint, token, self.manager.config.tls_ca)
+
+    def where(self, version: int | None = None) -> dict[str, Any]:
+        """On the rank that has the agent: where the next version will be, or where a ``version`` is; a
+        :class:`~windlass.receive.pulling.PullOrder` as far as the trainer knows it."""
+        source, manager = self.source(), self.manager
+        return {
+            **asdict(source),
+            "model_id": manager.config.model_id,
+            "incarnation": manager.incarnation,
+            "version": self._version + 1 if version is None else version,
+            "exact": manager.version is not None,
+        }
 
     def close(self) -> None:
         """Ends the agent and removes the region."""

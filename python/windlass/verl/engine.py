@@ -14,8 +14,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.both_halves import ReceivingHalf, SendingHalf, plain
-from windlass.frameworks.sender import ray_address
+from windlass.frameworks.both_halves import ReceivingHalf, plain
+from windlass.frameworks.sender import Sender
 from windlass.load.order import LoadOrder
 
 __all__ = ["Received", "WindlassCheckpointEngine"]
@@ -67,7 +67,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if value is not None:
                 self._settings[name] = value
         #: Made in an actor when it is first asked for.
-        self._sending: SendingHalf | None = None
+        self._sending: Sender | None = None
         self._receiving = ReceivingHalf(image_dir, timeout)
 
     # Both sides.
@@ -82,7 +82,10 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def published(self) -> dict[str, Any]:
         """In the first actor: where the version is that was sent last."""
-        return self._sender(None).published() if self.is_master else {}
+        if not self.is_master:
+            return {}
+        sender = self._sender(None)
+        return sender.where(sender.version)
 
     @classmethod
     def build_topology(
@@ -111,7 +114,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if hasattr(weights, "get_per_tensor_param"):
             model = self._module(weights)
             if model is not None:
-                done = sender.publish_model(model)
+                done = sender.publish_model(model, self._timeout)
                 return done.metrics() if self.is_master else {}
             weights, peft_config = weights.get_per_tensor_param()
             if peft_config is not None:
@@ -119,7 +122,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     "adapters that are not merged cannot be published to a rollout of whole weights",
                     "set actor_rollout_ref.model.lora.merge=True",
                 )
-        done = sender.publish(weights)
+        done = sender.publish(weights, self._timeout)
         return done.metrics() if self.is_master else {}
 
     def _module(self, engine: Any) -> torch.nn.Module | None:
@@ -133,12 +136,12 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
         return module if sharded and not hasattr(module, "peft_config") else None
 
-    def _sender(self, dtype: str | None) -> SendingHalf:
+    def _sender(self, dtype: str | None) -> Sender:
         if self._sending is None:
             settings = dict(self._settings)
             if dtype is not None and "checkpoint" not in settings:
                 settings.setdefault("generator_dtype", dtype)
-            self._sending = SendingHalf(settings, self._timeout, ray_address())
+            self._sending = Sender.in_ray(settings)
         return self._sending
 
     # A worker of the rollout.
