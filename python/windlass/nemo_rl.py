@@ -57,7 +57,7 @@ class WindlassCheckpointEngine(Base):
         image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
-        manager: Mapping[str, Any] | None = None,
+        manager: Mapping[str, object] | None = None,
         timeout: float = 600.0,
         role: Literal["policy", "rollout"] | None = None,
         release_after_refit: bool = False,

@@ -87,7 +87,7 @@ class RemoteEngine(InferenceEngine):
         url: str,
         *,
         shape: EngineShape | None = None,
-        strategy: Mapping[str, Any] | None = None,
+        strategy: Mapping[str, object] | None = None,
         token: str | None = None,
         timeout: float = 600.0,
         attempts: int = 3,

@@ -62,7 +62,7 @@ class ReceivingHalf:
         self._brought: Brought | None = None
         self._busy = threading.Lock()
 
-    def expect(self, source: Mapping[str, Any]) -> None:
+    def expect(self, source: Mapping[str, object]) -> None:
         """Takes note of what comes next, as :meth:`windlass.frameworks.sender.Sender.where` says it."""
         new = PullOrder.from_dict({**source, "image_dir": self._image_dir, "timeout": self._timeout})
         if self._pulling is not None and not self._pulling.follows(new):
@@ -110,7 +110,7 @@ class ReceivingHalf:
             self._pulling.close()
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Configuration as plain data, whatever library it comes from.
 
     >>> plain({"agent": {"ports": (1, 2)}})

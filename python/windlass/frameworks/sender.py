@@ -22,6 +22,7 @@ from windlass.publish.manager import WeightManager
 from windlass.publish.stream import WeightStream
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from windlass.publish.inputs import Weights
@@ -110,7 +111,7 @@ class Sender:
 
     def __init__(
         self,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -126,7 +127,7 @@ class Sender:
         self._version = 0
 
     @classmethod
-    def in_ray(cls, settings: Mapping[str, Any]) -> Sender:
+    def in_ray(cls, settings: Mapping[str, object]) -> Sender:
         """That of this rank of ``torch.distributed``, reached by the address that Ray knows."""
         import torch.distributed as dist
 
@@ -138,7 +139,7 @@ class Sender:
         """The version that was published last; 0 before the first."""
         return self._version
 
-    def publish(self, weights: Iterable[tuple[str, Any]], timeout: float | None = None) -> Published:
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], timeout: float | None = None) -> Published:
         """Publishes a stream as the next version. It has been drained when this returns or raises."""
         with self._stream.version(weights) as source:
             return self.publish_model(source, timeout)

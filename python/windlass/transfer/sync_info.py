@@ -110,7 +110,7 @@ WeightSyncInfo._types = {
 }
 
 
-def parse_sync_info(data: Mapping[str, Any] | str | bytes) -> WeightSyncInfo:
+def parse_sync_info(data: Mapping[str, object] | str | bytes) -> WeightSyncInfo:
     """Reads a sync info in its plain form, given as such or as JSON text.
 
     >>> parse_sync_info('{"type": "empty"}')

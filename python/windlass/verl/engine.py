@@ -48,7 +48,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
-        manager: Mapping[str, Any] | None = None,
+        manager: Mapping[str, object] | None = None,
         shards: bool = True,
         timeout: float = 600.0,
     ) -> None:
@@ -98,7 +98,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         return {}, {"source": [metadata[0]] * rollout_world_size}
 
-    def init_process_group(self, source: dict[str, Any] | None = None) -> None:
+    def init_process_group(self, source: Mapping[str, object] | None = None) -> None:
         """Takes note of what comes next."""
         if source is not None:
             self._receiving.expect(source)

@@ -115,7 +115,7 @@ class SGLangWeightLoader(WeightLoader):
 
     def __init__(
         self,
-        engine: Any,
+        engine: object,
         *,
         name: str | None = None,
         api_key: str | None = None,
@@ -184,7 +184,7 @@ class SGLangWeightLoader(WeightLoader):
     # Whole versions.
 
     async def load_image(
-        self, order: Mapping[str, Any] | LoadOrder | str | Path, *, way: str | None = None
+        self, order: Mapping[str, object] | LoadOrder | str | Path, *, way: str | None = None
     ) -> Loaded:
         """Loads the version that an order names from the image that it names, in place; or whatever version is in the
         image of that directory."""
