@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.errors import WindlassInvalid
-from windlass.frameworks.both_halves import ReceivingHalf, plain
-from windlass.frameworks.sender import Sender
+from windlass.frameworks.both_halves import ReceivingHalf
+from windlass.frameworks.sender import Sender, settings_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +67,7 @@ class WindlassCheckpointEngine(Base):
             raise WindlassInvalid(f"role is {role!r}: expected 'policy' or 'rollout'")
         self._bucket_size = bucket_size
         self._timeout = timeout
-        self._settings: dict[str, Any] = {"model_id": model_id, **plain(manager or {})}
-        for name, value in (("generator_dtype", dtype), ("checkpoint", checkpoint)):
-            if value is not None:
-                self._settings[name] = value
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=checkpoint)
         self._rollout = _in_an_engine() if role is None else role == "rollout"
         self._sending: Sender | None = None
         self._receiving = ReceivingHalf(image_dir, timeout)

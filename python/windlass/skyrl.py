@@ -186,15 +186,13 @@ class _Sending:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
-        from windlass.frameworks.sender import Sender
+        from windlass.frameworks.sender import Sender, settings_of
 
         self._rank = dist.get_rank()
         self._timeout = float(settings.get("timeout", 600.0))
         self._image_dir = settings.get("image_dir")
-        fields = {"model_id": settings.get("model_id", "policy"), **settings.get("manager", {})}
-        if "checkpoint" in settings:
-            fields["checkpoint"] = settings["checkpoint"]
-        self._sender = Sender.in_ray(fields)
+        model_id, checkpoint = settings.get("model_id", "policy"), settings.get("checkpoint")
+        self._sender = Sender.in_ray(settings_of(model_id, settings.get("manager"), checkpoint=checkpoint))
         #: The figures of the last sync.
         self.metrics: dict[str, float] = {}
 
@@ -231,10 +229,8 @@ class _Sending:
             told = await self._workers(client, "windlass_pulled", None, until)
         staged = time.monotonic()
         load = LoadOrder(
+            **asdict(identity),
             image=told[0]["image"],
-            model_id=identity.model_id,
-            incarnation=identity.incarnation,
-            version=identity.version,
             digest=digest,
             timeout=_left(until),
         )

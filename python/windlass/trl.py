@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engines.vllm.endpoint import PauseOptions
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.sender import Published, Sender, listed, reached_by
+from windlass.frameworks.sender import Published, Sender, listed, reached_by, settings_of
 from windlass.frameworks.servers import Loaded, Servers, own_address
 
 if TYPE_CHECKING:
@@ -95,11 +95,8 @@ class WindlassTransfer:
         self._timeout = timeout
         #: By when the sync that is under way has to end.
         self._until = 0.0
-        self._settings: dict[str, Any] = {"model_id": model_id, **dict(manager or {})}
-        if checkpoint is not None:
-            self._settings["checkpoint"] = os.fspath(checkpoint)
-        if dtype is not None:
-            self._settings["generator_dtype"] = dtype
+        path = None if checkpoint is None else os.fspath(checkpoint)
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=path)
         self._sender: Sender | None = None
         self._published: Published | None = None
         #: What the servers compute in, until it was compared with what is sent.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.load.order import LoadOrder
@@ -20,7 +20,7 @@ from windlass.receive.receiver import open_image
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReceivingHalf", "Staged", "plain"]
+__all__ = ["ReceivingHalf", "Staged"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,8 @@ class ReceivingHalf:
             self._brought = self._pulling.bring(self._next.identity, self._timeout, exact=self._next.exact)
         brought = self._brought
         order = LoadOrder(
+            **asdict(brought.identity),
             image=str(brought.image),
-            model_id=brought.identity.model_id,
-            incarnation=brought.identity.incarnation,
-            version=brought.identity.version,
             digest=brought.digest,
             timeout=self._timeout,
         )
@@ -108,16 +106,3 @@ class ReceivingHalf:
         """Lets go of the image."""
         if self._pulling is not None:
             self._pulling.close()
-
-
-def plain(value: object) -> Any:
-    """Configuration as plain data, whatever library it comes from.
-
-    >>> plain({"agent": {"ports": (1, 2)}})
-    {'agent': {'ports': [1, 2]}}
-    """
-    if isinstance(value, Mapping) or hasattr(value, "items"):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return [plain(part) for part in value]
-    return value

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import WeightManagerConfig
+from windlass.document import plain
 from windlass.errors import WindlassError, WindlassNotFound
 from windlass.identity import Identity
 from windlass.names import SourceMap
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from windlass.publish.inputs import Weights
 
-__all__ = ["Published", "Sender", "Source", "listed", "ray_address", "reached_by"]
+__all__ = ["Published", "Sender", "Source", "listed", "ray_address", "reached_by", "settings_of"]
 
 log = logging.getLogger("windlass")
 
@@ -62,6 +63,19 @@ class Published:
             "windlass/publish_bytes": float(self.bytes),
             "windlass/publish_s": self.seconds,
         }
+
+
+def settings_of(
+    model_id: str, manager: object = None, *, dtype: str | None = None, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Settings of a :class:`Sender` from the options that adapters have; ``manager`` may be a mapping of any library.
+
+    >>> settings_of("policy", {"agent": {"ports": (1, 2)}}, dtype="bfloat16")
+    {'model_id': 'policy', 'agent': {'ports': [1, 2]}, 'generator_dtype': 'bfloat16'}
+    """
+    said = {"generator_dtype": dtype, "checkpoint": checkpoint}
+    given = {name: value for name, value in said.items() if value is not None}
+    return {"model_id": model_id, **plain(manager or {}), **given}
 
 
 def reached_by(address: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.both_halves import ReceivingHalf, plain
-from windlass.frameworks.sender import Sender
+from windlass.frameworks.both_halves import ReceivingHalf
+from windlass.frameworks.sender import Sender, settings_of
 from windlass.load.order import LoadOrder
 
 __all__ = ["Received", "WindlassCheckpointEngine"]
@@ -62,10 +62,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.shards = shards
         self.bucket_size = bucket_size
         self._timeout = timeout
-        self._settings: dict[str, Any] = {"model_id": model_id, **plain(manager or {})}
-        for name, value in (("generator_dtype", dtype), ("checkpoint", checkpoint)):
-            if value is not None:
-                self._settings[name] = value
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=checkpoint)
         #: Made in an actor when it is first asked for.
         self._sending: Sender | None = None
         self._receiving = ReceivingHalf(image_dir, timeout)
