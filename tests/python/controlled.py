@@ -116,10 +116,6 @@ def world(home: Path, *options: str) -> Iterator[World]:
         made.close()
 
 
-def pid_of(command: Command) -> int:
-    return command.process.pid
-
-
 def is_gone(pid: int) -> bool:
     """Whether nothing of it runs; nobody may have reaped an orphan."""
     try:
