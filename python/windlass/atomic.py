@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all."""
+"""Files and directories that appear whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,9 @@ __all__ = ["replacing"]
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` for a new file or link, which takes its place at the end of the block.
+    """A path beside ``path`` for a new file, link or directory, which takes its place at the end of the block.
 
-    There is no fsync: all files written this way are of running processes and mean nothing after a crash of the host.
+    There is no fsync: what must survive a power cut, the block syncs itself. Files of running processes mean nothing after one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -24,10 +25,17 @@ def replacing(path: Path) -> Iterator[Path]:
     [('state', 'whole')]
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.unlink(missing_ok=True)
+    _remove(draft)
     try:
         yield draft
         os.replace(draft, path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        _remove(draft)
         raise
+
+
+def _remove(draft: Path) -> None:
+    if draft.is_dir() and not draft.is_symlink():
+        shutil.rmtree(draft, ignore_errors=True)
+    else:
+        draft.unlink(missing_ok=True)

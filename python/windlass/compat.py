@@ -71,6 +71,8 @@ from windlass.transfer.sync_info import (
 from windlass.transfer.trainer import TrainerRanks
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from windlass.engines.sglang.loader import SGLangWeightLoader
     from windlass.engines.vllm.loader import VLLMWeightLoader
     from windlass.transfer.base import InferenceClient
@@ -194,7 +196,7 @@ class _Sends(WeightTransferSender):
 class BroadcastWeightTransferSender(_Sends, BroadcastTransferSender):
     """A sender over a process group that is there: one of torch's, or that of :func:`init_custom_process_group`."""
 
-    def __init__(self, process_group: Any, timeout: float = 120.0) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | UpdateGroup, timeout: float = 120.0) -> None:
         group = UpdateGroup.given(process_group)
         super().__init__(lambda: group, TrainerRanks(), timeout)
 
@@ -202,14 +204,19 @@ class BroadcastWeightTransferSender(_Sends, BroadcastTransferSender):
 class BroadcastWeightTransferReceiver(BroadcastTransferReceiver):
     """A receiver over a process group that is there."""
 
-    def __init__(self, process_group: Any, timeout: float = 120.0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | UpdateGroup,
+        timeout: float = 120.0,
+        device: str | None = None,
+    ) -> None:
         super().__init__(UpdateGroup.given(process_group), timeout, device)
 
 
 class CudaIpcWeightTransferSender(_Sends, CudaIpcTransferSender):
     """A sender of a handle for each parameter; ``config`` is that of :class:`windlass.transfer.CudaIpcTransferStrategy`."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         strategy = CudaIpcTransferStrategy(config)
         super().__init__(TrainerRanks(), strategy._arena(), strategy.settings.timeout)
 
@@ -217,14 +224,14 @@ class CudaIpcWeightTransferSender(_Sends, CudaIpcTransferSender):
 class CudaIpcWeightTransferReceiver(CudaIpcTransferReceiver):
     """A receiver of a handle for each parameter."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(CudaIpcTransferStrategy(config)._opener())
 
 
 class PackedCudaIpcWeightTransferSender(_Sends, PackedCudaIpcTransferSender):
     """A sender of one handle for each chunk."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         strategy = PackedCudaIpcTransferStrategy(config)
         super().__init__(TrainerRanks(), strategy._arena(), strategy.settings.timeout)
 
@@ -232,7 +239,7 @@ class PackedCudaIpcWeightTransferSender(_Sends, PackedCudaIpcTransferSender):
 class PackedCudaIpcWeightTransferReceiver(PackedCudaIpcTransferReceiver):
     """A receiver of one handle for each chunk."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(PackedCudaIpcTransferStrategy(config)._opener())
 
 
@@ -259,7 +266,7 @@ class TCPTransferEngine(_Tcp):
     """Both ends of transfers over TCP, made on both sides of the same configuration: a :class:`windlass.config.TransferEngineConfig`,
     or what :class:`windlass.transfer.TcpTransferStrategy` takes."""
 
-    def __init__(self, config: TransferEngineConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: TransferEngineConfig | Mapping[str, object] | None = None) -> None:
         if isinstance(config, TransferEngineConfig):
             engine = config.to_dict()
             config = {"manager": {"engine": engine}, "mode": config.mode, "timeout": config.timeout}

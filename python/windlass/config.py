@@ -54,7 +54,7 @@ class Config:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
 
     @classmethod
-    def from_dict(cls: type[C], data: Mapping[str, Any]) -> C:
+    def from_dict(cls: type[C], data: Mapping[str, object]) -> C:
         """Made of plain data; what is left out has its default."""
         if not isinstance(data, Mapping):
             raise WindlassInvalid(f"{cls.__name__} is {data!r}: expected a dictionary of its fields")

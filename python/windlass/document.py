@@ -84,7 +84,7 @@ _OVERRIDES = (
 )
 
 
-def section(config: Any) -> Mapping[str, Any] | None:
+def section(config: object) -> Mapping[str, Any] | None:
     """A part of a document as a mapping: a dictionary, OmegaConf's, a dataclass or a namespace; else None.
 
     >>> from types import SimpleNamespace
@@ -100,7 +100,7 @@ def section(config: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def is_document(config: Mapping[str, Any]) -> bool:
+def is_document(config: Mapping[str, object]) -> bool:
     """Whether a configuration is written in the keys of a trainer's document.
 
     >>> is_document({"trainer": {}}), is_document({"generator.strategy": "tcp"}), is_document({"strategy": "tcp"})
@@ -118,7 +118,7 @@ class Document:
     assumed: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, config: Any) -> Document:
+    def read(cls, config: object) -> Document:
         """Reads a document, nested or dotted. Keys that are not ours are left alone, unless one looks misspelt.
 
         >>> Document.read({"generator": {"strategy": "tcp", "sampling_params": {"temperature": 1.0}}, "data": {}}).values
@@ -160,7 +160,7 @@ class Document:
             own |= {"weight_sync_backend": "nccl", "use_cuda_ipc": True}
         return {name: value for name, value in own.items() if value is not None}
 
-    def facts(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def facts(self, known: Mapping[str, object] | None = None) -> dict[str, Any]:
         """What it says about the run; what is ``known`` comes first."""
         backend = self.values.get("generator.weight_sync_backend", "nccl")
         demanded = self.demands_ipc
@@ -253,7 +253,7 @@ class Document:
         return named[value]
 
 
-def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -> dict[str, Any]:
+def settings_for(strategy: str, document: Document, choice: Mapping[str, object]) -> dict[str, Any]:
     """The settings of the chosen strategy."""
     values = document.values
 
@@ -285,7 +285,7 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, Any]) -
     return own
 
 
-def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
+def codec_of(choice: Mapping[str, object], overrides: Mapping[str, object]) -> str:
     """The codec of a choice, as a setting. Agents write plain records, so context mode is only demanded, never taken."""
     named = {key.removeprefix("generator."): value for key, value in overrides.items()}
     if choice["codec"] == "delta_context" and named.get("codec") is None:
@@ -293,7 +293,7 @@ def codec_of(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
     return str(choice["codec"])
 
 
-def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def offloading(choice: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, Any]:
     """What a choice says about offloading, as settings of ``tcp``. A copy that the document does not demand is left to the manager,
     which looks for itself whether a GPU can tell what changed.
 
@@ -308,7 +308,7 @@ def offloading(choice: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     return {"manager": {"offload_mode": choice["offload"]}}
 
 
-def flat(config: Any) -> Iterator[tuple[str, Any]]:
+def flat(config: object) -> Iterator[tuple[str, Any]]:
     """Every key of ours in a document with its value, dotted, however it is written.
 
     >>> list(flat({"generator": {"strategy": "tcp", "n": 8}, "trainer.training_backend": "fsdp"}))
@@ -378,7 +378,7 @@ def _distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as plain data, whatever kind of list or mapping the document has."""
     part = section(value)
     if part is not None:

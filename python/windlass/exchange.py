@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Exchange(Protocol):
     """How ranks tell each other something."""
 
-    def all(self, mine: Any, timeout: float) -> list[Any]:
+    def all(self, mine: object, timeout: float) -> list[Any]:
         """What each rank said, in the order of ranks. Every rank calls it."""
         ...
 
@@ -49,7 +49,7 @@ class Alone:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
-    def all(self, mine: Any, timeout: float) -> list[Any]:
+    def all(self, mine: object, timeout: float) -> list[Any]:
         """The same from each."""
         return [mine] * self._ranks
 
@@ -64,7 +64,7 @@ class OverGroup:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    def all(self, mine: Any, timeout: float) -> list[Any]:
+    def all(self, mine: object, timeout: float) -> list[Any]:
         """What each rank of the group said."""
         import torch
         import torch.distributed as dist

@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.errors import WindlassInvalid
-from windlass.frameworks.both_halves import ReceivingHalf, SendingHalf, plain
-from windlass.frameworks.sender import ray_address
+from windlass.frameworks.both_halves import ReceivingHalf
+from windlass.frameworks.sender import Sender, settings_of
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class WindlassCheckpointEngine(Base):
         image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
-        manager: Mapping[str, Any] | None = None,
+        manager: Mapping[str, object] | None = None,
         timeout: float = 600.0,
         role: Literal["policy", "rollout"] | None = None,
         release_after_refit: bool = False,
@@ -67,12 +67,9 @@ class WindlassCheckpointEngine(Base):
             raise WindlassInvalid(f"role is {role!r}: expected 'policy' or 'rollout'")
         self._bucket_size = bucket_size
         self._timeout = timeout
-        self._settings: dict[str, Any] = {"model_id": model_id, **plain(manager or {})}
-        for name, value in (("generator_dtype", dtype), ("checkpoint", checkpoint)):
-            if value is not None:
-                self._settings[name] = value
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=checkpoint)
         self._rollout = _in_an_engine() if role is None else role == "rollout"
-        self._sending: SendingHalf | None = None
+        self._sending: Sender | None = None
         self._receiving = ReceivingHalf(image_dir, timeout)
 
     def prepare(self) -> dict[str, Any]:
@@ -107,7 +104,7 @@ class WindlassCheckpointEngine(Base):
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publishes a version, on all policy workers."""
-        self._sender().publish(weights)
+        self._sender().publish(weights, self._timeout)
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """The next version, in batches of ``bucket_size`` bytes that are the image's own memory."""
@@ -116,9 +113,9 @@ class WindlassCheckpointEngine(Base):
         for batch in staged.batches(self._bucket_size):
             yield batch
 
-    def _sender(self) -> SendingHalf:
+    def _sender(self) -> Sender:
         if self._sending is None:
-            self._sending = SendingHalf(self._settings, self._timeout, ray_address())
+            self._sending = Sender.in_ray(self._settings)
         return self._sending
 
 

@@ -119,7 +119,7 @@ class Record:
         return {"type": self.type_name, **values}
 
     @classmethod
-    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
+    def from_dict(cls: type[R], data: Mapping[str, object]) -> R:
         """Reads and checks the plain form of this class, or of any of its subclasses."""
         return cls._parse(data)
 

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -185,17 +186,13 @@ class _Sending:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
-        from windlass.frameworks.sender import Sender, ray_address, reached_by
+        from windlass.frameworks.sender import Sender, settings_of
 
         self._rank = dist.get_rank()
         self._timeout = float(settings.get("timeout", 600.0))
         self._image_dir = settings.get("image_dir")
-        fields = {"model_id": settings.get("model_id", "policy"), **settings.get("manager", {})}
-        if "checkpoint" in settings:
-            fields["checkpoint"] = settings["checkpoint"]
-        self._sender = Sender(
-            reached_by(ray_address(), fields), rank=self._rank, world_size=dist.get_world_size()
-        )
+        model_id, checkpoint = settings.get("model_id", "policy"), settings.get("checkpoint")
+        self._sender = Sender.in_ray(settings_of(model_id, settings.get("manager"), checkpoint=checkpoint))
         #: The figures of the last sync.
         self.metrics: dict[str, float] = {}
 
@@ -203,13 +200,8 @@ class _Sending:
         """Where engines pull from; known before the first tensor is."""
         from windlass.receive.pulling import default_image_dir
 
-        source = self._sender.source()
-        place = {"endpoint": source.endpoint, "token": source.token, "tls_ca": source.tls_ca}
-        return {
-            **place,
-            "image_dir": self._image_dir or default_image_dir(),
-            "model_id": self._sender.manager.config.model_id,
-        }
+        model_id, image_dir = self._sender.manager.config.model_id, self._image_dir or default_image_dir()
+        return {**asdict(self._sender.source()), "image_dir": image_dir, "model_id": model_id}
 
     async def send(self, chunks: Iterable[Any], client: Any) -> None:
         """Publishes; on the first rank, brings the version to all engines while they generate, pauses them and has them load it. They
@@ -237,10 +229,8 @@ class _Sending:
             told = await self._workers(client, "windlass_pulled", None, until)
         staged = time.monotonic()
         load = LoadOrder(
+            **asdict(identity),
             image=told[0]["image"],
-            model_id=identity.model_id,
-            incarnation=identity.incarnation,
-            version=identity.version,
             digest=digest,
             timeout=_left(until),
         )

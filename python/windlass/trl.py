@@ -27,12 +27,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engines.vllm.endpoint import PauseOptions
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.sender import Published, Sender, listed, reached_by
+from windlass.frameworks.sender import Published, Sender, listed, reached_by, settings_of
 from windlass.frameworks.servers import Loaded, Servers, own_address
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["WindlassTransfer", "use"]
 
@@ -68,7 +71,7 @@ class WindlassTransfer:
         pause: Literal["keep", "wait", "abort"] = "keep",
         cache: Literal["reset", "keep"] = "reset",
         lease: float = 60.0,
-        manager: Mapping[str, Any] | None = None,
+        manager: Mapping[str, object] | None = None,
         timeout: float = 600.0,
         away: float = 120.0,
     ) -> None:
@@ -92,11 +95,8 @@ class WindlassTransfer:
         self._timeout = timeout
         #: By when the sync that is under way has to end.
         self._until = 0.0
-        self._settings: dict[str, Any] = {"model_id": model_id, **dict(manager or {})}
-        if checkpoint is not None:
-            self._settings["checkpoint"] = os.fspath(checkpoint)
-        if dtype is not None:
-            self._settings["generator_dtype"] = dtype
+        path = None if checkpoint is None else os.fspath(checkpoint)
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=path)
         self._sender: Sender | None = None
         self._published: Published | None = None
         #: What the servers compute in, until it was compared with what is sent.
@@ -118,7 +118,7 @@ class WindlassTransfer:
     def pause(self) -> None:
         """Nothing: the servers generate until they have everything that they load."""
 
-    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publishes the stream; returns as soon as the trainer may go on."""
         if self._sender is None:
             raise WindlassInvalid("nothing can be sent before init_weight_transfer() was called")
@@ -185,7 +185,7 @@ class WindlassTransfer:
         """One server less."""
         self.servers.remove(url)
 
-    def log_to(self, trainer: Any) -> None:
+    def log_to(self, trainer: object) -> None:
         """The figures of each sync go into the trainer's own log, beside ``perf/weight_sync_s``."""
         table = getattr(trainer, "_metrics", None)
         if not isinstance(table, Mapping) or "train" not in table:

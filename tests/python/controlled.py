@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -117,13 +116,10 @@ def world(home: Path, *options: str) -> Iterator[World]:
         made.close()
 
 
-def pid_of(command: Command) -> int:
-    return command.process.pid
-
-
-def is_alive(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
+    """Whether nothing of it runs; nobody may have reaped an orphan."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"

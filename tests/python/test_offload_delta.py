@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from controlled import until
 from windlass import Receiver, WeightManager, WindlassError, WindlassInvalid, WindlassStale
 
 QUIET = {"enabled": False}
@@ -22,13 +22,6 @@ QUIET = {"enabled": False}
 def home() -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="delta-") as folder:
         yield folder
-
-
-def until(what: str, look: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not look():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -10,13 +10,14 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import windlass
+from controlled import is_gone, until
 from windlass.config import SenderAgentConfig
 from windlass.publish.supervise import AgentSupervisor
 
@@ -60,22 +61,6 @@ def region(home: Path) -> Iterator[Path]:
     rank.stdin.close()
     rank.wait(PATIENCE)
     rank.stdout.close()
-
-
-def until(what: str, look: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not look():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.005)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether nothing of it runs; nobody may have reaped an orphan."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def pid_of(agent: AgentSupervisor) -> int:

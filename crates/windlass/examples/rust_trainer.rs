@@ -11,9 +11,7 @@
 //! late still find the last version.
 
 use std::error::Error;
-use std::fs;
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,6 +24,7 @@ use windlass_core::identity::ModelId;
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_data::file::Checkpoint;
 use windlass_data::roles::{PublisherConfig, Strategies, Tensors, WeightTransferSender};
+use windlass_data::seal::draft::Draft;
 use windlass_data::stop::Stop;
 
 #[derive(Parser)]
@@ -120,9 +119,5 @@ fn read(path: &Path) -> Result<Tensors, Box<dyn Error>> {
 
 /// Whole or not at all, and for the owner's eyes only.
 fn hand_out(path: &Path, sender: &dyn WeightTransferSender) -> Result<(), Box<dyn Error>> {
-    let temp = path.with_extension("new");
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temp)?;
-    file.write_all(sender.sync_info().to_json().as_bytes())?;
-    fs::rename(&temp, path)?;
-    Ok(())
+    Ok(Draft::secret(path, sender.sync_info().to_json().as_bytes())?.place()?)
 }

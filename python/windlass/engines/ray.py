@@ -23,7 +23,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from windlass import errors
 from windlass.errors import WindlassBug, WindlassError, WindlassInvalid, WindlassPeerLost, WindlassTimeout
@@ -48,7 +48,7 @@ log = logging.getLogger("windlass")
 T = TypeVar("T")
 
 
-def plain(value: Any, what: str) -> Any:
+def plain(value: object, what: str) -> Any:
     """The value as JSON would bring it to the other side; an error if it is not plain data.
 
     >>> plain({"shape": (2, 3)}, "call")
@@ -75,7 +75,7 @@ async def answer(work: Callable[[], Awaitable[Any]]) -> Plain:
         }
 
 
-def result(said: Any, who: str) -> Any:
+def result(said: object, who: str) -> Any:
     """The value of an answer; its error is raised here, with who said it."""
     if not isinstance(said, Mapping) or not {"ok", "error"} & set(said):
         raise WindlassBug(f"{who} answered {said!r}")
@@ -120,7 +120,7 @@ class EngineActor:
 
     def attach_weights(
         self,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         loader: WeightLoader,
         *,
         local_rank: int = 0,
@@ -277,13 +277,13 @@ class TrainerActor:
 
     def attach_model(
         self,
-        config: Mapping[str, Any],
-        model: Any,
+        config: Mapping[str, object],
+        model: object,
         extractor: WeightExtractor,
         *,
         generator_dtype: Dtype | None = None,
         timeout: float = 600.0,
-        prefix_cache: Any = "reset",
+        prefix_cache: Literal["reset", "keep"] = "reset",
         pause: bool = False,
     ) -> None:
         """Says what to send and how. ``prefix_cache`` and ``pause`` are those of the client."""
@@ -291,7 +291,7 @@ class TrainerActor:
             config, model, extractor, generator_dtype, timeout, {"prefix_cache": prefix_cache, "pause": pause}
         )
 
-    async def windlass(self, call: Plain, *engines: Any) -> Plain:
+    async def windlass(self, call: Plain, *engines: object) -> Plain:
         """The remote method. ``engines`` are handles of actors, when they are told of."""
         if self._trainer is None:
             return await answer(_no_model)

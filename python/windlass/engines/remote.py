@@ -87,7 +87,7 @@ class RemoteEngine(InferenceEngine):
         url: str,
         *,
         shape: EngineShape | None = None,
-        strategy: Mapping[str, Any] | None = None,
+        strategy: Mapping[str, object] | None = None,
         token: str | None = None,
         timeout: float = 600.0,
         attempts: int = 3,
@@ -163,16 +163,6 @@ class RemoteEngine(InferenceEngine):
             return True
         return strategy_from_config(self._strategy).get_request_type() is LoraDiskWeightUpdateRequest
 
-    def _group_body(self, info: TorchDistributedWeightSyncInfo, rank_offset: int) -> dict[str, Any]:
-        return {
-            "master_address": info.master_addr,
-            "master_port": info.master_port,
-            "rank_offset": rank_offset,
-            "world_size": info.world_size,
-            "group_name": info.group_name,
-            "backend": info.backend,
-        }
-
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
@@ -221,7 +211,7 @@ class VllmEngine(RemoteEngine):
                 f"{self.name} has the older interface only, which joins process groups and nothing else",
                 "use the strategy broadcast, or a newer vLLM",
             )
-        body = self._group_body(sync_info, rank_offset) | {"override_existing": self._override}
+        body = sync_info.joined_at(rank_offset) | {"override_existing": self._override}
         await self._post("/init_weight_update_communicator", body, stage="join")
         self._group = sync_info.group_name
 
@@ -305,7 +295,7 @@ class SglangEngine(RemoteEngine):
         self._group, self._open, self._session = sync_info.group_name, False, None
         if self._override:
             await self._leave_group()
-        body = self._group_body(sync_info, rank_offset)
+        body = sync_info.joined_at(rank_offset)
         await self._post("/init_weights_update_group", body, stage="join")
         self._group = sync_info.group_name
 

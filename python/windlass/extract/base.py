@@ -77,8 +77,8 @@ class WeightExtractor(ABC):
 
     def __init__(
         self,
-        cfg: Any = None,
-        model: Any = None,
+        cfg: object = None,
+        model: object = None,
         *,
         group_by_module: bool | None = None,
         threshold_gb: float | None = None,
@@ -234,7 +234,7 @@ class WeightExtractor(ABC):
         return any(helper.func is not ours for ours, helper in helpers)  # type: ignore[attr-defined]
 
     def extract_weights(
-        self, model: Any = None, generator_dtype: Dtype | None = None
+        self, model: object = None, generator_dtype: Dtype | None = None
     ) -> Generator[WeightChunk, None, None]:
         """The model's weights, chunk by chunk. Every rank iterates; see :mod:`windlass.extract`.
 
@@ -325,7 +325,7 @@ class WeightExtractor(ABC):
             yield from cut(raw)
 
     async def aextract_weights(
-        self, model: Any = None, generator_dtype: Dtype | None = None
+        self, model: object = None, generator_dtype: Dtype | None = None
     ) -> AsyncIterator[WeightChunk]:
         """:meth:`extract_weights` for a coroutine: the event loop runs on while weights are gathered.
 
@@ -502,7 +502,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def settings(config: Any) -> dict[str, Any]:
+def settings(config: object) -> dict[str, Any]:
     """The options of an extractor that a trainer's configuration asks for, nested or dotted.
 
     Where trainer and engine share their devices over NCCL, modules travel whole and in batches of

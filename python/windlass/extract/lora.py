@@ -15,14 +15,13 @@ import enum
 import json
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass import _windlass
+from windlass.atomic import replacing
 from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.names.clean import unwrapped
 
@@ -131,18 +130,12 @@ def save_lora(
     if target.exists():
         raise WindlassInvalid(f"{target} is there already", "give every adapter a version of its own")
     folder.mkdir(parents=True, exist_ok=True)
-    draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{name}-{version}-", dir=folder))
-    try:
+    with replacing(target) as draft:
+        draft.mkdir()
         _write(draft / WEIGHTS, state.tensors)
         (draft / CONFIG).write_text(json.dumps(state.config, indent=2, sort_keys=True) + "\n")
         for file in (draft / WEIGHTS, draft / CONFIG, draft):
             _sync(file)
-        # A private folder is of no use to an engine of another user; the umask decides, as for any file.
-        draft.chmod(0o777 & ~_umask())
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     _sync(folder)
     return target
 
@@ -225,10 +218,3 @@ def _sync(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o077

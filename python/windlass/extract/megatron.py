@@ -52,11 +52,11 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def __init__(
         self,
-        bridge_or_cfg: Any = None,
-        model: Any = None,
+        bridge_or_cfg: object = None,
+        model: object = None,
         *,
         bridge: Any = None,
-        cfg: Any = None,
+        cfg: object = None,
         **options: Any,
     ) -> None:
         # A configuration of OmegaConf's has whatever attribute it is asked for.

@@ -55,7 +55,14 @@ class GatheringExtractor(WeightExtractor):
 
     needs_model = True
 
-    def __init__(self, cfg: Any = None, model: Any = None, *, buffers: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        cfg: object = None,
+        model: torch.nn.Module | None = None,
+        *,
+        buffers: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(cfg, model, **options)
         self.buffers = buffers
         self._made: tuple[weakref.ref[torch.nn.Module], Views] | None = None

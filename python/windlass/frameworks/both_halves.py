@@ -1,6 +1,6 @@
 """A checkpoint engine as verl and NeMo-RL have it: one class, made in the trainer's ranks and in the engines' workers.
 
-Owns: :class:`SendingHalf` and :class:`ReceivingHalf`, which their adapters are made of. Called by :mod:`windlass.verl` and
+Owns: :class:`ReceivingHalf`; the other half is a :class:`~windlass.frameworks.sender.Sender`. Called by :mod:`windlass.verl` and
 :mod:`windlass.nemo_rl`. Must not: tear anything down between two syncs, so that engines can come and go.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
-from windlass.frameworks.sender import Published, Sender, reached_by
 from windlass.load.order import LoadOrder
 from windlass.receive.pulling import Brought, Pulling, PullOrder
 from windlass.receive.receiver import open_image
@@ -21,50 +20,7 @@ from windlass.receive.receiver import open_image
 if TYPE_CHECKING:
     import torch
 
-    from windlass.publish.inputs import Weights
-
-__all__ = ["ReceivingHalf", "SendingHalf", "Staged", "plain"]
-
-
-class SendingHalf:
-    """One rank of the trainer. ``settings`` are fields of a :class:`windlass.WeightManagerConfig`, ``address`` is that of this host."""
-
-    def __init__(self, settings: Mapping[str, Any], timeout: float, address: str | None) -> None:
-        import torch.distributed as dist
-
-        self._timeout = timeout
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._sender = Sender(reached_by(address, settings), rank=rank, world_size=world_size)
-
-    def where(self) -> dict[str, Any]:
-        """On the first rank: where the next version will be, known before the first tensor is; a
-        :class:`~windlass.receive.pulling.PullOrder` as far as the trainer knows it."""
-        source, manager = self._sender.source(), self._sender.manager
-        return {
-            "endpoint": source.endpoint,
-            "token": source.token,
-            "tls_ca": source.tls_ca,
-            "model_id": manager.config.model_id,
-            "incarnation": manager.incarnation,
-            "version": self._sender.version + 1,
-            "exact": manager.version is not None,
-        }
-
-    def published(self) -> dict[str, Any]:
-        """On the first rank: the same of the version that was published last."""
-        return {**self.where(), "version": self._sender.version}
-
-    def publish(self, weights: Iterable[tuple[str, Any]]) -> Published:
-        """Publishes a stream as the next version, on all ranks."""
-        return self._sender.publish(weights, self._timeout)
-
-    def publish_model(self, model: Weights) -> Published:
-        """The same of a model of which each rank has shards."""
-        return self._sender.publish_model(model, self._timeout)
-
-    def close(self) -> None:
-        """Ends publishing."""
-        self._sender.close()
+__all__ = ["ReceivingHalf", "Staged"]
 
 
 @dataclass(frozen=True)
@@ -106,8 +62,8 @@ class ReceivingHalf:
         self._brought: Brought | None = None
         self._busy = threading.Lock()
 
-    def expect(self, source: Mapping[str, Any]) -> None:
-        """Takes note of what comes next, as :meth:`SendingHalf.where` says it."""
+    def expect(self, source: Mapping[str, object]) -> None:
+        """Takes note of what comes next, as :meth:`windlass.frameworks.sender.Sender.where` says it."""
         new = PullOrder.from_dict({**source, "image_dir": self._image_dir, "timeout": self._timeout})
         if self._pulling is not None and not self._pulling.follows(new):
             # What is awaited from a trainer that is gone must not keep the next one waiting.
@@ -138,10 +94,8 @@ class ReceivingHalf:
             self._brought = self._pulling.bring(self._next.identity, self._timeout, exact=self._next.exact)
         brought = self._brought
         order = LoadOrder(
+            **asdict(brought.identity),
             image=str(brought.image),
-            model_id=brought.identity.model_id,
-            incarnation=brought.identity.incarnation,
-            version=brought.identity.version,
             digest=brought.digest,
             timeout=self._timeout,
         )
@@ -152,16 +106,3 @@ class ReceivingHalf:
         """Lets go of the image."""
         if self._pulling is not None:
             self._pulling.close()
-
-
-def plain(value: Any) -> Any:
-    """Configuration as plain data, whatever library it comes from.
-
-    >>> plain({"agent": {"ports": (1, 2)}})
-    {'agent': {'ports': [1, 2]}}
-    """
-    if isinstance(value, Mapping) or hasattr(value, "items"):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return [plain(part) for part in value]
-    return value

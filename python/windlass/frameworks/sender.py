@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import WeightManagerConfig
+from windlass.document import plain
 from windlass.errors import WindlassError, WindlassNotFound
 from windlass.identity import Identity
 from windlass.names import SourceMap
@@ -22,11 +23,12 @@ from windlass.publish.manager import WeightManager
 from windlass.publish.stream import WeightStream
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from windlass.publish.inputs import Weights
 
-__all__ = ["Published", "Sender", "Source", "listed", "ray_address", "reached_by"]
+__all__ = ["Published", "Sender", "Source", "listed", "ray_address", "reached_by", "settings_of"]
 
 log = logging.getLogger("windlass")
 
@@ -61,6 +63,19 @@ class Published:
             "windlass/publish_bytes": float(self.bytes),
             "windlass/publish_s": self.seconds,
         }
+
+
+def settings_of(
+    model_id: str, manager: object = None, *, dtype: str | None = None, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Settings of a :class:`Sender` from the options that adapters have; ``manager`` may be a mapping of any library.
+
+    >>> settings_of("policy", {"agent": {"ports": (1, 2)}}, dtype="bfloat16")
+    {'model_id': 'policy', 'agent': {'ports': [1, 2]}, 'generator_dtype': 'bfloat16'}
+    """
+    said = {"generator_dtype": dtype, "checkpoint": checkpoint}
+    given = {name: value for name, value in said.items() if value is not None}
+    return {"model_id": model_id, **plain(manager or {}), **given}
 
 
 def reached_by(address: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +125,7 @@ class Sender:
 
     def __init__(
         self,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -125,12 +140,20 @@ class Sender:
         self._rank = rank, world_size
         self._version = 0
 
+    @classmethod
+    def in_ray(cls, settings: Mapping[str, object]) -> Sender:
+        """That of this rank of ``torch.distributed``, reached by the address that Ray knows."""
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(reached_by(ray_address(), settings), rank=rank, world_size=world_size)
+
     @property
     def version(self) -> int:
         """The version that was published last; 0 before the first."""
         return self._version
 
-    def publish(self, weights: Iterable[tuple[str, Any]], timeout: float | None = None) -> Published:
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], timeout: float | None = None) -> Published:
         """Publishes a stream as the next version. It has been drained when this returns or raises."""
         with self._stream.version(weights) as source:
             return self.publish_model(source, timeout)
@@ -154,6 +177,18 @@ class Sender:
             raise WindlassNotFound("this rank has no agent that engines could pull from", "ask rank 0")
         token = None if file is None else Path(file).read_text().strip()
         return Source(endpoint, token, self.manager.config.tls_ca)
+
+    def where(self, version: int | None = None) -> dict[str, Any]:
+        """On the rank that has the agent: where the next version will be, or where a ``version`` is; a
+        :class:`~windlass.receive.pulling.PullOrder` as far as the trainer knows it."""
+        source, manager = self.source(), self.manager
+        return {
+            **asdict(source),
+            "model_id": manager.config.model_id,
+            "incarnation": manager.incarnation,
+            "version": self._version + 1 if version is None else version,
+            "exact": manager.version is not None,
+        }
 
     def close(self) -> None:
         """Ends the agent and removes the region."""

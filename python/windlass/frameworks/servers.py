@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -146,10 +146,8 @@ class Servers:
         def load(client: HttpClient, until: float) -> Loaded:
             image, size, seconds = self._bring(client, source, identity, until)
             order = LoadOrder(
+                **asdict(identity),
                 image=image,
-                model_id=identity.model_id,
-                incarnation=identity.incarnation,
-                version=identity.version,
                 digest=digest,
                 timeout=_left(until),
             )

@@ -62,7 +62,7 @@ class Arriving:
     job: Any
 
 
-def device_weights(native: Any, tensors: Sequence[torch.Tensor]) -> DeviceWeights | None:
+def device_weights(native: _windlass.LoadPlan, tensors: Sequence[torch.Tensor]) -> DeviceWeights | None:
     """The parameters of ``native``, in its order, if they are on a GPU; ``None`` if they are the host's.
 
     Unsupported if they are neither here nor on one GPU that can be used.
@@ -79,7 +79,9 @@ def device_weights(native: Any, tensors: Sequence[torch.Tensor]) -> DeviceWeight
 class DeviceWeights:
     """The parameters of a plan on ``device``. They must stay where they are."""
 
-    def __init__(self, native: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, native: _windlass.LoadPlan, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
         self.device = device
         gpu = _windlass.Gpu.open(device.index or 0)
         gpu.warm()

@@ -39,7 +39,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -62,9 +62,12 @@ from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, Loa
 from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
-from windlass.load.take import take
+from windlass.load.take import Pause, take
 from windlass.load.trace import trace
 from windlass.receive.receiver import Tensors
+
+if TYPE_CHECKING:
+    from windlass.receive.receiver import Receiver
 
 __all__ = ["Live", "Session"]
 
@@ -126,7 +129,7 @@ class Live:
         self._told_why = ""
 
     def take(
-        self, receiver: Any, pause: Any, timeout: float = 60.0, load_timeout: float = 600.0
+        self, receiver: Receiver, pause: Pause, timeout: float = 60.0, load_timeout: float = 600.0
     ) -> Report | None:
         """:func:`windlass.load.take` of these weights."""
         return take(self, receiver, pause, timeout, load_timeout)

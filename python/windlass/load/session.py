@@ -1,20 +1,20 @@
 """What an engine's adapter offers to whoever loads into it.
 
-Owns: :class:`Session`. Implemented for each engine; called by :class:`windlass.load.live.Live`. Must not: know an engine.
+Owns: :class:`Session`, and what its implementations share. Implemented for each engine; called by :class:`windlass.load.live.Live`. Must not: know an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from windlass.load.qualify import Judge
 from windlass.load.trace import Target
 
-__all__ = ["Session"]
+__all__ = ["Session", "class_name", "is_listed", "replace", "without_data"]
 
 
 class Session(Judge, Protocol):
@@ -67,3 +67,33 @@ class Session(Judge, Protocol):
 
     def incomplete(self) -> list[str]:
         """Layers of which a part was fed and a part was not, while a session is open."""
+
+
+def class_name(value: object) -> str:
+    """The full name of its class.
+
+    >>> class_name(torch.nn.Linear(1, 1))
+    'torch.nn.modules.linear.Linear'
+    """
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_listed(attribute: str, module: torch.nn.Module, table: Mapping[str, set[str]]) -> bool:
+    """Whether a table of attributes, by how the names of classes begin, has an attribute of a module."""
+    home = class_name(module)
+    return any(home.startswith(prefix) and attribute in names for prefix, names in table.items())
+
+
+def replace(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Makes a dictionary hold these values only, in their order."""
+    into.clear()
+    into.update(values)
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device, of the same class and with the same attributes."""
+    stand_in = tensor.data.to("meta")
+    stand_in.__class__ = tensor.__class__
+    stand_in.__dict__ = dict(tensor.__dict__)
+    return stand_in

@@ -58,7 +58,7 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
             yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def skeleton_of_config(config: Any) -> Any:
+def skeleton_of_config(config: object) -> Any:
     """The causal language model of a configuration, on the meta device."""
     import transformers
 
@@ -69,7 +69,7 @@ def skeleton_of_config(config: Any) -> Any:
         return build(config)
 
 
-def convert(model: Any, clean: Clean) -> Conversion:
+def convert(model: torch.nn.Module, clean: Clean) -> Conversion:
     """Trace the conversion of a model, wrapped or not."""
     path, inner = _find(model)
     prefix = ".".join(part for part in path.split(".") if part and part not in WRAPPERS)

@@ -28,6 +28,7 @@ from windlass.names.clean import Clean
 from windlass.names.view import Shape, View, compose, split_rows, tile_exactly, transpose, whole
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
 __all__ = ["Rule", "SourceMap", "names_of"]
@@ -191,7 +192,7 @@ class SourceMap:
         return made
 
     @classmethod
-    def from_model(cls, model: Any, **options: Any) -> Self:
+    def from_model(cls, model: torch.nn.Module, **options: Any) -> Self:
         """The map of a transformers model, derived from what its `save_pretrained` would do.
 
         `options` are the constructor's.
@@ -211,7 +212,7 @@ class SourceMap:
         return made
 
     @classmethod
-    def from_config(cls, config: Any, **options: Any) -> Self:
+    def from_config(cls, config: object, **options: Any) -> Self:
         """The map of the causal language model of a transformers configuration, or of a directory with one.
 
         Nothing is allocated: the model is built on the meta device.
@@ -362,7 +363,7 @@ class SourceMap:
             )
 
 
-def names_of(model: Any) -> SourceMap:
+def names_of(model: torch.nn.Module) -> SourceMap:
     """The map of a model: from its configuration if transformers made it, else its names without what wrappers add."""
     # A program with such a model has imported the library; importing it for others would cost seconds.
     transformers = sys.modules.get("transformers")

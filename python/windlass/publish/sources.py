@@ -106,7 +106,7 @@ def _short(given: object) -> str:
     )
 
 
-def pair_of(item: Any) -> tuple[str, Any]:
+def pair_of(item: object) -> tuple[str, Any]:
     """A name and its tensor."""
     if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
         return item[0], item[1]

@@ -154,7 +154,7 @@ class WeightTransferReceiver(ABC):
     #: The requests that it takes.
     request_type: ClassVar[type[WeightUpdateRequest]] = WeightUpdateRequest
 
-    def parse_request(self, request_dict: Mapping[str, Any] | str | bytes) -> WeightUpdateRequest:
+    def parse_request(self, request_dict: Mapping[str, object] | str | bytes) -> WeightUpdateRequest:
         """Reads a request as it came, typed or as a legacy dictionary; one of another strategy is refused."""
         return self.request_type._parse(request_dict)
 
@@ -188,7 +188,7 @@ class WeightTransferStrategy(ABC):
     out of a pickle. Whatever else a subclass keeps (a bound port, a store) stays behind.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         # Through JSON and back: what a worker on another host would read.
         self._config: Plain = json.loads(
             text_of(dict(config or {}), f"configuration of {type(self).__name__}")
@@ -203,7 +203,7 @@ class WeightTransferStrategy(ABC):
                 setattr(cls, name, _also(method, longer.form, longer.call))
 
     @classmethod
-    def from_config(cls: type[T], config: Any, facts: Mapping[str, Any] | None = None) -> T:
+    def from_config(cls: type[T], config: object, facts: Mapping[str, object] | None = None) -> T:
         """This strategy as a configuration has it, which is a trainer's document or settings of the strategy's own.
 
         On :class:`WeightTransferStrategy` itself, the strategy that the configuration means (:func:`strategy_from_config`).
@@ -264,7 +264,7 @@ class WeightTransferStrategy(ABC):
     def create_sync_info(self) -> WeightSyncInfo:
         """What engines need to join. Called once, on the trainer's rank 0."""
 
-    def create_init_info(self, *given: Any, **named: Any) -> WeightSyncInfo:
+    def create_init_info(self, *given: object, **named: Any) -> WeightSyncInfo:
         """Another name of :meth:`create_sync_info`."""
         make: Callable[..., WeightSyncInfo] = self.create_sync_info
         return make(*given, **named)
@@ -457,7 +457,7 @@ def _points() -> list[Any]:
     return list(entry_points(group=ENTRY_POINTS))
 
 
-def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Plain:
+def choose(facts: Mapping[str, object], config: Mapping[str, object] | None = None) -> Plain:
     """Which strategy, link and codec fit what is known about the run, how trainers offload, and why.
 
     ``facts`` and ``config`` have the keys of ``Facts`` and ``Overrides`` in the Rust core; the overrides may carry the
@@ -473,7 +473,7 @@ def choose(facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) ->
     return choice
 
 
-def strategy_from_config(config: Any, facts: Mapping[str, Any] | None = None) -> WeightTransferStrategy:
+def strategy_from_config(config: object, facts: Mapping[str, object] | None = None) -> WeightTransferStrategy:
     """The strategy that a configuration names under ``strategy``; the other keys are its own.
 
     Every worker calls this with the same configuration. Where ``strategy`` is "auto" or absent, ``facts`` decide

@@ -100,7 +100,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     (4, 'gloo')
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         self.settings = BroadcastSettings.from_dict(self._config)
         self._store: TCPStore | None = None

@@ -157,7 +157,7 @@ class InferenceEngineClient:
 
     @classmethod
     def from_config(
-        cls, cfg: Any, engines: Sequence[InferenceEngine], **options: Any
+        cls, cfg: object, engines: Sequence[InferenceEngine], **options: Any
     ) -> InferenceEngineClient:
         """The client of these engines as a trainer's configuration has it. Engines of which it says other numbers or
         shapes than they have are an error.
@@ -226,7 +226,7 @@ class InferenceEngineClient:
         self.dirty = True
         await self._all("update_weights", lambda engine: engine.update_weights(request))
 
-    async def update_named_weights(self, request: Mapping[str, Any] | WeightUpdateRequest) -> None:
+    async def update_named_weights(self, request: Mapping[str, object] | WeightUpdateRequest) -> None:
         """:meth:`update_weights` under its older name; also takes the dictionaries that have no type."""
         typed = request if isinstance(request, WeightUpdateRequest) else parse_request(request)
         await self.update_weights(typed)
@@ -357,7 +357,7 @@ def _shapes(shapes: Sequence[EngineShape]) -> str:
     return ", ".join(f"tp={shape.tp} pp={shape.pp} dp={shape.dp}" for shape in shapes)
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def settings(config: Mapping[str, object]) -> dict[str, Any]:
     """The options of a client that a trainer's configuration asks for, nested or dotted: without
     ``generator.enable_prefix_caching`` there is no cache to reset.
 

@@ -83,8 +83,8 @@ def gpu_facts(devices: Sequence[int] | None = None) -> Plain:
 
 
 def facts_between(
-    trainers: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    engines: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    trainers: Mapping[str, object] | Sequence[Mapping[str, object]],
+    engines: Mapping[str, object] | Sequence[Mapping[str, object]],
     **known: Any,
 ) -> Plain:
     """The facts for :func:`windlass.choose` from what :func:`gpu_facts` answered on both sides, by one process or by

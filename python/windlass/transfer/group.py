@@ -34,6 +34,7 @@ from windlass.errors import WindlassInvalid, WindlassPeerLost, WindlassTimeout, 
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import Store, TCPStore
 
     from windlass.transfer.sync_info import TorchDistributedWeightSyncInfo
@@ -121,7 +122,7 @@ class UpdateGroup:
             raise
 
     @classmethod
-    def given(cls, process_group: Any) -> UpdateGroup:
+    def given(cls, process_group: dist.ProcessGroup | UpdateGroup) -> UpdateGroup:
         """A process group of torch's that somebody else has made and ends, with the trainer as its rank 0."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import ProcessGroup

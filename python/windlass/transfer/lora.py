@@ -105,7 +105,7 @@ class LoraTransferStrategy(WeightTransferStrategy):
     'lora_disk'
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         self.settings = LoraSettings.from_dict(self._config)
         self._pulled: TcpTransferStrategy | None = None

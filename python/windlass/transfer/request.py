@@ -192,7 +192,7 @@ WeightUpdateRequest._types = {
 }
 
 
-def parse_request(data: Mapping[str, Any] | str | bytes) -> WeightUpdateRequest:
+def parse_request(data: Mapping[str, object] | str | bytes) -> WeightUpdateRequest:
     """Reads a request in its plain form or as one of the four legacy dictionaries, given as such or as JSON text.
 
     >>> parse_request({"names": ["lora_disk_load"], "extras": [{"lora_disk_path": "/mnt/a"}]})

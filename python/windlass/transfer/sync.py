@@ -22,6 +22,7 @@ from windlass.errors import WindlassError, WindlassInvalid
 if TYPE_CHECKING:
     from windlass.dtypes import Dtype
     from windlass.extract import WeightExtractor
+    from windlass.publish.inputs import Weights
     from windlass.transfer.base import InferenceClient, WeightTransferSender, WeightTransferStrategy
     from windlass.transfer.trainer import TrainerRanks
 
@@ -35,7 +36,7 @@ class ModelSender(Protocol):
     """A sender that takes the model itself: it publishes shards where they are, or only the adapters."""
 
     async def send_model(
-        self, model: Any, generator_dtype: Dtype | None, version: int, inference_client: InferenceClient
+        self, model: Weights, generator_dtype: Dtype | None, version: int, inference_client: InferenceClient
     ) -> None:
         """Sends what changed in ``model`` as ``version``, and returns when every engine has loaded it."""
 
@@ -108,7 +109,7 @@ class WeightSyncManager:
         self._sender, self._ranks = sender, ranks
 
     async def sync_weights(
-        self, model: Any, generator_dtype: Dtype | None = None, version: int | None = None
+        self, model: object, generator_dtype: Dtype | None = None, version: int | None = None
     ) -> int:
         """Sends all weights of ``model``, a chunk at a time, and returns when every engine has loaded them.
 

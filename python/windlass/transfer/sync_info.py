@@ -65,6 +65,17 @@ class TorchDistributedWeightSyncInfo(WeightSyncInfo):
 
     type_name = "torch_distributed"
 
+    def joined_at(self, rank_offset: int) -> dict[str, str | int]:
+        """What the routes of vLLM and SGLang are told to have an engine join, whose ranks begin at ``rank_offset``."""
+        return {
+            "master_address": self.master_addr,
+            "master_port": self.master_port,
+            "rank_offset": rank_offset,
+            "world_size": self.world_size,
+            "group_name": self.group_name,
+            "backend": self.backend,
+        }
+
 
 @dataclass(frozen=True)
 class EmptyWeightSyncInfo(WeightSyncInfo):
@@ -110,7 +121,7 @@ WeightSyncInfo._types = {
 }
 
 
-def parse_sync_info(data: Mapping[str, Any] | str | bytes) -> WeightSyncInfo:
+def parse_sync_info(data: Mapping[str, object] | str | bytes) -> WeightSyncInfo:
     """Reads a sync info in its plain form, given as such or as JSON text.
 
     >>> parse_sync_info('{"type": "empty"}')

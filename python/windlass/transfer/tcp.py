@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from windlass.dtypes import Dtype
     from windlass.extract.chunk import WeightChunk
+    from windlass.publish.inputs import Weights
     from windlass.publish.manager import WeightManager
     from windlass.receive.receiver import Image, Receiver
     from windlass.transfer.base import InferenceClient, WeightLoader
@@ -132,7 +133,7 @@ class TcpTransferStrategy(WeightTransferStrategy):
     ('actor', True)
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         self.settings = TcpSettings.from_dict(self._config)
         self._reserved: _Reserved | None = None
@@ -263,7 +264,7 @@ class TcpTransferSender(WeightTransferSender):
         self._metadata: list[tuple[str, Any, Any]] | None = None
 
     async def send_model(
-        self, model: Any, generator_dtype: Dtype | None, version: int, inference_client: InferenceClient
+        self, model: Weights, generator_dtype: Dtype | None, version: int, inference_client: InferenceClient
     ) -> None:
         """Publishes the model as it is: shards go straight to their place, and nothing is gathered that need not be.
 
@@ -273,7 +274,7 @@ class TcpTransferSender(WeightTransferSender):
 
     async def send_named(
         self,
-        weights: Any,
+        weights: Weights,
         generator_dtype: Dtype | None,
         version: int,
         inference_client: InferenceClient,
@@ -313,7 +314,7 @@ class TcpTransferSender(WeightTransferSender):
         names = AsTheyAre({name: tuple(shape) for name, _, shape in source.metadata()})
         await self.send_named(source, None, version, client, names)
 
-    def _offload(self, weights: Any, version: int, dtype: Dtype | None, names: AsTheyAre | None) -> None:
+    def _offload(self, weights: Weights, version: int, dtype: Dtype | None, names: AsTheyAre | None) -> None:
         if self._manager is None:
             from windlass.publish.manager import WeightManager
 

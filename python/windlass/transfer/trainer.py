@@ -56,7 +56,7 @@ class TrainerRanks:
         self.rank = dist.get_rank(group) if there else 0
         self.count = dist.get_world_size(group) if there else 1
 
-    def tell(self, mine: Any, timeout: float, what: str) -> list[Any]:
+    def tell(self, mine: object, timeout: float, what: str) -> list[Any]:
         """What each rank said, as plain data. Every rank calls it."""
         exchange: Exchange = Alone(1) if self.count == 1 else OverGroup(self._group)
         try:

@@ -19,7 +19,7 @@ __all__ = ["WindlassServerAdapter"]
 class WindlassServerAdapter(ServerAdapter):  # type: ignore[misc]
     """The workers of vLLM load by plan, and only what changed: no tensor passes through this process."""
 
-    async def update_weights(self, weights: Any, global_steps: int | None = None, **how: Any) -> None:
+    async def update_weights(self, weights: object, global_steps: int | None = None, **how: Any) -> None:
         """Has the server's workers load the version that this host has."""
         if not isinstance(weights, Received):
             await super().update_weights(weights, global_steps=global_steps, **how)

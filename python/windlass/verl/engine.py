@@ -14,8 +14,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from windlass.errors import WindlassInvalid, WindlassUnsupported
-from windlass.frameworks.both_halves import ReceivingHalf, SendingHalf, plain
-from windlass.frameworks.sender import ray_address
+from windlass.frameworks.both_halves import ReceivingHalf
+from windlass.frameworks.sender import Sender, settings_of
 from windlass.load.order import LoadOrder
 
 __all__ = ["Received", "WindlassCheckpointEngine"]
@@ -48,7 +48,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         image_dir: str | None = None,
         dtype: str | None = None,
         checkpoint: str | None = None,
-        manager: Mapping[str, Any] | None = None,
+        manager: Mapping[str, object] | None = None,
         shards: bool = True,
         timeout: float = 600.0,
     ) -> None:
@@ -62,12 +62,9 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.shards = shards
         self.bucket_size = bucket_size
         self._timeout = timeout
-        self._settings: dict[str, Any] = {"model_id": model_id, **plain(manager or {})}
-        for name, value in (("generator_dtype", dtype), ("checkpoint", checkpoint)):
-            if value is not None:
-                self._settings[name] = value
+        self._settings = settings_of(model_id, manager, dtype=dtype, checkpoint=checkpoint)
         #: Made in an actor when it is first asked for.
-        self._sending: SendingHalf | None = None
+        self._sending: Sender | None = None
         self._receiving = ReceivingHalf(image_dir, timeout)
 
     # Both sides.
@@ -82,7 +79,10 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def published(self) -> dict[str, Any]:
         """In the first actor: where the version is that was sent last."""
-        return self._sender(None).published() if self.is_master else {}
+        if not self.is_master:
+            return {}
+        sender = self._sender(None)
+        return sender.where(sender.version)
 
     @classmethod
     def build_topology(
@@ -95,7 +95,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         return {}, {"source": [metadata[0]] * rollout_world_size}
 
-    def init_process_group(self, source: dict[str, Any] | None = None) -> None:
+    def init_process_group(self, source: Mapping[str, object] | None = None) -> None:
         """Takes note of what comes next."""
         if source is not None:
             self._receiving.expect(source)
@@ -111,7 +111,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if hasattr(weights, "get_per_tensor_param"):
             model = self._module(weights)
             if model is not None:
-                done = sender.publish_model(model)
+                done = sender.publish_model(model, self._timeout)
                 return done.metrics() if self.is_master else {}
             weights, peft_config = weights.get_per_tensor_param()
             if peft_config is not None:
@@ -119,7 +119,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     "adapters that are not merged cannot be published to a rollout of whole weights",
                     "set actor_rollout_ref.model.lora.merge=True",
                 )
-        done = sender.publish(weights)
+        done = sender.publish(weights, self._timeout)
         return done.metrics() if self.is_master else {}
 
     def _module(self, engine: Any) -> torch.nn.Module | None:
@@ -133,12 +133,12 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
         return module if sharded and not hasattr(module, "peft_config") else None
 
-    def _sender(self, dtype: str | None) -> SendingHalf:
+    def _sender(self, dtype: str | None) -> Sender:
         if self._sending is None:
             settings = dict(self._settings)
             if dtype is not None and "checkpoint" not in settings:
                 settings.setdefault("generator_dtype", dtype)
-            self._sending = SendingHalf(settings, self._timeout, ray_address())
+            self._sending = Sender.in_ray(settings)
         return self._sending
 
     # A worker of the rollout.

@@ -227,10 +227,3 @@ impl<L: WeightLoader> Feed<L> {
         Ok(Loaded { known, how, load_ms, changed: count })
     }
 }
-
-impl<L> Feed<L> {
-    /// Ends the feed and gives its receiver and loader back.
-    pub fn into_parts(self) -> (Box<dyn WeightTransferReceiver>, L) {
-        (self.receiver, self.loader)
-    }
-}

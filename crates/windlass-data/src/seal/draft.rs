@@ -1,15 +1,18 @@
 //! Files that are whole or absent.
 //!
-//! Owns: how a sealer's files come into being. Bytes go to `.NAME.tmp` beside the target, which is renamed into
-//! place when it is whole. A failure removes it; a kill leaves it, and the next draft of the same name or
-//! [`crate::history::History::open`] removes it then. Nothing is made durable: these files live and die with the
-//! memory that the images are in.
+//! Owns: how a file comes into being that other processes read. Bytes go to `.NAME.tmp` beside the target, which is
+//! renamed into place when it is whole. A failure removes it; a kill leaves it, and the next draft of the same name or
+//! [`crate::history::History::open`] removes it then.
+//!
+//! The rule for fsync: a file that must survive a power cut is synced before it is renamed. Those are secrets and the
+//! output files of commands (`outfile` of the `windlass` crate, which also locks them). All other drafts are on tmpfs or
+//! mean nothing without the memory that the images are in, and are not synced.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 /// A file on its way to its place.
@@ -37,6 +40,17 @@ impl Draft {
         draft.place()
     }
 
+    /// A synced draft of these bytes, for its owner alone. Several processes may draft the same secret at once.
+    pub fn secret(target: &Path, bytes: &[u8]) -> io::Result<Draft> {
+        let temp = hidden(&target.with_added_extension(std::process::id().to_string()))?;
+        remove_if_there(&temp)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temp)?;
+        let mut draft = Draft { file, temp, target: target.to_owned(), placed: false };
+        draft.file.write_all(bytes)?;
+        draft.file.sync_all()?;
+        Ok(draft)
+    }
+
     /// As [`Draft::create`], of the file that a draft of another target left.
     pub fn again(self, target: &Path) -> io::Result<Draft> {
         let temp = hidden(target)?;
@@ -57,6 +71,22 @@ impl Draft {
         self.placed = true;
         Ok(())
     }
+
+    /// Puts it in its place unless there is a file, which stays.
+    pub fn place_if_absent(self) -> io::Result<()> {
+        match fs::hard_link(&self.temp, &self.target) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            linked => linked,
+        }
+    }
+}
+
+/// Makes `link` a symbolic link to `to`, at no moment to nothing.
+pub fn place_link(link: &Path, to: &Path) -> io::Result<()> {
+    let temp = hidden(link)?;
+    remove_if_there(&temp)?;
+    symlink(to, &temp)?;
+    fs::rename(&temp, link)
 }
 
 impl Drop for Draft {
@@ -146,6 +176,23 @@ mod tests {
             let draft = Draft::create(&dir.path().join("f")).unwrap();
             let mode = draft.file().metadata().unwrap().mode() & 0o777;
             assert_eq!(mode, of_file, "in a directory of {of_dir:o}");
+        }
+    }
+
+    #[test]
+    fn a_secret_is_its_owners_alone_and_the_first_one_stays_where_that_is_wanted() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o750)).unwrap();
+        let target = dir.path().join("token");
+        for (bytes, place, kept) in [
+            (b"first", Draft::place_if_absent as fn(Draft) -> io::Result<()>, b"first"),
+            (b"other", Draft::place_if_absent, b"first"),
+            (b"third", Draft::place, b"third"),
+        ] {
+            Draft::secret(&target, bytes).and_then(place).unwrap();
+            assert_eq!(fs::read(&target).unwrap(), kept);
+            assert_eq!(fs::metadata(&target).unwrap().mode() & 0o777, 0o600);
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         }
     }
 }

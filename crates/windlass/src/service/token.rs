@@ -4,15 +4,14 @@
 //! owner can read; other processes read that file or get the token from the publisher's sync
 //! info. Must not: print or log a token.
 
-use std::fs;
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::io::{self, Read as _};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use subtle::ConstantTimeEq as _;
 use windlass_core::address::Token;
 use windlass_data::private::{self, PrivateError, Readers};
+use windlass_data::seal::draft::Draft;
 
 use crate::error::Error;
 
@@ -100,36 +99,15 @@ pub fn read_or_make(path: &Path) -> Result<Token, Error> {
     let mut bytes = [0u8; 32];
     getrandom::fill(&mut bytes).map_err(|e| Error::Bug(format!("no random bytes: {e}")))?;
     let text: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
-    let temp = beside(path, &text)?;
-    let linked = fs::hard_link(&temp, path);
-    let _ = fs::remove_file(&temp);
-    match linked {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(source) => return Err(Error::Io { action: "write the token to", path: path.into(), source }),
-    }
+    let made = Draft::secret(path, text.as_bytes()).and_then(Draft::place_if_absent);
+    made.map_err(Error::io("write the token to", path))?;
     read(path)
 }
 
 /// Puts `token` into `path`, in place of what is there.
 pub fn write(path: &Path, token: &Token) -> Result<(), Error> {
-    let temp = beside(path, token.expose())?;
-    fs::rename(&temp, path).map_err(Error::io("write the token to", path))
-}
-
-/// Writes a token atomically, readable only by its owner.
-fn beside(path: &Path, text: &str) -> Result<PathBuf, Error> {
-    let temp = path.with_extension(format!("{}.new", std::process::id()));
-    // What a process of this number left that was killed. Nothing that is there is written to: it may be a link.
-    let _ = fs::remove_file(&temp);
-    let mut file = fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&temp)
-        .map_err(Error::io("write the token to", &temp))?;
-    file.write_all(text.as_bytes()).map_err(Error::io("write the token to", &temp))?;
-    Ok(temp)
+    let written = Draft::secret(path, token.expose().as_bytes()).and_then(Draft::place);
+    written.map_err(Error::io("write the token to", path))
 }
 
 /// Whether a header `Authorization: Bearer …` carries the token. Takes the same time wherever they differ.
@@ -140,6 +118,7 @@ pub fn accepts(token: &Token, header: Option<&str>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::MetadataExt as _;
 
     use super::*;

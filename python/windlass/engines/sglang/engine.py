@@ -92,7 +92,7 @@ class Engine(ABC):
     def ask(
         self,
         route: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         *,
         stage: str,
         timeout: float,
@@ -128,7 +128,7 @@ class Server(Engine):
             answer = self._client.get(f"/get_{route}", stage="look at the engine", timeout=timeout)
         return answer.object()
 
-    def ask(self, route: str, body: Mapping[str, Any], *, stage: str, timeout: float) -> Reply:
+    def ask(self, route: str, body: Mapping[str, object], *, stage: str, timeout: float) -> Reply:
         answer = self._client.post(
             f"/{route}",
             dict(body),
@@ -238,7 +238,7 @@ def _reply_of(told: Any) -> Reply:
 
 
 def connect(
-    engine: Any, *, name: str | None = None, api_key: str | None = None, timeout: float = 30.0
+    engine: object, *, name: str | None = None, api_key: str | None = None, timeout: float = 30.0
 ) -> Server | Embedded:
     """The engine behind a URL or a connection, or an ``sglang.Engine``."""
     if isinstance(engine, (Server, Embedded)):

@@ -283,7 +283,7 @@ class Gate:
             must(self.engine, "end_weight_update", {}, "end", left(until))
 
 
-def must(engine: Engine, route: str, body: Mapping[str, Any], stage: str, timeout: float) -> None:
+def must(engine: Engine, route: str, body: Mapping[str, object], stage: str, timeout: float) -> None:
     """A request that has to succeed."""
     reply = engine.ask(route, body, stage=stage, timeout=timeout)
     if not reply.known:

@@ -37,7 +37,7 @@ WHERE = Path("/dev/shm")
 class Handles:
     """One server whose workers open the trainer's memory."""
 
-    def __init__(self, server: HttpClient, strategy: Mapping[str, Any], facts: Facts) -> None:
+    def __init__(self, server: HttpClient, strategy: Mapping[str, object], facts: Facts) -> None:
         self._server, self._strategy, self._facts = server, dict(strategy), facts
         #: Whether workers may have something open.
         self.opened = False
@@ -45,7 +45,7 @@ class Handles:
         self.reports: list[Report] = []
 
     @classmethod
-    def of(cls, server: HttpClient, strategy: Mapping[str, Any]) -> Handles:
+    def of(cls, server: HttpClient, strategy: Mapping[str, object]) -> Handles:
         """Asks the server whether it can."""
         if strategy_from_config(strategy).get_request_type() not in REQUESTS:
             raise WindlassUnsupported(

@@ -115,7 +115,7 @@ class SGLangWeightLoader(WeightLoader):
 
     def __init__(
         self,
-        engine: Any,
+        engine: object,
         *,
         name: str | None = None,
         api_key: str | None = None,
@@ -184,7 +184,7 @@ class SGLangWeightLoader(WeightLoader):
     # Whole versions.
 
     async def load_image(
-        self, order: Mapping[str, Any] | LoadOrder | str | Path, *, way: str | None = None
+        self, order: Mapping[str, object] | LoadOrder | str | Path, *, way: str | None = None
     ) -> Loaded:
         """Loads the version that an order names from the image that it names, in place; or whatever version is in the
         image of that directory."""
@@ -246,15 +246,7 @@ class SGLangWeightLoader(WeightLoader):
         if override:
             with contextlib.suppress(WindlassInvalid):
                 await self.leave_group(info.group_name)
-        body = {
-            "master_address": info.master_addr,
-            "master_port": info.master_port,
-            "rank_offset": rank_offset,
-            "world_size": info.world_size,
-            "group_name": info.group_name,
-            "backend": info.backend,
-        }
-        route = "init_weights_update_group"
+        body, route = info.joined_at(rank_offset), "init_weights_update_group"
         await asyncio.to_thread(must, self._engine, route, body, "join a group", self._timeout)
 
     async def leave_group(self, group_name: str) -> None:

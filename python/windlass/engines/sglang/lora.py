@@ -49,7 +49,7 @@ class SGLangLora:
 
     def __init__(
         self,
-        engine: Any,
+        engine: object,
         *,
         adapter: str,
         name: str | None = None,

@@ -13,7 +13,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def named(tensors: Mapping[str, torch.Tensor]) -> bytes:
     )
 
 
-def order(plain: Mapping[str, Any]) -> bytes:
+def order(plain: Mapping[str, object]) -> bytes:
     """An order for :mod:`windlass.engines.sglang.custom`, as a tensor of its JSON."""
     import torch
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from windlass.load.session import class_name, is_listed, replace, without_data
 from windlass.load.trace import Target
 
 __all__ = ["SglangSession", "watch"]
@@ -142,21 +143,20 @@ class SglangSession:
 
     def refuses(self, name: str, module: torch.nn.Module) -> str | None:
         """Why a module is not on the list."""
-        methods = _ALLOWED.get(_class(module))
+        methods = _ALLOWED.get(class_name(module))
         if methods is None:
-            return f"{_class(module)} is not on the list"
+            return f"{class_name(module)} is not on the list"
         method = getattr(module, "quant_method", None)
         packed = _packed(module, method)
         if packed is not None:
             return packed
         if method is None:
             return None if not methods else f"{type(module).__name__} has no method for its weights"
-        return None if _class(method) in methods else f"{_class(method)} is not on the list"
+        return None if class_name(method) in methods else f"{class_name(method)} is not on the list"
 
     def independent(self, name: str, module: torch.nn.Module, attribute: str) -> bool:
         """Whether a tensor is known not to come from weights."""
-        home = _class(module)
-        return any(home.startswith(prefix) and attribute in names for prefix, names in _INDEPENDENT.items())
+        return is_listed(attribute, module, _INDEPENDENT)
 
     def serving(self, attribute: str) -> bool:
         """The cache is not held by modules."""
@@ -187,15 +187,15 @@ class SglangSession:
             for prefix, layer, _, parameters, buffers in kept:
                 for name, parameter in parameters.items():
                     if parameter is not None:
-                        layer._parameters[name] = stand_in = _stand_in(parameter)
+                        layer._parameters[name] = stand_in = without_data(parameter)
                         targets.append(Target(prefix, name, stand_in))
-                layer._buffers.update({k: _stand_in(v) for k, v in buffers.items() if v is not None})
+                layer._buffers.update({k: without_data(v) for k, v in buffers.items() if v is not None})
             yield targets
         finally:
             for _, layer, attributes, parameters, buffers in kept:
-                _replace(vars(layer), attributes)
-                _replace(layer._parameters, parameters)
-                _replace(layer._buffers, buffers)
+                replace(vars(layer), attributes)
+                replace(layer._parameters, parameters)
+                replace(layer._buffers, buffers)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loader."""
@@ -371,24 +371,6 @@ def _server_args() -> Any:
     except ImportError:
         return None
     return get_server_args()
-
-
-def _class(value: object) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _replace(into: dict[str, Any], values: dict[str, Any]) -> None:
-    into.clear()
-    into.update(values)
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data, of the same class and with the same attributes."""
-    stand_in = tensor.data.to("meta")
-    stand_in.__class__ = tensor.__class__
-    stand_in.__dict__ = dict(tensor.__dict__)
-    return stand_in
 
 
 def synchronize() -> None:

@@ -47,7 +47,9 @@ class WindlassWeightTransferEngine(
     init_info_cls = WindlassInitInfo
     update_info_cls = WindlassUpdateInfo
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: object, vllm_config: object, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._info: WindlassInitInfo | None = None
         self._receiving: Receiving | None = None

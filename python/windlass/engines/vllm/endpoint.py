@@ -235,7 +235,7 @@ class WindlassEndpoint:
         route("POST", "/verify", self._verify)
         route("POST", "/resume", self._resume)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+    async def init_state(self, engine_client: object, state: object, args: object) -> None:
         """Takes the way to the engine."""
         self._engine = None if engine_client is None else _Engine(engine_client)
 

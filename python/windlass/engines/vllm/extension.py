@@ -14,10 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import WindlassError, WindlassInvalid
 from windlass.plain import Plain
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.load.live import Live
 
 __all__ = ["METHODS", "WorkerExtension", "install", "live_of", "watch"]
 
@@ -27,9 +32,11 @@ log = logging.getLogger("windlass")
 _FOREIGN = ("discard", "load_model", "reload_weights", "reset_weights")
 
 
-def live_of(model: Any, vllm_config: Any, model_config: Any | None = None, rank: int | None = None) -> Any:
+def live_of(
+    model: torch.nn.Module, vllm_config: Any, model_config: Any | None = None, rank: int | None = None
+) -> Live:
     """The state of a worker's model, made when it is first asked for."""
-    found = model.__dict__.get("_windlass_live")
+    found: Live | None = model.__dict__.get("_windlass_live")
     if found is not None:
         return found
     from windlass.engines.vllm.session import VllmSession

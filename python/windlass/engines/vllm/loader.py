@@ -88,7 +88,7 @@ class VLLMWeightLoader(WeightLoader):
             live.series.abandon(e)
             raise
 
-    async def load_image(self, order: LoadOrder | Mapping[str, Any] | Image) -> list[Report]:
+    async def load_image(self, order: LoadOrder | Mapping[str, object] | Image) -> list[Report]:
         """Loads a version from an image into every worker, and returns their reports. An image that this process holds
         may be given itself."""
         if isinstance(order, Image):

@@ -26,7 +26,7 @@ class OlderWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = WindlassInitInfo
     update_info_cls = WindlassUpdateInfo
 
-    def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
+    def __init__(self, config: object, parallel_config: object, model: object) -> None:
         super().__init__(config, parallel_config, model)
         self._info: WindlassInitInfo | None = None
         self._pulling: Pulling | None = None
@@ -77,7 +77,7 @@ class OlderWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             pulling.close()
 
     @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         """Not by way of vLLM: trainers publish."""
         raise WindlassUnsupported(
             "trainers do not send to the backend windlass", "publish with windlass.WeightManager"

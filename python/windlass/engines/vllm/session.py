@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from windlass.errors import WindlassUnsupported
+from windlass.load.session import class_name, is_listed, replace, without_data
 from windlass.load.trace import Target
 
 __all__ = ["VllmSession"]
@@ -154,35 +155,33 @@ class VllmSession:
 
     def refuses(self, name: str, module: torch.nn.Module) -> str | None:
         """Why a module is not on the list."""
-        methods = _ALLOWED.get(_class(module))
+        methods = _ALLOWED.get(class_name(module))
         if methods is None:
-            return f"{_class(module)} is not on the list"
+            return f"{class_name(module)} is not on the list"
         method = getattr(module, "quant_method", None)
         if method is None:
             return None if not methods else f"{type(module).__name__} has no method for its weights"
-        if _class(method) in methods:
+        if class_name(method) in methods:
             return None
-        if _class(module) in _LINEAR and _class(method) == _BLOCK_FP8:
+        if class_name(module) in _LINEAR and class_name(method) == _BLOCK_FP8:
             kernel = getattr(method, "fp8_linear", None)
-            if getattr(method, "block_quant", False) and _class(kernel) in _BLOCK_KERNELS:
+            if getattr(method, "block_quant", False) and class_name(kernel) in _BLOCK_KERNELS:
                 return None
-            return f"{_class(kernel)} of {type(method).__name__} is not on the list"
-        return f"{_class(method)} is not on the list"
+            return f"{class_name(kernel)} of {type(method).__name__} is not on the list"
+        return f"{class_name(method)} is not on the list"
 
     def optional(self, module: torch.nn.Module, attribute: str) -> bool:
         """Whether a checkpoint need not have a parameter."""
-        home = _class(module)
         if "dummy" in str(self._vllm_config.load_config.load_format) and "fp8" in str(
             self._vllm_config.cache_config.cache_dtype
         ):
             # What the engine has is made up, and it would be used.
             return False
-        return any(home.startswith(prefix) and attribute in names for prefix, names in _OPTIONAL.items())
+        return is_listed(attribute, module, _OPTIONAL)
 
     def independent(self, name: str, module: torch.nn.Module, attribute: str) -> bool:
         """Whether a tensor is known not to come from weights."""
-        home = _class(module)
-        return any(home.startswith(prefix) and attribute in names for prefix, names in _INDEPENDENT.items())
+        return is_listed(attribute, module, _INDEPENDENT)
 
     def serving(self, attribute: str) -> bool:
         """The cache is not a weight."""
@@ -222,8 +221,8 @@ class VllmSession:
                 ]
         finally:
             for layer, parameters, buffers, fleeting in kept:
-                _replace(layer._parameters, parameters)
-                _replace(layer._buffers, buffers)
+                replace(layer._parameters, parameters)
+                replace(layer._buffers, buffers)
                 layer._non_persistent_buffers_set.clear()
                 layer._non_persistent_buffers_set.update(fleeting)
 
@@ -238,8 +237,8 @@ class VllmSession:
                     first, second = info.restore_metadata
                     parameters = {**_never_taken(parameters), **first}
                     buffers = {**_never_taken(buffers), **second}
-            _replace(layer._parameters, {k: _stand_in(v, layer) for k, v in parameters.items()})
-            _replace(layer._buffers, {k: _stand_in(v, layer) for k, v in buffers.items()})
+            replace(layer._parameters, {k: _stand_in(v, layer) for k, v in parameters.items()})
+            replace(layer._buffers, {k: _stand_in(v, layer) for k, v in buffers.items()})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loader."""
@@ -371,16 +370,6 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _class(value: object) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _replace(into: dict[str, Any], values: dict[str, Any]) -> None:
-    into.clear()
-    into.update(values)
-
-
 def _never_taken(tensors: dict[str, Any]) -> dict[str, Any]:
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
@@ -392,9 +381,7 @@ def _stand_in(tensor: torch.Tensor | None, layer: torch.nn.Module) -> torch.Tens
     those of earlier reloads on the tensors that it remembers."""
     if tensor is None:
         return None
-    stand_in = tensor.data.to("meta")
-    stand_in.__class__ = tensor.__class__
-    stand_in.__dict__ = dict(tensor.__dict__)
+    stand_in = without_data(tensor)
     if _reload() is not None:
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 

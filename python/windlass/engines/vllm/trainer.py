@@ -46,7 +46,7 @@ class WindlassTrainerWeightTransferEngine(
 
     init_info_cls = WindlassTrainerInitInfo
 
-    def __init__(self, info: WindlassTrainerInitInfo, *, client: Any, source: Any) -> None:
+    def __init__(self, info: WindlassTrainerInitInfo, *, client: object, source: object) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._info = info
         self._manager = WeightManager(WeightManagerConfig.from_dict(dict(info.manager)))

@@ -86,7 +86,7 @@ class IpcSettings(Config):
 class IpcStrategy(WeightTransferStrategy):
     """What both IPC strategies are."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         super().__init__(config)
         self.settings = IpcSettings.from_dict(self._config)
 

@@ -14,14 +14,13 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
 use std::path::{self, Path, PathBuf};
 
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_data::file::{FileError, Layout};
 use windlass_data::image::Known;
-use windlass_data::seal::draft::{Draft, make_dir};
+use windlass_data::seal::draft::{Draft, make_dir, place_link};
 
 use super::error::{EngineError, Stage};
 
@@ -158,17 +157,12 @@ fn list(dir: &Path) -> Result<Vec<PathBuf>, EngineError> {
     fs::read_dir(dir).map_err(failed())?.map(|entry| Ok(entry.map_err(failed())?.path())).collect()
 }
 
-/// Makes `link` lead to `target`, at no moment to nothing.
+/// Makes `link` lead to `target`.
 fn place(link: &Path, target: &Path) -> Result<(), EngineError> {
     if fs::read_link(link).is_ok_and(|to| to == target) {
         return Ok(());
     }
-    let mut name = link.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.new", std::process::id()));
-    let temp: PathBuf = link.with_file_name(name);
-    let _ = fs::remove_file(&temp);
-    symlink(target, &temp).map_err(EngineError::io("link", &temp))?;
-    fs::rename(&temp, link).map_err(EngineError::io("link", link))
+    place_link(link, target).map_err(EngineError::io("link", link))
 }
 
 #[cfg(test)]
