@@ -12,6 +12,8 @@ SECONDS ?= 60
 SYNCS ?= 1000
 FAULTS ?= 10000
 JOBS ?= 2
+# The slowest tests are named at the end.
+SLOW := --durations 15 --durations-min 5
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
@@ -44,7 +46,7 @@ build: develop ## everything that tests need
 	$(CARGO) test $(DEV) --no-run
 
 test: build engine-venvs ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	scripts/groups.sh "contract testdata loom rust engines" "pytest"
+	scripts/groups.sh engines "contract testdata loom rust pytest"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
 	$(CARGO) fmt --all --check
@@ -174,10 +176,10 @@ wheel: $(READY) ## a wheel for release, in target/wheels
 	$(PY) -m maturin build --release --locked --strip --out target/wheels
 
 pytest: develop ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(SLOW) $(ARGS)
 
 engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
-	failed=0; $(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || failed=1; \
+	failed=0; $(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SLOW) $(ARGS) || failed=1; \
 	    .venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS) || failed=1; exit $$failed
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
