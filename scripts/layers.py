@@ -95,6 +95,7 @@ PYTHON_ROOMS = {
     "trl": [*BELOW, "engines", "frameworks"],
     "verl": [*BELOW, "receive", "load", "frameworks"],
     "skyrl": [*BELOW, "receive", "load", "engines", "frameworks"],
+    "openrlhf": [*BELOW, "transfer", "load", "frameworks"],
     "nemo_rl": [*BELOW, "frameworks"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],
     "__main__": ["_windlass"],
