@@ -8,6 +8,7 @@ TRAINED and SERVED are checkpoints: what the policy begins with, and what the en
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 import sys
@@ -75,12 +76,13 @@ def refused(strategy: Any, engines: list[Any]) -> list[str]:
     """What the policy says where it cannot sync its engines."""
     said = []
     for group, option in (("train", "colocate_all"), ("ds", "load_in_4bit")):
-        setattr(getattr(strategy.args, group), option, True)
+        asked = copy.deepcopy(strategy)
+        asked.args.train.async_enable = False
+        setattr(getattr(asked.args, group), option, True)
         try:
-            ActorPPOTrainer(strategy, None, None, None, None, vllm_engines=engines)
+            ActorPPOTrainer(asked, None, None, None, None, vllm_engines=engines)
         except WindlassUnsupported as e:
             said.append(str(e))
-        setattr(getattr(strategy.args, group), option, False)
     return said
 
 

@@ -27,14 +27,19 @@ def reward_func(queries, prompts, labels, **_):
 #: Two steps of four samples, whose updates change few weights of a model in bfloat16.
 OPTIONS = """
 --algo.advantage.estimator reinforce --algo.kl.init_coef 0 --vllm.num_engines 1 --vllm.enable_prefix_caching
---ds.zero_stage 3 --ds.attn_implementation eager --actor.num_gpus_per_node 2 --actor.adam.lr 1e-5 --actor.lr_warmup_ratio 0
+--ds.attn_implementation eager --actor.num_gpus_per_node 2 --actor.adam.lr 1e-5 --actor.lr_warmup_ratio 0
 --rollout.batch_size 2 --rollout.n_samples_per_prompt 2 --rollout.max_new_tokens 16 --train.batch_size 4 --data.max_len 64
 """
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "mode",
+    ["--ds.zero_stage 3", "--ds.zero_stage 2 --train.async_enable --train.partial_rollout_enable"],
+    ids=["zero3", "zero2-async"],
+)
 def test_openrlhf_trains_with_engines_that_pull_and_names_one_that_died(
-    tmp_path: Path, checkpoint: Callable[[tiny.Kind], Path]
+    tmp_path: Path, checkpoint: Callable[[tiny.Kind], Path], mode: str
 ) -> None:
     tiny.make_model(KIND, tmp_path / "served", seed=1)
     prompts, reward = tmp_path / "prompts.jsonl", tmp_path / "reward.py"
@@ -65,7 +70,7 @@ def test_openrlhf_trains_with_engines_that_pull_and_names_one_that_died(
         settings = {"image_dir": f"{home}/images", "model_id": "openrlhf", "timeout": 120, "manager": manager}
         env["WINDLASS_OPENRLHF"] = json.dumps(settings)
         command = [servers.python_of("openrlhf"), HERE / "end_to_end.py"]
-        command += [checkpoint(KIND), tmp_path / "served", result, *OPTIONS.split()]
+        command += [checkpoint(KIND), tmp_path / "served", result, *OPTIONS.split(), *mode.split()]
         command += ["--actor.model_name_or_path", checkpoint(KIND)]
         command += ["--data.prompt_dataset", prompts, "--reward.remote_url", reward]
         with log.open("wb") as out:
