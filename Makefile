@@ -161,7 +161,7 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
 	touch $@
 
-engine-venvs: .venv-vllm/ready .venv-sglang/ready .venv-verl/ready .venv-skyrl/ready ## environments with vLLM, SGLang, verl and SkyRL for a CPU, from the pinned requirements
+engine-venvs: .venv-vllm/ready .venv-sglang/ready .venv-verl/ready .venv-skyrl/ready .venv-openrlhf/ready ## environments with vLLM, SGLang, verl, SkyRL and OpenRLHF for a CPU, from the pinned requirements
 
 .venv-%/ready: requirements/%.txt .venv/ready
 	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-$*
@@ -200,11 +200,11 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	for group in dev torch; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
-	for group in vllm sglang verl skyrl; do \
+	for group in vllm sglang verl skyrl openrlhf; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 --override requirements/$$group.overrides \
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

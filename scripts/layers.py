@@ -96,6 +96,7 @@ PYTHON_ROOMS = {
     "verl": [*BELOW, "receive", "load", "frameworks"],
     "disk": [*BELOW, "controller"],
     "skyrl": [*BELOW, "receive", "load", "engines", "frameworks"],
+    "openrlhf": [*BELOW, "transfer", "load", "frameworks"],
     "nemo_rl": [*BELOW, "frameworks"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],
     "__main__": ["_windlass"],

@@ -17,7 +17,8 @@ torch.set_num_threads(1)
 # A directory of tests has the name of the package too, but no code of its own.
 _vllm = importlib.util.find_spec("vllm")
 #: What runs in engines and frameworks only, and what runs in vLLM's own environment.
-collect_ignore = ["plugin", "stubs", "skyrl/plugin", "verl/plugin", "verl/end_to_end.py"]
+collect_ignore = ["plugin", "stubs", "openrlhf/plugin", "openrlhf/end_to_end.py"]
+collect_ignore += ["skyrl/plugin", "verl/plugin", "verl/end_to_end.py"]
 collect_ignore += [] if _vllm and _vllm.origin else ["vllm/inside"]
 
 
@@ -25,6 +26,7 @@ collect_ignore += [] if _vllm and _vllm.origin else ["vllm/inside"]
 LONGEST = (
     "test_verl.py",
     "test_skyrl.py",
+    "test_openrlhf.py",
     "test_sidecar.py",
     "test_trl.py",
     "test_broadcast.py",

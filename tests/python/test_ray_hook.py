@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import windlass.openrlhf
 from children import environment
-from windlass import WindlassUnsupported
+from windlass import WindlassInvalid, WindlassUnsupported
 from windlass.frameworks.after_import import after_import
 from windlass.frameworks.ray_hook import HOOK, SETUP, hook, in_every_worker
 
@@ -73,6 +74,18 @@ def test_a_hook_of_the_program_is_called_and_a_setup_of_its_own_is_refused(
 
 def theirs(env: dict[str, object]) -> dict[str, object]:
     return {**env, "working_dir": "theirs"}
+
+
+def test_settings_that_the_hook_of_openrlhf_does_not_know_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for text, said in (
+        ("{'timeout': 1}", "not JSON"),
+        ('{"images": "/dev/shm"}', "expected an object with some of"),
+    ):
+        monkeypatch.setenv(windlass.openrlhf.VARIABLE, text)
+        with pytest.raises(WindlassInvalid, match=said):
+            windlass.openrlhf.hook(None)
 
 
 def test_something_is_done_after_an_import_once_and_its_failure_stays_out_of_it(

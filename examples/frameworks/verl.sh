@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# verl: one key after its own arguments. ./verl.sh actor_rollout_ref.model.path=MODEL ...
+exec python3 -m verl.trainer.main_ppo "$@" actor_rollout_ref.rollout.checkpoint_engine.backend=windlass

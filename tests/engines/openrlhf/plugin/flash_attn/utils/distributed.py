@@ -1,0 +1,5 @@
+"""See the package."""
+
+from flash_attn.bert_padding import absent as all_gather
+
+__all__ = ["all_gather"]
