@@ -10,6 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from windlass.atomic import replacing
 from windlass.controller import Controller
@@ -42,7 +43,10 @@ def finished(
     :class:`windlass.Controller` or its address; that of ``WINDLASS_CONTROLLER`` if not given. After ``timeout`` seconds (those of
     ``WINDLASS_DISK_TIMEOUT``, or ten minutes) an error says who is missing; all ranks get one.
     """
-    until = time.monotonic() + (_timeout() if timeout is None else timeout)
+    seconds = _timeout() if timeout is None else timeout
+    if not seconds > 0:
+        raise WindlassInvalid(f"a timeout of {seconds!r} seconds leaves no time")
+    until = time.monotonic() + seconds
     path = Path(checkpoint)
     rank, ranks = _rank()
     exchange = exchange_for(rank, ranks, None)
@@ -59,8 +63,7 @@ def finished(
         with replacing(path / MARKER) as draft:
             draft.touch()
         found = _answer(path, until)
-        left = max(0.0, until - time.monotonic())
-        there.gate(found.version, model_id=found.model_id, incarnation=found.incarnation, timeout=left)
+        _wait_for_all(there, found, until)
         return [found.model_id, found.incarnation, found.version]
 
     left = max(0.0, until - time.monotonic())
@@ -94,6 +97,39 @@ def _rank() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def _wait_for_all(there: Controller, wanted: Identity, until: float) -> None:
+    """Waits until the version is served and every receiver of the model has it: also one that failed to put it up, which the
+    controller serves without."""
+    opened: WindlassTimeout | None = None
+    try:
+        left = max(0.0, until - time.monotonic())
+        there.gate(wanted.version, model_id=wanted.model_id, incarnation=wanted.incarnation, timeout=left)
+    except WindlassTimeout as e:
+        opened = e
+    while missing := _without(there.status(), wanted):
+        if time.monotonic() >= until:
+            named = ", ".join(f"{name} ({why})" if why else name for name, why in missing.items())
+            raise WindlassTimeout(
+                f"version {wanted.version} of {wanted.model_id} is not on {len(missing)} of the receivers: {named}",
+                "see their logs; `windlass top` shows what they do",
+            ) from opened
+        time.sleep(2 * LOOK_S)
+    if opened is not None:
+        raise opened
+
+
+def _without(status: dict[str, Any], wanted: Identity) -> dict[str, str]:
+    """The receivers that have an older version than this or none, and why."""
+    missing: dict[str, str] = {}
+    for receiver in status["receivers"]:
+        for held in receiver["models"]:
+            has = held["loaded"] or {"incarnation": 0, "version": 0}
+            is_older = (has["incarnation"], has["version"]) < (wanted.incarnation, wanted.version)
+            if held["model_id"] == wanted.model_id and (is_older or not held["loaded"]):
+                missing[receiver["receiver"]] = next(filter(None, (p["why"] for p in receiver["places"])), "")
+    return missing
 
 
 def _answer(path: Path, until: float) -> Identity:

@@ -133,8 +133,11 @@ def test_each_checkpoint_is_on_every_host_when_the_hook_returns(disk: Disk) -> N
 def test_a_run_that_begins_again_replaces_what_has_its_numbers(disk: Disk) -> None:
     disk.publisher()
     disk.host("one")
-    for version in (1, 2):
-        finished(disk.write(version, weights(version)), controller=disk.controller(), timeout=60)
+    for version in (1, 10, 11):
+        last = finished(disk.write(version, weights(version)), controller=disk.controller(), timeout=60)
+    # The same files are the same version, whoever says again that they are finished.
+    there = disk.home / "trainer" / "weight_v000011"
+    assert finished(there, controller=disk.controller(), timeout=60) == last
     shutil.rmtree(disk.home / "trainer")
     again = weights(9)
     again["d.weight"] = torch.ones(10)
@@ -143,6 +146,9 @@ def test_a_run_that_begins_again_replaces_what_has_its_numbers(disk: Disk) -> No
     shutil.rmtree(disk.home / "trainer")
     after = finished(disk.write(1, weights(5)), controller=disk.controller(), timeout=60)
     assert after.incarnation > before.incarnation and same(disk.seen("one", 1), weights(5))
+    finished(disk.write(2, weights(6)), controller=disk.controller(), timeout=60)
+    assert same(disk.seen("one", 1), weights(5)) and same(disk.seen("one", 2), weights(6))
+    assert not disk.dir("one", 11).exists(), "of the run before"
 
 
 def test_a_bad_checkpoint_is_refused_by_name_and_the_next_one_is_taken(disk: Disk) -> None:
@@ -166,30 +172,42 @@ def test_a_directory_of_somebody_else_is_not_touched_and_the_hook_does_not_retur
     host = disk.host("one")
     disk.dir("one", 1).mkdir(parents=True)
     (disk.dir("one", 1) / "mine").write_text("mine")
-    with pytest.raises(WindlassTimeout, match="0 receivers are ready, 1 are needed"):
-        finished(disk.write(1, weights(1)), controller=disk.controller(), timeout=5)
+    disk.host("two", "--marker=STABLE")
+    with pytest.raises(WindlassTimeout, match="not on 1 of the receivers: one .*not made by windlass"):
+        finished(disk.write(1, weights(1)), controller=disk.controller(), timeout=3)
+    assert same(disk.seen("two", 1), weights(1)) and not (disk.dir("two", 1) / "STABLE").exists()
     assert "not made by windlass" in host.event("order_failed")["reason"]
     assert [file.name for file in disk.dir("one", 1).iterdir()] == ["mine"]
     finished(disk.write(2, weights(2)), controller=disk.controller(), timeout=60)
-    assert same(disk.seen("one", 2), weights(2))
+    assert same(disk.seen("one", 2), weights(2)) and same(disk.seen("two", 2), weights(2))
 
 
 def test_without_a_controller_a_receiver_follows_alone(disk: Disk) -> None:
-    disk.write(7, weights(6))
-    last = disk.write(8, weights(7))
-    for path in last.parent.iterdir():
-        (path / "STABLE").touch()
+    for version, seconds in ((7, 10), (8, 30), (9, 20)):
+        marker = disk.write(version, weights(version)) / "STABLE"
+        marker.touch()
+        os.utime(marker, (seconds, seconds))
     words = [f"--follow={disk.home}/trainer/weight_v%06d", "--marker=STABLE", "--model=policy"]
     publisher = Command(disk.home / "p.log", "publish", *words, f"--region={disk.home}/region")
     disk.commands.append(publisher)
-    assert publisher.event("published")["identity"]["version"] == 8, "of those that were there, the newest"
+    assert publisher.event("published")["identity"]["version"] == 8, "of those that were there, the last"
+    assert "was finished later" in (disk.home / "trainer/weight_v000007/.windlass-published").read_text()
+    again = Command(disk.home / "again.log", "publish", *words, f"--region={disk.home}/region")
+    assert again.process.wait(PATIENCE) == 2 and "another publisher" in again.log.read_text()
     words = [f"--region={disk.home}/region", f"--dir={disk.home}/images", "--marker=STABLE"]
     words += [f"--as-dir={disk.home}/one-w/weight_v%06d", "--until=8"]
     receiver = Command(disk.home / "r.log", "receive", *words)
     disk.commands.append(receiver)
     receiver.event("placed")
     assert receiver.process.wait(60) == 0
-    assert same(disk.seen("one", 8), weights(7)) and (disk.dir("one", 8) / "STABLE").exists()
+    assert same(disk.seen("one", 8), weights(8)) and (disk.dir("one", 8) / "STABLE").exists()
+
+
+def test_one_receiver_of_a_host_puts_directories_up(disk: Disk) -> None:
+    disk.host("one")
+    words = [f"--region={disk.home}/region", f"--dir={disk.home}/other"]
+    other = Command(disk.home / "o.log", "receive", *words, f"--as-dir={disk.home}/one-w/weight_v%06d")
+    assert other.process.wait(PATIENCE) == 2 and "another receiver" in other.log.read_text()
 
 
 def test_a_publisher_or_controller_that_is_missing_is_named(
@@ -199,6 +217,8 @@ def test_a_publisher_or_controller_that_is_missing_is_named(
     with pytest.raises(WindlassTimeout, match="no publisher took it"):
         finished(checkpoint, controller=disk.controller(), timeout=0.2)
     assert (checkpoint / MARKER).exists()
+    with pytest.raises(WindlassInvalid, match="leaves no time"):
+        finished(checkpoint, controller=disk.controller(), timeout=0)
     with pytest.raises(WindlassInvalid, match="is not a directory"):
         finished(disk.home / "nowhere", controller=disk.controller())
     monkeypatch.delenv("WINDLASS_CONTROLLER", raising=False)

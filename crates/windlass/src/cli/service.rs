@@ -282,7 +282,7 @@ struct ParsedEngines {
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S", requires = "engines")]
     load_timeout: f64,
     /// The model's directory. Its configuration and tokenizer are linked next to the image, for engines that load from a
-    /// path. If it has weights, every version must have the same names, shapes and dtypes
+    /// path. With --engine, if it has weights, every version must have the same names, shapes and dtypes
     #[arg(long, value_name = "DIR")]
     model_dir: Option<PathBuf>,
     /// The former name of --model-dir

@@ -17,7 +17,7 @@ use windlass_core::barrier::{
     Awaited, Blocked, MemberSnapshot, Millis, Mode, Phase, ReceiverId, Required, SetName, Snapshot, WaitId,
 };
 use windlass_core::error::Kind;
-use windlass_core::identity::{Incarnation, ModelId, Version};
+use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
 
 use super::record::{Record, Trainer};
 use super::wire::{Doing, Lane, ServedVersion};
@@ -221,6 +221,18 @@ pub struct TrainerStatus {
     pub delta_ratio: Option<f64>,
     /// The share of elements that its newest delta does not change.
     pub delta_sparsity: Option<f64>,
+}
+
+impl Status {
+    /// The receivers of a model that do not hold a version of it, or a later one.
+    pub fn without(&self, identity: &Identity) -> Vec<&ReceiverId> {
+        let wanted = (identity.incarnation, identity.version);
+        let lacks = |held: &HeldStatus| {
+            held.model_id == identity.model_id
+                && held.loaded.is_none_or(|is| (is.incarnation, is.version) < wanted)
+        };
+        self.receivers.iter().filter(|r| r.models.iter().any(lacks)).map(|r| &r.receiver).collect()
+    }
 }
 
 /// A receiver that is a member.

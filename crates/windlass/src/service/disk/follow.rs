@@ -4,15 +4,15 @@
 //! its answer ([`ANSWER`]), read a checkpoint that is not finished, or end because one is bad: it says so once and waits for
 //! the next.
 //!
-//! A checkpoint is finished when its marker is there. Its version is the number in its name. At the start only the newest
-//! one is published, later each in turn. A number that is not above the last one, or a checkpoint with other tensors, begins
-//! a new incarnation, as a restarted trainer does. Files are read by position and not mapped, because their owner may shorten or remove
+//! A checkpoint is finished when its marker is there. Its version is the number in its name. At the start only the one that was
+//! finished last is published, later each in turn. A number that is not above the last one, or a checkpoint with other tensors,
+//! begins a new incarnation, as a restarted trainer does; the same files again are the same version. Files are read by position and not mapped, because their owner may shorten or remove
 //! them at any time; a checkpoint that changes meanwhile is not published.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use serde_json::json;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, ModelId, Version};
-use windlass_data::file::Layout;
+use windlass_data::file::{Layout, Shard};
 use windlass_data::publish::{PublishError, Publisher};
 use windlass_data::receiver::{Control as _, ReceiverError};
 use windlass_data::region::{Attempt, RegionSpec};
@@ -73,19 +73,25 @@ pub(crate) struct Publish {
 
 /// One state of a file: it is another one after every change.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Stamp(u64, u64, i64, i64);
+struct Stamp {
+    modified: (i64, i64),
+    inode: u64,
+    bytes: u64,
+}
 
 impl Stamp {
     fn of(path: &Path) -> Option<Stamp> {
         let found = fs::metadata(path).ok()?;
-        Some(Stamp(found.ino(), found.len(), found.mtime(), found.mtime_nsec()))
+        let modified = (found.mtime(), found.mtime_nsec());
+        Some(Stamp { modified, inode: found.ino(), bytes: found.len() })
     }
 }
 
 /// What is published, and the last version.
 struct Live {
     publisher: Publisher,
-    last: Option<Version>,
+    /// The last version, and its files.
+    last: Option<(Version, Vec<Option<Stamp>>)>,
 }
 
 impl Publish {
@@ -96,26 +102,34 @@ impl Publish {
             let stop = stop.clone();
             Session::with_parent(move || stop.set())?;
         }
+        let _alone = self.claim()?;
         let control = HttpControl::of_region(&self.region, self.token.clone()).with_trust(self.trust.clone());
         let (dir, marker) = (self.follow.dir(), &self.marker);
         let event = json!({ "event": "following", "dir": dir, "marker": marker, "region": self.region });
         session
             .event(&event, || format!("following {}: waiting for a checkpoint with {marker}", dir.display()));
+        let (mut live, mut agent) = (None, None);
         // A directory that cannot be listed at the start is a mistake, later it may pass.
-        self.finished(&BTreeMap::new())?;
-        let (mut done, mut live, mut agent) = (BTreeMap::new(), None, None);
+        let mut done = self.finished(&BTreeMap::new())?;
+        let newest = done.iter().max_by_key(|(_, stamp)| stamp.modified).map(|(version, _)| *version);
+        if let Some(newest) = newest {
+            done.remove(&newest);
+            for version in done.keys() {
+                let path = self.follow.path(*version);
+                if !path.join(ANSWER).exists() {
+                    let why = format!(
+                        "version {newest} was finished later, and the publisher was started after both"
+                    );
+                    answer(&path, &json!({ "error": why, "kind": Kind::Stale }));
+                }
+            }
+        }
         let mut told: Option<(Identity, Instant)> = None;
         while stop.check().is_ok() {
             let mut finished = self.finished(&done).unwrap_or_else(|error| {
                 tracing::warn!(error = %error.chain(), "the checkpoints cannot be listed");
                 BTreeMap::new()
             });
-            if done.is_empty() && finished.len() > 1 {
-                // Of what was there before, only the newest counts.
-                let newest = finished.pop_last();
-                done.append(&mut finished);
-                finished.extend(newest);
-            }
             let Some((version, stamp)) = finished.pop_first() else {
                 if let Some((identity, at)) = told.as_mut().filter(|(_, at)| at.elapsed() > REMIND_EVERY) {
                     self.tell(identity, session, stop);
@@ -143,6 +157,14 @@ impl Publish {
                     });
                     let text = advised(&text, &advice);
                     session.event(&event, || format!("{} is not published: {text}", path.display()));
+                    if matches!(e.kind(), Kind::Timeout | Kind::PeerLost | Kind::Exhausted) {
+                        // This may pass.
+                        let again = stop.with_timeout(REMIND_EVERY);
+                        while again.check().is_ok() {
+                            std::thread::sleep(again.nap());
+                        }
+                        continue;
+                    }
                     answer(&path, &json!({ "error": text, "kind": e.kind() }));
                 }
             }
@@ -155,6 +177,20 @@ impl Publish {
             }
         }
         Ok(())
+    }
+
+    /// Keeps other publishers from the region as long as the file is open.
+    fn claim(&self) -> Result<File, Error> {
+        let path = self.region.with_added_extension("publish");
+        let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&path);
+        let file = file.map_err(Error::io("open", &path))?;
+        file.try_lock().map_err(|_| {
+            let region = self.region.display();
+            Error::Usage(format!(
+                "another publisher uses the region {region}: end it, or give another --region"
+            ))
+        })?;
+        Ok(file)
     }
 
     /// The finished checkpoints that were not dealt with yet.
@@ -186,9 +222,19 @@ impl Publish {
         let path = self.follow.path(version);
         let layout = Layout::read(&path)?;
         let size = layout.manifest().data_bytes();
+        let files: Vec<Option<Stamp>> = layout.shards().iter().map(|s| Stamp::of(&s.path)).collect();
+        let identity_in = |publisher: &Publisher| {
+            let incarnation = publisher.region().incarnation();
+            Identity { model_id: self.model_id.clone(), incarnation, version }
+        };
+        if let Some(Live { publisher, last: Some(last) }) = live
+            && *last == (version, files.clone())
+        {
+            return Ok((identity_in(publisher), size, 0.0));
+        }
         let goes_on = live.as_ref().is_some_and(|l| {
             let same = l.publisher.region().manifest().layout_hash() == layout.manifest().layout_hash();
-            same && l.last.is_none_or(|last| version > last)
+            same && l.last.as_ref().is_none_or(|(last, _)| version > *last)
         });
         if !goes_on {
             // The place must be free before it is taken again.
@@ -200,15 +246,14 @@ impl Publish {
         }
         let Some(Live { publisher, last }) = live else { return Err(Error::Bug("nothing is live".into())) };
         let copied = publisher.copy(version, &deadline, |slot| {
-            self.copy(&layout, slot, &deadline)?;
+            self.copy(&layout, &files, slot, &deadline)?;
             let is_as_before = Stamp::of(&path.join(&self.marker)).as_ref() == Some(stamp);
             is_as_before.then_some(()).ok_or_else(|| changed(&path).into())
         });
         copied.map_err(|Failed(e)| *e)?;
-        *last = Some(version);
-        let region = publisher.region();
-        let incarnation = region.incarnation();
-        let identity = Identity { model_id: self.model_id.clone(), incarnation, version };
+        *last = Some((version, files));
+        let identity = identity_in(publisher);
+        let incarnation = identity.incarnation;
         // Not before there is a region: an agent waits for one only so long.
         let agent = match agent {
             Some(agent) => agent,
@@ -238,12 +283,15 @@ impl Publish {
     }
 
     /// Reads all tensors into the slot, with several threads.
-    fn copy(&self, layout: &Layout, slot: &Attempt<'_>, stop: &Stop) -> Result<(), Failed> {
-        let files: Vec<(File, Option<Stamp>)> = layout
-            .shards()
-            .iter()
-            .map(|s| Ok((File::open(&s.path).map_err(Error::io("open", &s.path))?, Stamp::of(&s.path))))
-            .collect::<Result<_, Error>>()?;
+    fn copy(
+        &self,
+        layout: &Layout,
+        stamps: &[Option<Stamp>],
+        slot: &Attempt<'_>,
+        stop: &Stop,
+    ) -> Result<(), Failed> {
+        let open = |shard: &Shard| File::open(&shard.path).map_err(Error::io("open", &shard.path));
+        let files: Vec<File> = layout.shards().iter().map(open).collect::<Result<_, Error>>()?;
         let mut pieces = Vec::new();
         for (i, tensor) in layout.manifest().tensors().iter().enumerate() {
             let (place, range) = (layout.place(i), tensor.range());
@@ -259,14 +307,13 @@ impl Publish {
             let (shard, from, to, len) = pieces[i as usize];
             buffer.resize(len, 0);
             let path = &layout.shards()[shard].path;
-            files[shard].0.read_exact_at(buffer, from).map_err(Error::io("read", path))?;
+            files[shard].read_exact_at(buffer, from).map_err(Error::io("read", path))?;
             Ok(slot.write(to, buffer).map_err(Error::from)?)
         };
         work::each::<_, Failed>(self.threads, pieces.len() as u64, stop, Vec::new, read)?;
-        let is_as_before = |(shard, (_, stamp)): (&windlass_data::file::Shard, &(File, Option<Stamp>))| {
-            stamp.is_some() && Stamp::of(&shard.path) == *stamp
-        };
-        if layout.shards().iter().zip(&files).all(is_as_before) {
+        let is_as_before =
+            |(shard, stamp): (&Shard, &Option<Stamp>)| stamp.is_some() && Stamp::of(&shard.path) == *stamp;
+        if layout.shards().iter().zip(stamps).all(is_as_before) {
             return Ok(());
         }
         Err(changed(layout.path()).into())

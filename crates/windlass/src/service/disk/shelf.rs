@@ -10,12 +10,13 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{OpenOptionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
-use windlass_core::identity::Version;
+use serde::Deserialize;
+use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_data::image::{ImageView, Known};
 use windlass_data::private;
 use windlass_data::receiver::ReceiverError;
@@ -31,6 +32,8 @@ use crate::service::engines::check::config_files;
 const RECORD: &str = ".windlass.json";
 /// The weights in it.
 const WEIGHTS: &str = "model.safetensors";
+/// The file beside the directories that a receiver locks.
+const LOCK: &str = ".windlass.lock";
 
 /// Where versions are put up.
 #[derive(Clone, Debug)]
@@ -58,13 +61,30 @@ pub(crate) struct Placed {
 }
 
 impl Shelf {
+    /// Makes the place of the directories, and keeps other receivers from it as long as the file is open.
+    pub(crate) fn claim(&self) -> Result<File, Error> {
+        let dir = self.pattern.dir();
+        private::make_place(dir, if self.group { 0o750 } else { 0o700 })?;
+        let path = dir.join(LOCK);
+        let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&path);
+        let file = file.map_err(Error::io("open", &path))?;
+        file.try_lock().map_err(|_| {
+            Error::Usage(format!(
+                "another receiver puts versions up in {}: one is enough for all engines of a host, or give --as-dir another \
+                 directory",
+                dir.display()
+            ))
+        })?;
+        Ok(file)
+    }
+
     /// Puts up the version that the image in `image` holds, unless it is there, and removes those that are too old.
     pub(crate) fn put(&self, image: &Path, known: &Known, stop: &Stop) -> Result<Placed, Error> {
         let began = Instant::now();
         let path = self.pattern.path(known.identity.version);
         let record = serde_json::to_vec(known).map_err(|e| Error::Bug(e.to_string()))?;
         let there = read_record(&path)?;
-        let found = there.as_ref() == Some(&record);
+        let found = there.as_ref().is_some_and(|there| there.bytes == record);
         if !found {
             let is_ours = there.is_some();
             if !is_ours && path.symlink_metadata().is_ok() {
@@ -73,9 +93,11 @@ impl Shelf {
                     path.display()
                 )));
             }
-            self.make(&path, image, known, &record, is_ours, stop)?;
+            // Room for the new one first; but one stays until it is there.
+            self.remove_old(self.keep.saturating_sub(1).max(1));
+            self.make(&path, image, known, &record, is_ours && path.exists(), stop)?;
         }
-        self.remove_old();
+        self.remove_old(self.keep);
         Ok(Placed { path, found, ms: began.elapsed().as_secs_f64() * 1e3 })
     }
 
@@ -88,8 +110,6 @@ impl Shelf {
         replace: bool,
         stop: &Stop,
     ) -> Result<(), Error> {
-        let dir = self.pattern.dir();
-        private::make_place(dir, if self.group { 0o750 } else { 0o700 })?;
         let draft = hidden(path);
         clear(&draft)?;
         make_dir(&draft).map_err(Error::io("create", &draft))?;
@@ -147,15 +167,18 @@ impl Shelf {
         Draft::write(&path, b"").map_err(Error::io("write", &path))
     }
 
-    /// Removes what is too old, and drafts that a killed receiver left.
-    fn remove_old(&self) {
+    /// Removes all but the newest `keep`. A version of a later incarnation is newer, whatever its number.
+    fn remove_old(&self, keep: usize) {
         let entries = fs::read_dir(self.pattern.dir()).into_iter().flatten().flatten();
-        let mut ours: Vec<(Version, PathBuf)> = entries
-            .filter_map(|entry| Some((self.pattern.version(&entry.file_name())?, entry.path())))
-            .filter(|(_, path)| matches!(read_record(path), Ok(Some(_))))
+        let mut ours: Vec<(Incarnation, Version, PathBuf)> = entries
+            .filter(|entry| self.pattern.version(&entry.file_name()).is_some())
+            .filter_map(|entry| {
+                let record = read_record(&entry.path()).ok()??;
+                Some((record.identity.incarnation, record.identity.version, entry.path()))
+            })
             .collect();
         ours.sort_unstable();
-        for (_, path) in ours.iter().rev().skip(self.keep) {
+        for (.., path) in ours.iter().rev().skip(keep) {
             // At no moment is there half of one.
             let draft = hidden(path);
             let removed = clear(&draft)
@@ -171,7 +194,7 @@ impl Shelf {
 /// The name under which a directory is made and removed.
 fn hidden(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.tmp"))
+    path.with_file_name(format!(".{name}.windlass-tmp"))
 }
 
 /// Removes a directory, if it is there.
@@ -182,14 +205,25 @@ fn clear(dir: &Path) -> Result<(), Error> {
     }
 }
 
+/// What a directory of ours is.
+#[derive(Deserialize)]
+struct Record {
+    identity: Identity,
+    #[serde(skip)]
+    bytes: Vec<u8>,
+}
+
 /// The record of a directory; none if it is not there or not ours.
-fn read_record(dir: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let path = dir.join(RECORD);
-    match fs::read(&path) {
-        Ok(record) => Ok(Some(record)),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-        Err(e) => Err(Error::io("read", &path)(e)),
+fn read_record(dir: &Path) -> Result<Option<Record>, Error> {
+    if !fs::symlink_metadata(dir).is_ok_and(|found| found.is_dir()) {
+        return Ok(None);
     }
+    let path = dir.join(RECORD);
+    let bytes = match fs::read(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        read => read.map_err(Error::io("read", &path))?,
+    };
+    Ok(serde_json::from_slice(&bytes).ok().map(|record| Record { bytes, ..record }))
 }
 
 /// Copies a file: by reference where the file system can, otherwise by the kernel.

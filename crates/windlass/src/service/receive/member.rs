@@ -140,18 +140,17 @@ fn mark_all(shelf: &Shelf, model: &Model, link: &ControllerClient, stop: &Stop) 
             timeout_ms: Some(GATE.as_millis() as u64),
             ..Gate::default()
         };
-        match link.gate(&gate, &stop.with_timeout(GATE * 2)) {
-            Ok(_) => {
-                if let Err(error) = shelf.mark(identity.version) {
-                    tracing::warn!(error = %error.chain(), %identity, "the marker cannot be written");
-                }
-                marked = placed;
-            }
-            Err(error) => {
-                tracing::debug!(%error, %identity, "not every receiver has it yet");
-                std::thread::sleep(Stop::GLANCE);
-            }
+        // One that could not load the version is out of what is served, and lacks it all the same.
+        let opened = link.gate(&gate, &stop.with_timeout(GATE * 2));
+        let status = opened.and_then(|_| link.status(&stop.with_timeout(GATE * 2)));
+        if !status.is_ok_and(|status| status.without(identity).is_empty()) {
+            std::thread::sleep(stop.nap());
+            continue;
         }
+        if let Err(error) = shelf.mark(identity.version) {
+            tracing::warn!(error = %error.chain(), %identity, "the marker cannot be written");
+        }
+        marked = placed;
     }
 }
 

@@ -135,6 +135,7 @@ impl Receive {
             Session::with_parent(move || stop.set())?;
         }
         self.check_dir()?;
+        let _shelf = self.shelf.as_ref().map(Shelf::claim).transpose()?;
         let endless = self.versions.is_none() && self.until.is_none();
         let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
         if let Some(controller) = &self.controller {
