@@ -12,8 +12,8 @@ SECONDS ?= 60
 SYNCS ?= 1000
 FAULTS ?= 10000
 JOBS ?= 2
-# The slowest tests are named at the end.
-SLOW := --durations 15 --durations-min 5
+# What was skipped and which tests were slowest is said at the end.
+SLOW := -r s --durations 15 --durations-min 5
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1

@@ -10,7 +10,7 @@ alone. A name
 stands for
 
 - a Rust test: a function under `#[test]`, also inside `proptest!`;
-- a Python test: what pytest collects from test_*.py below tests/python and tests/engines, once however many parameters it has;
+- a Python test: what pytest collects from test_*.py below tests/python, tests/hosts and tests/engines, once however many parameters it has;
 - a Python doc test, by the dotted name of what it documents: `windlass.transfer.base.choose`.
 
 What may not run with the others proves nothing and does not count: a test under `#[ignore]`, one marked `skip`,
@@ -110,7 +110,7 @@ def tests_of(path: pathlib.Path, source: str) -> list[str]:
     """The tests in a file, by where it is."""
     if path.suffix == ".rs":
         return rust_tests(source)
-    below = path.is_relative_to("tests/python") or path.is_relative_to("tests/engines")
+    below = any(path.is_relative_to(f"tests/{room}") for room in ("python", "hosts", "engines"))
     if below and path.name.startswith("test_"):
         return python_tests(source)
     if path.is_relative_to("python/windlass"):

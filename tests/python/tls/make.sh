@@ -6,6 +6,7 @@
 #   server.pem, .key       for 127.0.0.1 and localhost
 #   elsewhere.pem, .key    for another host
 #   expired.pem, .key      for 127.0.0.1, until 2002
+#   hosts.pem, .key        for the addresses of tests/hosts
 set -eu
 cd "$(dirname "$0")"
 scratch=$(mktemp -d)
@@ -49,3 +50,4 @@ authority other "another authority of the tests"
 server server "IP:127.0.0.1,DNS:localhost" 20250101000000Z 21250101000000Z
 server elsewhere "DNS:elsewhere.example" 20250101000000Z 21250101000000Z
 server expired "IP:127.0.0.1,DNS:localhost" 20010101000000Z 20020101000000Z
+server hosts "$(seq -s , -f 'IP:10.77.0.%.0f' 1 40)" 20250101000000Z 21250101000000Z

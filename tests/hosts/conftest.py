@@ -1,0 +1,8 @@
+"""What the tests on several hosts share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
