@@ -151,7 +151,11 @@ impl Publish {
                 }
                 Err(Error::Cancelled) => break,
                 Err(e) => {
-                    let (path, text, advice) = (self.follow.path(version), e.chain(), e.advice());
+                    let (path, text) = (self.follow.path(version), e.chain());
+                    let advice = match &e {
+                        Error::File(_) => format!("write {} last, when all files are whole", self.marker),
+                        _ => e.advice(),
+                    };
                     let event = json!({
                         "event": "refused", "path": path, "kind": e.kind(), "error": text, "advice": advice,
                     });
