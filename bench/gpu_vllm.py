@@ -35,6 +35,7 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -574,6 +575,8 @@ def main() -> int:
     except Missing as e:
         sys.stderr.write(f"\n*** gpu-vllm CANNOT RUN: {e}\n*** nothing was measured\n\n")
         return 2
+    # The server ends with this script, also by `timeout`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     home = Path(tempfile.mkdtemp(prefix="windlass-gpu-vllm-", dir=given.home or "/dev/shm"))
     try:
         model = make(given, home / "model")
