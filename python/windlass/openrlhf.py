@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 import os
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 from windlass.errors import (
     WindlassError,
-    WindlassInvalid,
     WindlassPeerLost,
     WindlassTimeout,
     WindlassUnsupported,
@@ -51,7 +49,7 @@ GRACE_S = 30.0
 
 def hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """The runtime environment of ``ray.init``, in which each worker calls :func:`setup` first."""
-    _settings()
+    ray_hook.settings_in(VARIABLE, SETTINGS)
     if os.environ.get(ray_hook.HOOK) == f"{__name__}.hook":
         # What Ray calls from now on; it is no hook that was there before.
         del os.environ[ray_hook.HOOK]
@@ -83,19 +81,6 @@ def _changes() -> list[tuple[str, Callable[[Any], None]]]:
     ]
 
 
-def _settings() -> dict[str, Any]:
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        settings = json.loads(text)
-    except ValueError as e:
-        raise WindlassInvalid(f"{VARIABLE} is not JSON: {e}") from e
-    if not isinstance(settings, dict) or not set(settings) <= set(SETTINGS):
-        raise WindlassInvalid(
-            f"{VARIABLE} is {text!r}: expected an object with some of {', '.join(SETTINGS)}"
-        )
-    return settings
-
-
 def _policy(ppo_actor: ModuleType) -> None:
     """The policy's ranks publish, and the first has the engines load."""
     trainer: Any = ppo_actor.ActorPPOTrainer
@@ -109,7 +94,7 @@ def _policy(ppo_actor: ModuleType) -> None:
             _refuse(strategy.args, actor)
         begin(self, strategy, actor, *args, **kwargs)
         if self.vllm_engines is not None:
-            self.windlass = _Sending(_settings())
+            self.windlass = _Sending(ray_hook.settings_in(VARIABLE, SETTINGS))
 
     def _init_vllm_sync_group(self: Any, backend: str) -> None:
         """Engines pull: there is no group of theirs and the policy's."""

@@ -29,6 +29,7 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.frameworks import ray_hook
 from windlass.frameworks.after_import import after_import
 from windlass.load.order import Failure, LoadOrder
 
@@ -70,9 +71,8 @@ def install(**settings: Any) -> None:
         raise WindlassInvalid(f"there is no setting {unknown[0]!r}: expected {', '.join(SETTINGS)}")
     if settings:
         os.environ[VARIABLE] = json.dumps(settings)
-    from windlass.frameworks.ray_hook import in_every_worker
 
-    in_every_worker("windlass.skyrl:setup", VARIABLE)
+    ray_hook.in_every_worker("windlass.skyrl:setup", VARIABLE)
     setup()
     # Here and now, where an error is seen: SkyRL itself would take a name that it does not know for NCCL.
     weight_sync = importlib.import_module("skyrl.backends.skyrl_train.weight_sync")
@@ -88,19 +88,6 @@ def setup() -> None:
     """Makes the backend known in this process."""
     after_import("skyrl.backends.skyrl_train.weight_sync", _strategies)
     after_import("skyrl.backends.skyrl_train.workers.worker_dispatch", _dispatch)
-
-
-def _settings() -> dict[str, Any]:
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        settings = json.loads(text)
-    except ValueError as e:
-        raise WindlassInvalid(f"{VARIABLE} is not JSON: {e}") from e
-    if not isinstance(settings, dict) or not set(settings) <= set(SETTINGS):
-        raise WindlassInvalid(
-            f"{VARIABLE} is {text!r}: expected an object with some of {', '.join(SETTINGS)}"
-        )
-    return settings
 
 
 def _strategies(weight_sync: ModuleType) -> None:
@@ -165,7 +152,7 @@ def _strategy(weight_sync: ModuleType) -> Any:
 
         @staticmethod
         def create_init_info(ie_cfg: Any, inference_world_size: Any = None, **_: Any) -> Any:
-            return WindlassInitInfo(_Sending(_settings()))
+            return WindlassInitInfo(_Sending(ray_hook.settings_in(VARIABLE, SETTINGS)))
 
         @staticmethod
         def get_vllm_transfer_engine() -> type:

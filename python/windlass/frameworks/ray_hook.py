@@ -8,13 +8,15 @@ first. Called by Ray. Must not: take away what the program has set itself.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from windlass.errors import WindlassUnsupported
+from windlass.errors import WindlassInvalid, WindlassUnsupported
 
-__all__ = ["hook", "in_every_worker", "setup"]
+__all__ = ["hook", "in_every_worker", "settings_in", "setup"]
 
 log = logging.getLogger("windlass")
 
@@ -41,6 +43,18 @@ def in_every_worker(function: str, *variables: str) -> None:
 _OURS = "windlass.frameworks.ray_hook.hook"
 #: A hook that was there before ours, and the variables that go with it.
 _BEFORE, _PASSED = "WINDLASS_RAY_HOOK_BEFORE", "WINDLASS_RAY_PASSED"
+
+
+def settings_in(variable: str, known: Sequence[str]) -> dict[str, Any]:
+    """The settings of an adapter: a JSON object in a variable of the environment, with some of the known names."""
+    text = os.environ.get(variable, "{}")
+    try:
+        settings = json.loads(text)
+    except ValueError as e:
+        raise WindlassInvalid(f"{variable} is not JSON: {e}") from e
+    if not isinstance(settings, dict) or not set(settings) <= set(known):
+        raise WindlassInvalid(f"{variable} is {text!r}: expected an object with some of {', '.join(known)}")
+    return settings
 
 
 def hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
