@@ -138,13 +138,16 @@ def _answer(path: Path, until: float) -> Identity:
         try:
             said = json.loads((path / ANSWER).read_text())
         except FileNotFoundError:
-            if time.monotonic() >= until:
-                raise WindlassTimeout(
-                    f"{str(path)!r} is finished, and no publisher took it",
-                    f"run `windlass publish --follow` on this host, with the pattern of {path.name!r} and --marker {MARKER}",
-                ) from None
-            time.sleep(LOOK_S)
-            continue
+            said = {}
+        if "identity" in said:
+            return Identity(**said["identity"])
         if "error" in said:
             raise WindlassInvalid(f"{str(path)!r} is not published: {said['error']}")
-        return Identity(**said["identity"])
+        if time.monotonic() >= until:
+            if "waiting" in said:
+                raise WindlassTimeout(f"{str(path)!r} is not published yet: {said['waiting']}")
+            raise WindlassTimeout(
+                f"{str(path)!r} is finished, and no publisher took it",
+                f"run `windlass publish --follow` on this host, with the pattern of {path.name!r} and --marker {MARKER}",
+            )
+        time.sleep(LOOK_S)

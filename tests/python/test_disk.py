@@ -117,8 +117,11 @@ def test_each_checkpoint_is_on_every_host_when_the_hook_returns(disk: Disk) -> N
     # A receiver that was killed comes back to the version that it has, and takes the next.
     hosts[0].end(kill=True)
     shutil.rmtree(disk.dir("one", 2))
+    begun = disk.home / "one-w" / ".weight_v000001.windlass-tmp"
+    begun.mkdir()
     disk.host("one")
     until("put up again", lambda: disk.dir("one", 2).exists())
+    assert not begun.exists(), "what it had begun when it was killed"
     finished(disk.write(3, first), controller=disk.controller(), timeout=60)
     assert same(disk.seen("one", 3), first) and same(disk.seen("two", 3), first)
     assert not disk.dir("two", 1).exists(), "two versions are kept"

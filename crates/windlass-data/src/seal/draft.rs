@@ -1,6 +1,6 @@
 //! Files that are whole or absent.
 //!
-//! Owns: how a file comes into being that other processes read. Bytes go to `.NAME.tmp` beside the target, which is
+//! Owns: how a file comes into being that other processes read. Bytes go to `.NAME.tmp` next to the target, which is
 //! renamed into place when it is whole. A failure removes it; a kill leaves it, and the next draft of the same name or
 //! [`crate::history::History::open`] removes it then.
 //!

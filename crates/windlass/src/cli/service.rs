@@ -17,7 +17,7 @@ use super::{Threads, Work, done, parse_count};
 use crate::error::Error;
 use crate::service::agent::Agent;
 use crate::service::disk::Pattern;
-use crate::service::disk::shelf::Shelf;
+use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::prove::Prove;
 use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::service::receive::{Controlled, Publisher, Receive};
@@ -232,14 +232,14 @@ pub(super) struct ParsedReceive {
     #[command(flatten)]
     engines: ParsedEngines,
     #[command(flatten)]
-    disk: ParsedShelf,
+    disk: ParsedAsDir,
     #[command(flatten)]
     threads: Threads,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Directories for programs that load from a path")]
-struct ParsedShelf {
+struct ParsedAsDir {
     /// Also put each version into a directory of its own, whole or not at all, with %d where the version is:
     /// /dev/shm/w/weight_v%06d. With --model-dir, links to the configuration and the tokenizer are next to the weights
     #[arg(long, value_name = "PATTERN")]
@@ -409,7 +409,7 @@ impl ParsedReceive {
             group: self.group,
             with_parent: self.with_parent,
             engines,
-            shelf: self.disk.as_dir.map(|pattern| Shelf {
+            as_dir: self.disk.as_dir.map(|pattern| AsDir {
                 pattern,
                 model_dir,
                 marker: self.disk.marker,

@@ -1,16 +1,17 @@
 //! `windlass receive --as-dir`: versions as checkpoint directories, for programs that load from a path.
 //!
-//! Owns: [`Shelf`] and the directories that it puts up. Called by [`crate::service::receive`] when an image holds a version.
+//! Owns: [`AsDir`], the place of the directories, and the directories that it puts up. Called by [`crate::service::receive`] when an image holds a version.
 //! Must not: touch a directory that it did not make.
 //!
 //! A directory has a copy of the image, links to the files of `--model-dir` that are not weights, and a record of what it is.
-//! It is made under a hidden name and renamed when it is whole. Nothing is ever written to it again, except for the marker, so that
-//! a program may read it while the next version arrives. Versions that are too old are removed; a program that
-//! has one open keeps what it has open.
+//! It is made under a hidden name and renamed when it is whole. Nothing is ever written to it again, except for the
+//! marker, so that a program may read it while the next version arrives. Versions that are too old are removed; a program
+//! that has one open keeps what it has open.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{OpenOptionsExt as _, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -32,12 +33,14 @@ use crate::service::engines::check::config_files;
 const RECORD: &str = ".windlass.json";
 /// The weights in it.
 const WEIGHTS: &str = "model.safetensors";
-/// The file beside the directories that a receiver locks.
+/// How the names of directories end that are being made or removed.
+const DRAFT: &str = ".windlass-tmp";
+/// The file next to the directories that a receiver locks.
 const LOCK: &str = ".windlass.lock";
 
 /// Where versions are put up.
 #[derive(Clone, Debug)]
-pub(crate) struct Shelf {
+pub(crate) struct AsDir {
     pub(crate) pattern: Pattern,
     /// Where the configuration and the tokenizer are.
     pub(crate) model_dir: Option<PathBuf>,
@@ -60,22 +63,31 @@ pub(crate) struct Placed {
     pub(crate) ms: f64,
 }
 
-impl Shelf {
+impl AsDir {
     /// Makes the place of the directories, and keeps other receivers from it as long as the file is open.
     pub(crate) fn claim(&self) -> Result<File, Error> {
         let dir = self.pattern.dir();
         private::make_place(dir, if self.group { 0o750 } else { 0o700 })?;
-        let path = dir.join(LOCK);
-        let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let file = file.map_err(Error::io("open", &path))?;
-        file.try_lock().map_err(|_| {
-            Error::Usage(format!(
+        let lock = super::claim(&dir.join(LOCK), || {
+            format!(
                 "another receiver puts versions up in {}: one is enough for all engines of a host, or give --as-dir another \
                  directory",
                 dir.display()
-            ))
+            )
         })?;
-        Ok(file)
+        // What a killed receiver had begun to make or to remove.
+        for entry in fs::read_dir(dir).map_err(Error::io("list", dir))?.flatten() {
+            if self.is_draft(&entry.file_name()) {
+                clear(&entry.path())?;
+            }
+        }
+        Ok(lock)
+    }
+
+    /// Whether a directory of this name is being made or removed.
+    fn is_draft(&self, name: &OsStr) -> bool {
+        let name = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(DRAFT));
+        name.is_some_and(|name| self.pattern.version(OsStr::new(name)).is_some())
     }
 
     /// Puts up the version that the image in `image` holds, unless it is there, and removes those that are too old.
@@ -194,7 +206,7 @@ impl Shelf {
 /// The name under which a directory is made and removed.
 fn hidden(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.windlass-tmp"))
+    path.with_file_name(format!(".{name}{DRAFT}"))
 }
 
 /// Removes a directory, if it is there.

@@ -1,18 +1,19 @@
 //! `windlass publish --follow`: publishes the checkpoints that another program writes, each as a version.
 //!
-//! Owns: the region, its agent, and the loop that looks for finished checkpoints. Must not: change what it follows, beside
-//! its answer ([`ANSWER`]), read a checkpoint that is not finished, or end because one is bad: it says so once and waits for
-//! the next.
+//! Owns: the region, its agent, and the loop that looks for finished checkpoints. Must not: change what it follows, except
+//! for its answer ([`ANSWER`]), read a checkpoint that is not finished, or end because one is bad: it says so once and waits
+//! for the next.
 //!
 //! A checkpoint is finished when its marker is there. Its version is the number in its name. At the start only the one that was
 //! finished last is published, later each in turn. A number that is not above the last one, or a checkpoint with other tensors,
-//! begins a new incarnation, as a restarted trainer does; the same files again are the same version. Files are read by position and not mapped, because their owner may shorten or remove
-//! them at any time; a checkpoint that changes meanwhile is not published.
+//! begins a new incarnation, as a restarted trainer does; the same files again are the same version. Files are read by
+//! position and not mapped, because their owner may shorten or remove them at any time; a checkpoint that changes meanwhile
+//! is not published.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,7 +46,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const REMIND_EVERY: Duration = Duration::from_secs(5);
 /// How long the controller may take to answer.
 const TELL_WITHIN: Duration = Duration::from_secs(5);
-/// The file in a checkpoint that says what became of it: its identity, or an error. `windlass.disk` waits for it.
+/// The file in a checkpoint that says what became of it: its identity, an error, or why it is tried again. `windlass.disk`
+/// waits for it.
 const ANSWER: &str = ".windlass-published";
 /// How much a thread reads at a time.
 const PIECE: u64 = 4 << 20;
@@ -102,7 +104,11 @@ impl Publish {
             let stop = stop.clone();
             Session::with_parent(move || stop.set())?;
         }
-        let _alone = self.claim()?;
+        let lock = self.region.with_added_extension("publish");
+        let _alone = super::claim(&lock, || {
+            let region = self.region.display();
+            format!("another publisher uses the region {region}: end it, or give another --region")
+        })?;
         let control = HttpControl::of_region(&self.region, self.token.clone()).with_trust(self.trust.clone());
         let (dir, marker) = (self.follow.dir(), &self.marker);
         let event = json!({ "event": "following", "dir": dir, "marker": marker, "region": self.region });
@@ -163,6 +169,7 @@ impl Publish {
                     session.event(&event, || format!("{} is not published: {text}", path.display()));
                     if matches!(e.kind(), Kind::Timeout | Kind::PeerLost | Kind::Exhausted) {
                         // This may pass.
+                        answer(&path, &json!({ "waiting": text }));
                         let again = stop.with_timeout(REMIND_EVERY);
                         while again.check().is_ok() {
                             std::thread::sleep(again.nap());
@@ -181,20 +188,6 @@ impl Publish {
             }
         }
         Ok(())
-    }
-
-    /// Keeps other publishers from the region as long as the file is open.
-    fn claim(&self) -> Result<File, Error> {
-        let path = self.region.with_added_extension("publish");
-        let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let file = file.map_err(Error::io("open", &path))?;
-        file.try_lock().map_err(|_| {
-            let region = self.region.display();
-            Error::Usage(format!(
-                "another publisher uses the region {region}: end it, or give another --region"
-            ))
-        })?;
-        Ok(file)
     }
 
     /// The finished checkpoints that were not dealt with yet.
@@ -227,37 +220,35 @@ impl Publish {
         let layout = Layout::read(&path)?;
         let size = layout.manifest().data_bytes();
         let files: Vec<Option<Stamp>> = layout.shards().iter().map(|s| Stamp::of(&s.path)).collect();
-        let identity_in = |publisher: &Publisher| {
-            let incarnation = publisher.region().incarnation();
-            Identity { model_id: self.model_id.clone(), incarnation, version }
-        };
-        if let Some(Live { publisher, last: Some(last) }) = live
-            && *last == (version, files.clone())
-        {
-            return Ok((identity_in(publisher), size, 0.0));
-        }
+        let this = (version, files);
+        let is_here = live.as_ref().is_some_and(|l| l.last.as_ref() == Some(&this));
         let goes_on = live.as_ref().is_some_and(|l| {
             let same = l.publisher.region().manifest().layout_hash() == layout.manifest().layout_hash();
             same && l.last.as_ref().is_none_or(|(last, _)| version > *last)
         });
-        if !goes_on {
+        if !goes_on && !is_here {
             // The place must be free before it is taken again.
             *live = None;
-            let manifest = Arc::new(layout.manifest().clone());
-            let spec = RegionSpec::new(&self.region, self.model_id.clone(), manifest);
-            let spec = RegionSpec { extra_bytes: size / 2, ..spec };
-            *live = Some(Live { publisher: Publisher::create(&spec, &deadline)?, last: None });
         }
-        let Some(Live { publisher, last }) = live else { return Err(Error::Bug("nothing is live".into())) };
-        let copied = publisher.copy(version, &deadline, |slot| {
-            self.copy(&layout, &files, slot, &deadline)?;
-            let is_as_before = Stamp::of(&path.join(&self.marker)).as_ref() == Some(stamp);
-            is_as_before.then_some(()).ok_or_else(|| changed(&path).into())
-        });
-        copied.map_err(|Failed(e)| *e)?;
-        *last = Some((version, files));
-        let identity = identity_in(publisher);
-        let incarnation = identity.incarnation;
+        let Live { publisher, last } = match live {
+            Some(live) => live,
+            None => {
+                let manifest = Arc::new(layout.manifest().clone());
+                let spec = RegionSpec::new(&self.region, self.model_id.clone(), manifest);
+                let spec = RegionSpec { extra_bytes: size / 2, ..spec };
+                live.insert(Live { publisher: Publisher::create(&spec, &deadline)?, last: None })
+            }
+        };
+        if !is_here {
+            let copied = publisher.copy(version, &deadline, |slot| {
+                self.copy(&layout, &this.1, slot, &deadline)?;
+                let is_as_before = Stamp::of(&path.join(&self.marker)).as_ref() == Some(stamp);
+                is_as_before.then_some(()).ok_or_else(|| changed(&path).into())
+            });
+            copied.map_err(|Failed(e)| *e)?;
+            *last = Some(this);
+        }
+        let incarnation = publisher.region().incarnation();
         // Not before there is a region: an agent waits for one only so long.
         let agent = match agent {
             Some(agent) => agent,
@@ -283,6 +274,7 @@ impl Publish {
             deadline.check()?;
             std::thread::sleep(deadline.nap().min(LOOK_EVERY));
         }
+        let identity = Identity { model_id: self.model_id.clone(), incarnation, version };
         Ok((identity, size, began.elapsed().as_secs_f64() * 1e3))
     }
 
@@ -370,7 +362,7 @@ where
 fn answer(checkpoint: &Path, what: &serde_json::Value) {
     let path = checkpoint.join(ANSWER);
     if let Err(error) = Draft::write(&path, what.to_string().as_bytes()) {
-        // Its owner may have removed it, or not let us write there; then nobody waits for the answer.
+        // Its owner may have removed the checkpoint, or the directory is not ours to write to.
         tracing::info!(path = %path.display(), %error, "the answer cannot be written");
     }
 }

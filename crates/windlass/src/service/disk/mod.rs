@@ -3,19 +3,35 @@
 //! | module | owns |
 //! |---|---|
 //! | [`follow`] | `windlass publish`: each finished checkpoint becomes a version |
-//! | [`shelf`] | `windlass receive --as-dir`: each version becomes a checkpoint, whole or not at all |
+//! | [`as_dir`] | `windlass receive --as-dir`: each version becomes a checkpoint, whole or not at all |
 //!
 //! Such a program believes in a file system that its hosts share. The two ends give it the same paths, and the deltas between
 //! versions go over the wire. [`Pattern`] is how both know which directory is which version.
 
+pub(crate) mod as_dir;
 pub(crate) mod follow;
-pub(crate) mod shelf;
 
 use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use rustix::fs::OFlags;
 use windlass_core::identity::Version;
+
+use crate::error::Error;
+
+/// Locks the file at `path`, which is made if it is missing, as long as it is open. If another process has it, the error
+/// says `taken`.
+fn claim(path: &Path, taken: impl FnOnce() -> String) -> Result<File, Error> {
+    let flags = OFlags::NOFOLLOW.bits().cast_signed();
+    let mut options = File::options();
+    options.create(true).truncate(false).write(true).mode(0o600).custom_flags(flags);
+    let file = options.open(path).map_err(Error::io("open", path))?;
+    file.try_lock().map_err(|_| Error::Usage(taken()))?;
+    Ok(file)
+}
 
 /// Directories whose names hold the number of a version: `/dev/shm/w/weight_v%06d`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -27,14 +27,15 @@ use windlass_core::identity::ModelId;
 use windlass_data::stop::Stop;
 
 use super::Receive;
-use super::model::{EngineLoad, EngineLoads, Interval, Model, Opening, Sending};
+use super::figures::Interval;
+use super::model::{EngineLoad, EngineLoads, Model, Opening, Sending};
 use super::rendezvous::Rendezvous;
 use super::retry::CONFIRM;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::controller::client::{ControllerClient, ControllerError};
 use crate::service::controller::wire::{Gate, Join, Joined, MAX_SPANS, Outcome, Poll, Report, Task};
-use crate::service::disk::shelf::Shelf;
+use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
 
 /// The controller that a receiver follows.
@@ -82,8 +83,8 @@ pub(super) fn run(
         let (id, name) = (id.clone(), place.id.as_str());
         let config = receive.config(id.clone());
         let (token, trust) = (&place.agents, receive.trust.as_ref());
-        let shelf = receive.shelf.as_ref();
-        Model::open(Opening { id, index, config, token, trust, name, shelf, session, stop }, engines)
+        let as_dir = receive.as_dir.as_ref();
+        Model::open(Opening { id, index, config, token, trust, name, as_dir, session, stop }, engines)
     });
     let models: Vec<Model> = models.collect::<Result<_, Error>>()?;
     let (life, doubt) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -96,9 +97,9 @@ pub(super) fn run(
             scope.spawn(move || model.load_all(&loaded));
         }
         drop(out);
-        if let (Some(shelf), Some(model)) = (&receive.shelf, models.first()) {
+        if let (Some(as_dir), Some(model)) = (&receive.as_dir, models.first()) {
             let link = &link;
-            scope.spawn(move || mark_all(shelf, model, link, stop));
+            scope.spawn(move || mark_all(as_dir, model, link, stop));
         }
         let reporter = Reporter { link: &link, id: &place.id, models: &models, life: &life, doubt, stop };
         scope.spawn(move || reporter.run(&inbox));
@@ -125,9 +126,9 @@ pub(super) fn run(
 }
 
 /// Writes the marker of each version that was put up once every receiver has it, until the end.
-fn mark_all(shelf: &Shelf, model: &Model, link: &ControllerClient, stop: &Stop) {
+fn mark_all(as_dir: &AsDir, model: &Model, link: &ControllerClient, stop: &Stop) {
     let mut marked = None;
-    while shelf.marker.is_some() && !model.ended() && !stop.is_set() {
+    while as_dir.marker.is_some() && !model.ended() && !stop.is_set() {
         let placed = model.placed();
         let Some(identity) = placed.as_ref().filter(|_| placed != marked) else {
             std::thread::sleep(Stop::GLANCE);
@@ -147,7 +148,7 @@ fn mark_all(shelf: &Shelf, model: &Model, link: &ControllerClient, stop: &Stop) 
             std::thread::sleep(stop.nap());
             continue;
         }
-        if let Err(error) = shelf.mark(identity.version) {
+        if let Err(error) = as_dir.mark(identity.version) {
             tracing::warn!(error = %error.chain(), %identity, "the marker cannot be written");
         }
         marked = placed;

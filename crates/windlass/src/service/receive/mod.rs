@@ -21,12 +21,14 @@
 //! | `model` | one model's image and engines, and the threads that work for them |
 //! | `rendezvous` | the models of one load order wait for each other |
 //! | `order_queue` | a controller's orders about one model, and the next step |
+//! | `figures` | what a model's steps took |
 //! | `no_agent` | the publisher of a model before its first order |
 //! | `retry` | backoff after transient failures |
 //!
 //! A receiver without an end exits with code 0 when it is interrupted. With `--versions` or `--until`, an interrupt before the
 //! last version is a failure.
 
+mod figures;
 mod member;
 mod model;
 mod no_agent;
@@ -59,7 +61,7 @@ use windlass_data::tls::Trust;
 use crate::console::{Session, bytes};
 use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
-use crate::service::disk::shelf::{Placed, Shelf};
+use crate::service::disk::as_dir::{AsDir, Placed};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 
 pub(crate) use self::member::Controlled;
@@ -113,7 +115,7 @@ pub(crate) struct Receive {
     /// The engines that load what is received, and how.
     pub(crate) engines: Option<(Vec<ModelEngine>, EngineOptions)>,
     /// Where versions are put up as directories.
-    pub(crate) shelf: Option<Shelf>,
+    pub(crate) as_dir: Option<AsDir>,
     /// Authorities to trust for agents and controllers; by default the system's.
     pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
@@ -135,7 +137,7 @@ impl Receive {
             Session::with_parent(move || stop.set())?;
         }
         self.check_dir()?;
-        let _shelf = self.shelf.as_ref().map(Shelf::claim).transpose()?;
+        let _as_dir = self.as_dir.as_ref().map(AsDir::claim).transpose()?;
         let endless = self.versions.is_none() && self.until.is_none();
         let regular = |r: &Result<(), Error>| matches!(r, Err(e) if endless && e.kind() == Kind::Cancelled);
         if let Some(controller) = &self.controller {
@@ -248,7 +250,7 @@ impl Receive {
             engines.want(image);
         }
         if let Some(image) = receiver.current() {
-            self.shelve(image, session, stop);
+            self.put_up(image, session, stop);
         }
         let (mut got, mut attempts) = (0, Attempts::default());
         let mut standing = if receiver.current().is_some() { Standing::Proven } else { Standing::New };
@@ -274,7 +276,7 @@ impl Receive {
                 if let Some(engines) = &engines {
                     engines.want(image);
                 }
-                self.shelve(image, session, stop);
+                self.put_up(image, session, stop);
             }
         }
         match (&engines, receiver.current()) {
@@ -284,11 +286,11 @@ impl Receive {
     }
 
     /// Puts a version up as a directory, and says how that went: the next one may succeed.
-    fn shelve(&self, image: &Known, session: &Session, stop: &Stop) {
-        let Some(shelf) = &self.shelf else { return };
+    fn put_up(&self, image: &Known, session: &Session, stop: &Stop) {
+        let Some(as_dir) = &self.as_dir else { return };
         let dir = self.dir.join(image.identity.model_id.as_str());
-        let placed = shelf.put(&dir, image, stop).and_then(|placed| {
-            shelf.mark(image.identity.version)?;
+        let placed = as_dir.put(&dir, image, stop).and_then(|placed| {
+            as_dir.mark(image.identity.version)?;
             Ok(placed)
         });
         tell_placed(placed, &image.identity, session);

@@ -22,6 +22,7 @@ use windlass_data::receiver::{
 use windlass_data::stop::Stop;
 use windlass_data::tls::Trust;
 
+use super::figures::{Interval, Rate};
 use super::no_agent::NoAgent;
 use super::order_queue::{Answer, Loading, OrderQueue, StageOrder, Staging};
 use super::rendezvous::Rendezvous;
@@ -29,8 +30,8 @@ use super::tell_placed;
 use crate::console::Session;
 use crate::error::Error;
 use crate::service::control::HttpControl;
-use crate::service::controller::wire::{Doing, EngineDoing, Lane, Outcome, Span, Task};
-use crate::service::disk::shelf::Shelf;
+use crate::service::controller::wire::{Doing, EngineDoing, Lane, Outcome, Task};
+use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::{Engines, Label};
 
 /// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
@@ -39,32 +40,6 @@ const SHOWN_WITHIN: Duration = Duration::from_secs(5);
 /// How often in a row no agent of the model must answer where a version was announced before the version counts as absent: an
 /// agent that is restarted is back by then.
 const UNREACHED: u32 = 3;
-
-/// A step that took time.
-#[derive(Clone, Debug)]
-pub(super) struct Interval {
-    lane: Lane,
-    what: &'static str,
-    began: Instant,
-    ended: Instant,
-    bytes: Option<u64>,
-}
-
-impl Interval {
-    fn of(lane: Lane, what: &'static str, ended: Instant, ms: f64, bytes: Option<u64>) -> Interval {
-        let span = Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default();
-        Interval { lane, what, began: ended.checked_sub(span).unwrap_or(ended), ended, bytes }
-    }
-
-    /// As it is told now.
-    pub(super) fn span(&self) -> Span {
-        // One clock for both: a step of no duration must not end before it began.
-        let now = Instant::now();
-        let ago = |at: Instant| now.saturating_duration_since(at).as_secs_f64() * 1e3;
-        let (began_ms_ago, ended_ms_ago) = (ago(self.began), ago(self.ended));
-        Span { lane: self.lane, what: self.what.into(), began_ms_ago, ended_ms_ago, bytes: self.bytes }
-    }
-}
 
 /// An answer on its way to the controller.
 #[derive(Debug)]
@@ -118,29 +93,6 @@ struct State {
     placed: Option<Identity>,
 }
 
-/// Bytes per second, lately.
-#[derive(Debug, Default)]
-struct Rate {
-    last: Option<(Instant, u64)>,
-    value: f64,
-}
-
-impl Rate {
-    fn at(&mut self, bytes: u64, now: Instant) -> f64 {
-        match self.last {
-            Some((then, before)) if bytes >= before => {
-                let seconds = now.duration_since(then).as_secs_f64();
-                if seconds > 0.05 {
-                    self.value = (bytes - before) as f64 / seconds;
-                    self.last = Some((now, bytes));
-                }
-            }
-            Some(_) | None => *self = Rate { last: Some((now, bytes)), value: 0.0 },
-        }
-        self.value
-    }
-}
-
 /// See the module's documentation.
 pub(super) struct Model {
     pub(super) id: ModelId,
@@ -153,7 +105,7 @@ pub(super) struct Model {
     receiver: Mutex<Receiver>,
     engines: Option<(Engines, EngineLoads)>,
     /// Where versions are put up as directories.
-    shelf: Option<Shelf>,
+    as_dir: Option<AsDir>,
     ending: AtomicBool,
     name: String,
     session: Session,
@@ -169,7 +121,7 @@ pub(super) struct Opening<'a> {
     pub(super) trust: Option<&'a Trust>,
     /// What this receiver is called by the controller.
     pub(super) name: &'a str,
-    pub(super) shelf: Option<&'a Shelf>,
+    pub(super) as_dir: Option<&'a AsDir>,
     pub(super) session: &'a Session,
     pub(super) stop: &'a Stop,
 }
@@ -180,7 +132,7 @@ impl Model {
         opening: Opening<'_>,
         engines: Option<(Engines, EngineLoads)>,
     ) -> Result<Model, Error> {
-        let Opening { id, index, config, token, trust, name, shelf, session, stop } = opening;
+        let Opening { id, index, config, token, trust, name, as_dir, session, stop } = opening;
         let timeout = config.transfer_timeout;
         let receiver = Receiver::open(config, Arc::new(NoAgent), None, stop)?;
         let known = receiver.current().map(|k| k.identity.clone());
@@ -215,24 +167,24 @@ impl Model {
             changed: Condvar::new(),
             receiver: Mutex::new(receiver),
             engines,
-            shelf: shelf.cloned(),
+            as_dir: as_dir.cloned(),
             ending: AtomicBool::new(false),
             name: name.to_owned(),
             session: session.clone(),
         };
         if let Some(found) = found {
             // What cannot be put up now may be when it is loaded again.
-            let _ = model.shelve(&found, stop).map_err(|e| tell_placed(Err(e), &found.identity, session));
+            let _ = model.put_up(&found, stop).map_err(|e| tell_placed(Err(e), &found.identity, session));
         }
         Ok(model)
     }
 
     /// Puts up a version as a directory, if that was asked for.
-    fn shelve(&self, known: &Known, stop: &Stop) -> Result<(), Error> {
-        let Some(shelf) = &self.shelf else { return Ok(()) };
+    fn put_up(&self, known: &Known, stop: &Stop) -> Result<(), Error> {
+        let Some(as_dir) = &self.as_dir else { return Ok(()) };
         let image = self.receiver().image().map(|image| image.region().dir().to_owned());
         let image = image.ok_or_else(|| Error::Bug("a version without an image was to be put up".into()))?;
-        let placed = shelf.put(&image, known, stop)?;
+        let placed = as_dir.put(&image, known, stop)?;
         tell_placed(Ok(placed), &known.identity, &self.session);
         self.state().placed = Some(known.identity.clone());
         Ok(())
@@ -739,7 +691,7 @@ impl Model {
         };
         let result = result.and_then(|(known, ahead)| {
             self.settle(&known, ahead, &stop, &mut intervals, &mut pause_ms)?;
-            self.shelve(&known, &stop)
+            self.put_up(&known, &stop)
         });
         let mut state = self.state();
         state.settling = None;
@@ -886,30 +838,4 @@ impl Model {
 /// How much memory deltas may take that wait: no more than the image.
 fn room(receiver: &Receiver) -> u64 {
     receiver.image().map_or(0, |image| image.manifest().data_bytes())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_took_no_time_does_not_end_before_it_began() {
-        let now = Instant::now();
-        for ms in [0.0, 1e-6, 3.5, -1.0, f64::NAN, f64::INFINITY] {
-            let span = Interval::of(Lane::Wire, "apply", now, ms, None).span();
-            assert!(span.began_ms_ago >= span.ended_ms_ago && span.ended_ms_ago >= 0.0, "{ms}: {span:?}");
-        }
-    }
-
-    #[test]
-    fn the_rate_is_of_late_and_begins_anew_with_every_pull() {
-        let (mut rate, start) = (Rate::default(), Instant::now());
-        let at = |ms: u64| start + Duration::from_millis(ms);
-        assert_eq!(rate.at(1000, at(0)).to_bits(), 0f64.to_bits());
-        assert!((rate.at(2000, at(100)) - 10_000.0).abs() < 1.0);
-        // Too soon to tell.
-        assert!((rate.at(2001, at(101)) - 10_000.0).abs() < 1.0);
-        assert!((rate.at(2000 + 500, at(200)) - 5000.0).abs() < 1.0);
-        assert_eq!(rate.at(7, at(300)).to_bits(), 0f64.to_bits());
-    }
 }
