@@ -126,7 +126,10 @@ impl Group {
             }
         }
         let id = peer.receiver.clone();
-        self.members.insert(id.clone(), Member::new(peer, has, ctx.now));
+        let mut member = Member::new(peer, has, ctx.now);
+        let view = view!(self);
+        member.excused = view.round.is_some_and(|(version, _)| member.beyond(version, &view));
+        self.members.insert(id.clone(), member);
         self.settle(&id, ctx);
         self.advance(ctx);
     }
@@ -185,9 +188,13 @@ impl Group {
             // The version exists: receivers that did not find it are asked again.
             self.members.values_mut().for_each(|member| member.try_newer(ctx));
             self.reconsider(ctx);
+            self.settle(id, ctx);
+            self.advance(ctx);
+            self.pursue_all(ctx);
+        } else {
+            self.settle(id, ctx);
+            self.advance(ctx);
         }
-        self.settle(id, ctx);
-        self.advance(ctx);
         Ok(())
     }
 
@@ -214,29 +221,33 @@ impl Group {
         match lineage.filter(|l| !there && l.announced.contains(&version)) {
             Some(lineage) => {
                 let endpoint = lineage.endpoint_of(version).to_owned();
+                let told = lineage.endpoint().to_owned();
                 if lineage.absent.insert(version) {
                     let identity = Identity { version, ..identity.clone() };
-                    let (endpoint, receiver) = (endpoint.clone(), id.clone());
-                    ctx.out.push(Action::Absent { identity, endpoint, receiver });
+                    ctx.out.push(Action::Absent { identity, endpoint, receiver: id.clone() });
                 }
-                let moved = lineage.endpoint() != endpoint;
+                let moved = lineage.endpoint() != told;
                 let view = view!(self);
+                if let Some(member) = self.members.get_mut(id) {
+                    member.back_off(Some(model), &view, ctx);
+                }
                 for member in self.members.values_mut().filter(|_| moved) {
                     // They name the address of the false announcement.
                     member.forget_asks(model, &view, ctx);
                 }
-                if let Some(member) = self.members.get_mut(id) {
-                    member.back_off(Some(model), &view, ctx);
-                }
                 self.reconsider(ctx);
                 self.settle(id, ctx);
+                self.advance(ctx);
+                if moved {
+                    self.pursue_all(ctx);
+                }
             }
             None => {
                 let why = LagReason::Failed("its agent does not show it".to_owned());
                 self.lag(id, model, version, why, ctx);
+                self.advance(ctx);
             }
         }
-        self.advance(ctx);
         Ok(())
     }
 
@@ -328,11 +339,7 @@ impl Group {
     /// All running receivers have joined. The caller advances the group.
     pub(super) fn settled(&mut self, ctx: &mut Ctx<'_>) {
         self.settling = false;
-        let view = view!(self);
-        for member in self.members.values_mut() {
-            member.pursue(&view, ctx);
-        }
-        self.retally();
+        self.pursue_all(ctx);
     }
 
     /// Deals with every deadline that has passed.
@@ -534,6 +541,13 @@ impl Group {
             self.retally_if_none_live();
         }
         self.settle(id, ctx);
+    }
+
+    /// Sends every member the orders that are due: something other than the round has changed for all of them.
+    pub(super) fn pursue_all(&mut self, ctx: &mut Ctx<'_>) {
+        let view = view!(self);
+        self.members.values_mut().for_each(|member| member.pursue(&view, ctx));
+        self.retally();
     }
 
     /// Brings one member's orders, liveness and count up to date after a change to it.

@@ -148,7 +148,10 @@ impl<'a> View<'a> {
         match self.round {
             _ if self.settling => None,
             Some((v, Phase::Loading)) => Some(v),
-            Some((_, Phase::Staging)) | None => self.service,
+            // A load of something newer may have begun, and may have gone further than its receiver could say.
+            Some((_, Phase::Staging)) | None => {
+                self.service.filter(|v| self.lineages.iter().flatten().all(|l| l.low <= *v))
+            }
         }
     }
 }
@@ -181,6 +184,8 @@ pub(super) struct Slot {
     pub(super) asked: Vec<StageOrder>,
     /// Versions up to this one can no longer be staged here: the sender gave something newer.
     pub(super) gone: Option<Version>,
+    /// The absent version that was asked for last.
+    pub(super) probed: Option<Version>,
 }
 
 impl Slot {
@@ -256,6 +261,7 @@ impl Member {
                 staged: BTreeSet::new(),
                 asked: Vec::new(),
                 gone: None,
+                probed: None,
             })
             .collect();
         Member {
@@ -365,8 +371,13 @@ impl Member {
             let mut wanted: Vec<Version> = base.into_iter().chain(ahead).collect();
             let has = |v: &Version| slot.staged.contains(v) || slot.at(view) >= Some(*v);
             if wanted.iter().all(has) {
-                // The agent may show by now what it lacked before.
-                wanted.extend(lineage.absent.last());
+                // The agent may show by now what it lacked before: one after the other, from the newest down.
+                let asked = slot.asked.iter().any(|ask| lineage.absent.contains(&ask.version));
+                if !asked {
+                    let below = slot.probed.and_then(|last| lineage.absent.range(..last).next_back());
+                    slot.probed = below.or(lineage.absent.last()).copied();
+                    wanted.extend(slot.probed);
+                }
             } else {
                 // A receiver that waits for an absent version cannot stage the versions that are there.
                 for ask in slot.asked.extract_if(.., |ask| lineage.absent.contains(&ask.version)) {

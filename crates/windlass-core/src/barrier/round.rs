@@ -76,11 +76,7 @@ impl Group {
             round.deadline = deadline;
         }
         self.raise_low(version);
-        let view = view!(self);
-        for member in self.members.values_mut() {
-            member.pursue(&view, ctx);
-        }
-        self.retally();
+        self.pursue_all(ctx);
     }
 
     fn raise_low(&mut self, version: Version) {

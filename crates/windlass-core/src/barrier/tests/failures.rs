@@ -642,6 +642,63 @@ fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever
     assert_eq!(t.barrier.snapshot().sets[0].groups[0].models[0].endpoint.as_deref(), Some("agent:1"));
 }
 
+#[test]
+fn a_receiver_keeps_its_orders_when_another_asks_again_for_a_false_announcement() {
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    let solo = |version| id("solo", 1, version);
+    let at = |version, endpoint: &str| Event::Notify {
+        identity: solo(version),
+        sender_endpoint: endpoint.to_owned(),
+        sync: None,
+    };
+    let staging =
+        |t: &Rig, r: usize| t.barrier.snapshot().sets[0].groups[0].members[r].slots[0].staging.clone();
+    t.join(0, &["solo"], &[]);
+    t.join(1, &["solo"], &[]);
+    t.step(at(3, "agent:1"));
+    t.step(at(42, "nobody:1"));
+    t.absent(0, solo(42));
+    // Orders that named the false address are given anew.
+    assert_eq!(staging(&t, 1), [3]);
+    t.after(60);
+    t.stage(0, solo(3));
+    assert!(staging(&t, 0).contains(&42), "a receiver that has the rest asks again");
+    let again = t.stages[&(receiver(0), solo(42))];
+    t.step(Event::Absent { peer: t.peer(0), order: again, identity: solo(42) });
+    assert_eq!(staging(&t, 1), [3]);
+    t.stage(1, solo(3));
+    t.load(0);
+    t.load(1);
+    assert_eq!(t.served(), Some(3));
+}
+
+#[test]
+fn every_absent_version_is_asked_for_again_in_turn() {
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    let solo = |version| id("solo", 1, version);
+    t.join(0, &["solo"], &[]);
+    t.notify(solo(4));
+    t.absent(0, solo(4));
+    t.notify(solo(8));
+    t.after(60);
+    t.absent(0, solo(8));
+    // Both are asked for by turns, so that the one that appears is found whichever it is.
+    let asked = (0..5).map(|_| {
+        let staging = t.after(450).iter().find_map(|a| match a {
+            Action::Stage { identity, .. } => Some(identity.clone()),
+            _ => None,
+        });
+        let identity = staging.expect("it is asked again");
+        t.absent(0, identity.clone());
+        identity.version
+    });
+    assert_eq!(asked.collect::<Vec<_>>(), [8, 4, 8, 4, 8]);
+    t.after(450);
+    t.stage(0, solo(4));
+    t.load(0);
+    assert_eq!(t.served(), Some(4));
+}
+
 fn called_off(actions: &[Action], r: usize) -> Vec<Identity> {
     let of = |a: &Action| match a {
         Action::Abandon { to, identity, .. } if to.receiver == receiver(r) => Some(identity.clone()),

@@ -15,7 +15,7 @@ pub(super) struct Life {
     pub(super) models: BTreeSet<ModelId>,
     /// Runs: works on orders and sends heartbeats.
     pub(super) running: bool,
-    pub(super) staged: BTreeMap<Identity, Order>,
+    pub(super) staged: BTreeMap<Identity, BTreeSet<Order>>,
     pub(super) engine: BTreeMap<ModelId, Identity>,
     pub(super) loading: Vec<Loading>,
     /// Models whose engines do not serve: a load is under way, or one failed and none succeeded since.
@@ -430,16 +430,20 @@ impl World {
                     self.network.push(Event::Failed { peer, order, identity, phase, reason });
                     return;
                 }
-                let got = Identity {
-                    version: if newer { newest.max(identity.version) } else { identity.version },
-                    ..identity.clone()
-                };
+                // What is here already is not brought again, and something newer than that neither.
+                let here = life.staged.keys().filter(|s| {
+                    s.model_id == identity.model_id
+                        && s.incarnation == identity.incarnation
+                        && s.version >= identity.version
+                });
+                let newest = here.map(|s| s.version).min().unwrap_or(newest.max(identity.version));
+                let got =
+                    Identity { version: if newer { newest } else { identity.version }, ..identity.clone() };
                 if got != identity {
                     life.skipped.insert(identity);
                 }
                 if life.engine.get(&got.model_id) != Some(&got) {
-                    let by = life.staged.entry(got.clone()).or_insert(order);
-                    *by = order.max(*by);
+                    life.staged.entry(got.clone()).or_default().insert(order);
                 }
                 self.network.push(Event::Staged { peer, order, identity: got });
             }
@@ -462,7 +466,10 @@ impl World {
                 life.loading.push(Loading { order, all: identities.clone(), left: identities });
             }
             Action::Abandon { order, identity, .. } => {
-                life.staged.retain(|staged, by| *staged != identity || *by > order);
+                life.staged.retain(|staged, orders| {
+                    orders.retain(|by| *by != order && (*staged != identity || *by > order));
+                    !orders.is_empty()
+                });
                 let by = life.called_off.entry(identity).or_insert(order);
                 *by = order.max(*by);
             }
@@ -551,10 +558,17 @@ impl World {
         for set in 0..self.config.sets.len() {
             let members = self.members(set);
             let covered: BTreeSet<_> = members.iter().flat_map(|l| self.models_in(l, set)).collect();
-            let stuck = members.iter().any(|l| !l.skipped.is_empty());
+            let target = self.target(set);
+            // A receiver that an earlier controller took past the target, or that skipped it.
+            let past = |l: &Life| {
+                let held = self.models_in(l, set).into_iter().filter_map(|m| l.engine.get(&m));
+                let mut held = held.filter(|i| self.current.get(&i.model_id) == Some(&i.incarnation));
+                held.any(|i| Some(i.version) > target)
+            };
+            let stuck = members.iter().any(|l| !l.skipped.is_empty() || past(l));
             let enough =
                 covered.len() == self.config.sets[set].models.len() && members.len() >= self.need(set);
-            let Some(target) = self.target(set).filter(|_| enough && !stuck) else { continue };
+            let Some(target) = target.filter(|_| enough && !stuck) else { continue };
             let served = self.barrier.service_version(&self.config.sets[set].name).unwrap();
             assert_eq!(served.map(|s| s.version), Some(target), "{:#?}", self.barrier.snapshot());
             for life in &members {

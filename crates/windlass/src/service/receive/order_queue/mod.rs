@@ -31,7 +31,7 @@
 //! - ORDER-7 What is said to be served ([`OrderQueue::serves`]) is what the image holds, if a load permitted that. Image bytes end
 //!   it as soon as they begin to come.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use windlass_core::barrier::{Order, Phase, SetName};
@@ -116,8 +116,8 @@ pub(super) struct OrderQueue<T> {
     taken: Option<Order>,
     image: Option<Identity>,
     queue: VecDeque<Waiting<T>>,
-    /// What was answered as staged, by which order, and when.
-    promised: BTreeMap<At, (Order, Instant)>,
+    /// What was answered as staged, to which orders, and when last.
+    promised: BTreeMap<At, (BTreeSet<Order>, Instant)>,
     loaded: Option<Identity>,
 }
 
@@ -225,17 +225,34 @@ impl<T> OrderQueue<T> {
             return true;
         }
         self.stages.remove(&(key, order));
-        let again = self.stages.keys().any(|(at, _)| *at == key);
-        if !again && self.promised.get(&key).is_some_and(|(by, _)| *by <= order) {
-            self.promised.remove(&key);
-            // One in the middle is what the next leads on from, and so is the last while the next is being fetched.
-            let wanted = self.load.as_ref().is_some_and(|(_, _, i)| at(i) == key);
-            let free = self.loading.is_none() && self.staging.is_none() && !wanted;
-            if free && self.queue.back().is_some_and(|w| at(&w.identity) == key) {
-                self.queue.pop_back();
-            }
-        }
+        // An order may have been answered with something newer than it named.
+        let mut given_up = Vec::new();
+        self.promised.retain(|at, (orders, _)| {
+            orders.retain(|by| *by != order && (*at != key || *by > order));
+            given_up.extend(orders.is_empty().then_some(*at));
+            !orders.is_empty()
+        });
+        given_up.into_iter().rev().for_each(|key| self.let_go(key));
         false
+    }
+
+    /// No answer counts on this version any more: the last delta in the queue is dropped if it is that.
+    fn let_go(&mut self, key: At) {
+        // One in the middle is what the next leads on from, and so is the last while the next is being fetched.
+        let again = self.stages.keys().any(|(at, _)| *at == key);
+        let wanted = again || self.load.as_ref().is_some_and(|(_, _, i)| at(i) == key);
+        let free = self.loading.is_none() && self.staging.is_none() && !wanted;
+        if free && self.queue.back().is_some_and(|w| at(&w.identity) == key) {
+            self.queue.pop_back();
+        }
+    }
+
+    /// `got` is staged in answer to `order`.
+    fn promise(&mut self, order: Order, got: &Identity, now: Instant) -> Answer {
+        let (orders, since) = self.promised.entry(at(got)).or_insert((BTreeSet::new(), now));
+        orders.insert(order);
+        *since = now;
+        Answer { order, identity: got.clone(), outcome: Outcome::Staged }
     }
 
     /// The session is another one: no order of the last one counts.
@@ -261,8 +278,7 @@ impl<T> OrderQueue<T> {
         let identity = open.identity.clone();
         if let Some(held) = self.held(&identity) {
             self.stages.remove(&(key, order));
-            self.promised.insert(at(&held), (order, now));
-            return Some(Staging::Held(Answer { order, identity: held, outcome: Outcome::Staged }));
+            return Some(Staging::Held(self.promise(order, &held, now)));
         }
         let stage = StageOrder { order, identity, endpoint: open.endpoint.clone() };
         let last = self.queue.back().map(|w| &w.identity).or(self.image.as_ref());
@@ -361,8 +377,7 @@ impl<T> OrderQueue<T> {
 
     fn staged(&mut self, order: Order, got: &Identity, now: Instant) -> Option<Answer> {
         self.end_stage(order)?;
-        self.promised.insert(at(got), (order, now));
-        Some(Answer { order, identity: got.clone(), outcome: Outcome::Staged })
+        Some(self.promise(order, got, now))
     }
 
     /// The stage order under way failed; `image` is what the image holds now. Answers what to report.

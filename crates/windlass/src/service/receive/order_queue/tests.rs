@@ -218,6 +218,21 @@ fn an_abandoned_order_is_given_up_and_one_that_others_lead_on_from_is_kept() {
 }
 
 #[test]
+fn an_abandoned_order_that_was_answered_with_something_newer_keeps_nothing() {
+    let mut orders = orders(None);
+    orders.take(&stage(1, &id(1, 2)));
+    orders.take(&stage(2, &id(1, 3)));
+    let Some(Staging::Whole(s)) = orders.next_stage(Instant::now()) else { panic!() };
+    assert_eq!(orders.replaced(s.order, &id(1, 4), Instant::now()), Some(staged(1, &id(1, 4))));
+    assert_eq!(orders.next_stage(Instant::now()), Some(Staging::Held(staged(2, &id(1, 4)))));
+    // The second order counts on it still.
+    orders.take(&abandon(1, &id(1, 2)));
+    assert_eq!(orders.about(), ("staged", Some(&id(1, 4))));
+    orders.take(&abandon(2, &id(1, 3)));
+    assert_eq!(orders.about(), ("idle", Some(&id(1, 4))));
+}
+
+#[test]
 fn an_older_load_is_ignored_and_a_newer_one_takes_its_place() {
     let mut orders = orders(Some(id(1, 1)));
     orders.take(&load(7, &id(1, 9)));
