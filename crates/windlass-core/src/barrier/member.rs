@@ -428,9 +428,10 @@ impl Member {
     fn give_up_staged(&mut self, which: impl Fn(Version) -> bool, view: &View<'_>, ctx: &mut Ctx<'_>) {
         for slot in &mut self.slots {
             for version in slot.staged.extract_if(.., |v| which(*v)) {
-                // Greater than the order that staged it, and none that is open.
                 let order = ctx.order();
-                abandon(&self.peer, order, view.identity(slot.model, version), ctx);
+                if let Some(identity) = view.identity(slot.model, version) {
+                    ctx.out.push(Action::Drop { to: self.peer.clone(), order, identity });
+                }
             }
         }
     }

@@ -110,7 +110,7 @@
 //! - BARRIER-12 (C46, C71, C76) One notify becomes one order per receiver and model; a repeated or reordered one
 //!   becomes none. Failures name the receiver.
 //! - BARRIER-13 (C73) A synchronous notify is answered after the load, with the eval's result if one was requested.
-//! - BARRIER-14 A receiver is told of every staged version that it need not keep any longer ([`Action::Abandon`]), so that image
+//! - BARRIER-14 A receiver is told of every staged version that it need not keep any longer ([`Action::Drop`]), so that image
 //!   bytes never wait in vain for one to be loaded.
 
 mod config;

@@ -347,7 +347,7 @@ pub enum NotifyOutcome {
     Superseded { by: Incarnation },
 }
 
-/// Output of the barrier. Orders (`Stage`, `Load`, `Abandon`) go to receivers, which must ignore
+/// Output of the barrier. Orders (`Stage`, `Load`, `Abandon`, `Drop`) go to receivers, which must ignore
 /// those addressed to another session, and a `Load` numbered below one they have acted on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -373,9 +373,11 @@ pub enum Action {
         /// One identity for every model of the set (relaxed: for one model) that the receiver serves.
         identities: Vec<Identity>,
     },
-    /// The order is void and its answer will be ignored. The receiver may drop the staged version, unless a
-    /// later order asked for the same; a load whose writing has begun is finished all the same.
+    /// The order is void and its answer will be ignored. The receiver may drop what it staged for it, unless another
+    /// order was answered with the same; a load whose writing has begun is finished all the same.
     Abandon { to: Peer, order: Order, identity: Identity },
+    /// A staged version is given up: no answer to an order up to this one counts on it.
+    Drop { to: Peer, order: Order, identity: Identity },
     /// The receiver has loaded the served version and may serve these models: add it to the live pool.
     GoLive {
         receiver: ReceiverId,

@@ -552,7 +552,7 @@ fn a_strict_set_never_loads_a_mix_however_its_trainers_race() {
                                     light.say(client, order, &identity, Outcome::Loaded).unwrap();
                                 }
                             }
-                            Task::Abandon { .. } | Task::Live { .. } => {}
+                            Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => {}
                         }
                     }
                 }

@@ -310,7 +310,7 @@ impl World {
                 }
                 self.note("loaded");
             }
-            Task::Load { .. } | Task::Abandon { .. } | Task::Live { .. } => {}
+            Task::Load { .. } | Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => {}
         }
     }
 
@@ -356,7 +356,7 @@ impl World {
             let (order, identities) = match task {
                 Task::Stage { order, identity, .. } => (order, std::slice::from_ref(identity)),
                 Task::Load { order, identities, .. } => (order, &identities[..]),
-                Task::Abandon { .. } | Task::Live { .. } => continue,
+                Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => continue,
             };
             if off.contains(order) {
                 continue;
@@ -588,7 +588,7 @@ impl World {
                         }
                     }
                 }
-                Task::Load { .. } | Task::Abandon { .. } | Task::Live { .. } => {}
+                Task::Load { .. } | Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => {}
             }
         }
     }

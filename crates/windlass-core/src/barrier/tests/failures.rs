@@ -701,7 +701,11 @@ fn every_absent_version_is_asked_for_again_in_turn() {
 
 fn called_off(actions: &[Action], r: usize) -> Vec<Identity> {
     let of = |a: &Action| match a {
-        Action::Abandon { to, identity, .. } if to.receiver == receiver(r) => Some(identity.clone()),
+        Action::Abandon { to, identity, .. } | Action::Drop { to, identity, .. }
+            if to.receiver == receiver(r) =>
+        {
+            Some(identity.clone())
+        }
         _ => None,
     };
     actions.iter().filter_map(of).collect()

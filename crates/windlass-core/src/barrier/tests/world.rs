@@ -466,12 +466,18 @@ impl World {
                 life.loading.push(Loading { order, all: identities.clone(), left: identities });
             }
             Action::Abandon { order, identity, .. } => {
-                life.staged.retain(|staged, orders| {
-                    orders.retain(|by| *by != order && (*staged != identity || *by > order));
+                life.staged.retain(|_, orders| {
+                    orders.remove(&order);
                     !orders.is_empty()
                 });
                 let by = life.called_off.entry(identity).or_insert(order);
                 *by = order.max(*by);
+            }
+            Action::Drop { order, identity, .. } => {
+                if let Some(orders) = life.staged.get_mut(&identity) {
+                    orders.retain(|by| *by > order);
+                }
+                life.staged.retain(|_, orders| !orders.is_empty());
             }
             _ => {}
         }

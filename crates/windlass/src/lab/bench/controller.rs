@@ -273,7 +273,7 @@ impl Light {
             // Told first: what is measured is when orders come, not how long their answers take.
             for version in orders.iter().filter_map(|n| match &n.task {
                 Task::Stage { identity, .. } => Some(identity.version),
-                Task::Load { .. } | Task::Abandon { .. } | Task::Live { .. } => None,
+                Task::Load { .. } | Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => None,
             }) {
                 let _ = self.staged.send(version);
             }
@@ -288,7 +288,7 @@ impl Light {
                             self.report(order, identity, Outcome::Loaded).await?;
                         }
                     }
-                    Task::Abandon { .. } | Task::Live { .. } => {}
+                    Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => {}
                 }
             }
         }

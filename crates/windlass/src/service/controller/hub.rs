@@ -551,6 +551,9 @@ impl State {
                 Action::Abandon { to, order, identity } => {
                     self.order(&to, Task::Abandon { order, identity }, &mut overfull);
                 }
+                Action::Drop { to, order, identity } => {
+                    self.order(&to, Task::Drop { order, identity }, &mut overfull);
+                }
                 Action::GoLive { receiver, set, models, version } => {
                     tracing::info!(%receiver, %set, version, "live");
                     self.record.fenced(&receiver, &models, None);

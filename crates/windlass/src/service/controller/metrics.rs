@@ -65,6 +65,7 @@ impl Counters {
             Task::Stage { .. } => "stage",
             Task::Load { .. } => "load",
             Task::Abandon { .. } => "abandon",
+            Task::Drop { .. } => "drop",
             Task::Live { .. } => "live",
         };
         *self.orders.entry(name).or_default() += 1;

@@ -50,7 +50,7 @@ impl Outbox {
                         identities.retain(|i| i != identity);
                         identities.is_empty()
                     }
-                    Task::Stage { .. } | Task::Abandon { .. } | Task::Live { .. } => true,
+                    Task::Stage { .. } | Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => true,
                 };
                 if empty {
                     self.queue.remove(at);
@@ -98,7 +98,7 @@ impl Outbox {
 fn concerns(task: &Task, number: Order) -> bool {
     match task {
         Task::Stage { order, .. } | Task::Load { order, .. } => *order == number,
-        Task::Abandon { .. } | Task::Live { .. } => false,
+        Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => false,
     }
 }
 

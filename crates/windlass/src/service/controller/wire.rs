@@ -343,6 +343,8 @@ pub enum Task {
         /// What it was about.
         identity: Identity,
     },
+    /// A staged version is given up, whichever order up to this one it was staged for.
+    Drop { order: Order, identity: Identity },
     /// It serves what the others serve, or must not (with the reason).
     Live {
         set: SetName,

@@ -394,7 +394,7 @@ impl Member<'_> {
     fn take(&self, task: &Task) {
         let model = |id: &ModelId| self.models.iter().find(|m| m.id == *id);
         match task {
-            Task::Stage { identity, .. } | Task::Abandon { identity, .. } => {
+            Task::Stage { identity, .. } | Task::Abandon { identity, .. } | Task::Drop { identity, .. } => {
                 if let Some(model) = model(&identity.model_id) {
                     model.take(task);
                 }

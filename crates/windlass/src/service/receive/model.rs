@@ -271,7 +271,7 @@ impl Model {
                     rendezvous.fail(self.id.as_str());
                 }
             }
-            Task::Load { .. } | Task::Live { .. } => {}
+            Task::Load { .. } | Task::Drop { .. } | Task::Live { .. } => {}
         }
         if state.orders.take(task)
             && let Some(stop) = &state.pulling

@@ -228,7 +228,7 @@ impl Light {
                         self.say(client, *order, identity, Outcome::Loaded).unwrap();
                     }
                 }
-                Task::Abandon { .. } | Task::Live { .. } => {}
+                Task::Abandon { .. } | Task::Drop { .. } | Task::Live { .. } => {}
             }
         }
         tasks

@@ -78,7 +78,9 @@ impl World {
                     }
                 });
             }
-            Action::Abandon { to, .. } => self.edit(&to, |life| life.inbox.push(action)),
+            Action::Abandon { to, .. } | Action::Drop { to, .. } => {
+                self.edit(&to, |life| life.inbox.push(action));
+            }
             Action::GoLive { receiver, models, version, set } => {
                 let life = self.member(&receiver);
                 for model in &models {

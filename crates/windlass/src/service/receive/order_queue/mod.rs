@@ -198,6 +198,11 @@ impl<T> OrderQueue<T> {
                 false
             }
             Task::Abandon { order, identity } => self.abandon(*order, identity),
+            Task::Drop { order, identity } => {
+                let key = at(identity);
+                self.release(|at, by| *at == key && by <= *order);
+                false
+            }
             Task::Live { .. } => false,
         }
     }
@@ -225,15 +230,20 @@ impl<T> OrderQueue<T> {
             return true;
         }
         self.stages.remove(&(key, order));
-        // An order may have been answered with something newer than it named.
+        // It may have been answered with something newer than it named.
+        self.release(|_, by| by == order);
+        false
+    }
+
+    /// These answers do not count any more.
+    fn release(&mut self, void: impl Fn(&At, Order) -> bool) {
         let mut given_up = Vec::new();
         self.promised.retain(|at, (orders, _)| {
-            orders.retain(|by| *by != order && (*at != key || *by > order));
+            orders.retain(|by| !void(at, *by));
             given_up.extend(orders.is_empty().then_some(*at));
             !orders.is_empty()
         });
         given_up.into_iter().rev().for_each(|key| self.let_go(key));
-        false
     }
 
     /// No answer counts on this version any more: the last delta in the queue is dropped if it is that.

@@ -29,6 +29,10 @@ fn abandon(order: u64, identity: &Identity) -> Task {
     Task::Abandon { order: Order(order), identity: identity.clone() }
 }
 
+fn dropped(order: u64, identity: &Identity) -> Task {
+    Task::Drop { order: Order(order), identity: identity.clone() }
+}
+
 fn staged(order: u64, identity: &Identity) -> Answer {
     Answer { order: Order(order), identity: identity.clone(), outcome: Outcome::Staged }
 }
@@ -163,7 +167,7 @@ fn image_bytes_come_at_once_when_the_controller_gives_up_what_is_staged() {
     orders.needs_whole(nine.order);
     assert_eq!(orders.next_stage(now), None);
     // The order that staged it was answered; this one has a number of its own.
-    assert!(!orders.take(&abandon(3, &id(1, 2))));
+    assert!(!orders.take(&dropped(3, &id(1, 2))));
     assert_eq!(orders.next_stage(now), Some(Staging::Whole(nine)));
 }
 
