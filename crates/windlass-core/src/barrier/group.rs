@@ -184,16 +184,16 @@ impl Group {
             ctx.out.push(Action::Lagging { receiver: id.clone(), identity: asked, why });
             member.give_up_passed(&view, ctx);
         }
-        if self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version)) {
-            // The version exists: receivers that did not find it are asked again.
+        let appeared = self.lineage_mut(model).is_some_and(|l| l.absent.remove(&version));
+        if appeared {
+            // Receivers that did not find it are asked again.
             self.members.values_mut().for_each(|member| member.try_newer(ctx));
             self.reconsider(ctx);
-            self.settle(id, ctx);
-            self.advance(ctx);
+        }
+        self.settle(id, ctx);
+        self.advance(ctx);
+        if appeared {
             self.pursue_all(ctx);
-        } else {
-            self.settle(id, ctx);
-            self.advance(ctx);
         }
         Ok(())
     }
@@ -218,7 +218,7 @@ impl Group {
             |s: &Slot| s.model == model && (s.staged.contains(&version) || s.at(&view) >= Some(version));
         let there = self.members.values().flat_map(|m| &m.slots).any(has);
         let lineage = self.lineages.get_mut(model).and_then(Option::as_mut);
-        match lineage.filter(|l| !there && l.announced.contains(&version)) {
+        let moved = match lineage.filter(|l| !there && l.announced.contains(&version)) {
             Some(lineage) => {
                 let endpoint = lineage.endpoint_of(version).to_owned();
                 let told = lineage.endpoint().to_owned();
@@ -237,16 +237,17 @@ impl Group {
                 }
                 self.reconsider(ctx);
                 self.settle(id, ctx);
-                self.advance(ctx);
-                if moved {
-                    self.pursue_all(ctx);
-                }
+                moved
             }
             None => {
                 let why = LagReason::Failed("its agent does not show it".to_owned());
                 self.lag(id, model, version, why, ctx);
-                self.advance(ctx);
+                false
             }
+        };
+        self.advance(ctx);
+        if moved {
+            self.pursue_all(ctx);
         }
         Ok(())
     }

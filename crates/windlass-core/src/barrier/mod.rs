@@ -761,7 +761,8 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 // BARRIER-4  joining_receiver_catches_up_before_it_is_live_without_delaying_others,
 //      failing_one_model_of_two_fences_the_receiver_at_once_and_it_returns_by_catching_up
 // BARRIER-5  resumed_trainer_supersedes_its_dead_self, load_of_a_dead_lineage_that_finishes_late_does_not_count
-// BARRIER-6  resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
+// BARRIER-6  a_lost_answer_to_a_load_does_not_lead_back_to_the_version_before,
+//      resumed_actor_waits_until_it_reaches_what_its_verifier_has_loaded,
 //      newer_announcements_skip_versions_that_no_receiver_has_staged
 // BARRIER-7  silent_receiver_is_evicted_without_disturbing_others_and_may_come_back,
 //      load_that_runs_past_its_deadline_fences_the_receiver,
@@ -777,6 +778,8 @@ fn set_blocked(sets: &[Set], groups: &[Group], set: usize) -> Blocked {
 //      restarted_controller_rebuilds_from_joins_and_the_next_notify,
 //      version_that_no_agent_shows_is_named_and_gives_way_to_lower_ones,
 //      false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever,
+//      a_receiver_keeps_its_orders_when_another_asks_again_for_a_false_announcement,
+//      every_absent_version_is_asked_for_again_in_turn,
 //      version_that_is_shown_late_is_loaded_after_all
 // BARRIER-10 messages_of_an_earlier_session_are_refused, answer_to_an_earlier_attempt_does_not_count_for_the_next,
 //      malformed_messages_are_refused_by_name

@@ -593,15 +593,15 @@ fn version_that_is_shown_late_is_loaded_after_all() {
     assert_eq!(told_absent(&t.absent(1, id("verifier", 1, 42))), [42]);
 }
 
+/// An announcement of the only model by an agent at `endpoint`.
+fn solo_at(version: Version, endpoint: &str) -> Event {
+    Event::Notify { identity: id("solo", 1, version), sender_endpoint: endpoint.to_owned(), sync: None }
+}
+
 #[test]
 fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever() {
     let mut t = Rig::new(vec![strict("set", &["solo"])]);
     let solo = |version| id("solo", 1, version);
-    let at = |version, endpoint: &str| Event::Notify {
-        identity: solo(version),
-        sender_endpoint: endpoint.to_owned(),
-        sync: None,
-    };
     let asked = |actions: &[Action]| -> Vec<(Version, String)> {
         let stage = |a: &Action| match a {
             Action::Stage { identity, sender_endpoint, .. } => {
@@ -612,13 +612,13 @@ fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever
         actions.iter().filter_map(stage).collect()
     };
     t.join(0, &["solo"], &[]);
-    t.step(at(3, "agent:1"));
+    t.step(solo_at(3, "agent:1"));
     t.stage(0, solo(3));
     t.load(0);
-    assert_eq!(asked(&t.step(at(42, "nobody:1"))), [(42, "nobody:1".to_owned())]);
+    assert_eq!(asked(&t.step(solo_at(42, "nobody:1"))), [(42, "nobody:1".to_owned())]);
     // The trainer goes on meanwhile, and repeats what it said.
-    t.step(at(3, "agent:1"));
-    let actions = t.step(at(4, "agent:1"));
+    t.step(solo_at(3, "agent:1"));
+    let actions = t.step(solo_at(4, "agent:1"));
     assert!(asked(&actions).iter().all(|(version, _)| *version != 42), "{actions:?}");
     assert_eq!(told_absent(&t.absent(0, solo(42))), [42]);
     assert_eq!(
@@ -634,7 +634,7 @@ fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever
     // It is asked for again where it was announced, and the next version where the agent is.
     let again = t.stages[&(receiver(0), solo(42))];
     t.step(Event::Absent { peer: t.peer(0), order: again, identity: solo(42) });
-    t.step(at(5, "agent:1"));
+    t.step(solo_at(5, "agent:1"));
     t.after(60);
     t.stage(0, solo(5));
     t.load(0);
@@ -646,17 +646,12 @@ fn false_announcement_of_another_endpoint_does_not_lead_receivers_there_for_ever
 fn a_receiver_keeps_its_orders_when_another_asks_again_for_a_false_announcement() {
     let mut t = Rig::new(vec![strict("set", &["solo"])]);
     let solo = |version| id("solo", 1, version);
-    let at = |version, endpoint: &str| Event::Notify {
-        identity: solo(version),
-        sender_endpoint: endpoint.to_owned(),
-        sync: None,
-    };
     let staging =
         |t: &Rig, r: usize| t.barrier.snapshot().sets[0].groups[0].members[r].slots[0].staging.clone();
     t.join(0, &["solo"], &[]);
     t.join(1, &["solo"], &[]);
-    t.step(at(3, "agent:1"));
-    t.step(at(42, "nobody:1"));
+    t.step(solo_at(3, "agent:1"));
+    t.step(solo_at(42, "nobody:1"));
     t.absent(0, solo(42));
     // Orders that named the false address are given anew.
     assert_eq!(staging(&t, 1), [3]);
@@ -697,6 +692,44 @@ fn every_absent_version_is_asked_for_again_in_turn() {
     t.stage(0, solo(4));
     t.load(0);
     assert_eq!(t.served(), Some(4));
+}
+
+#[test]
+fn a_lost_answer_to_a_load_does_not_lead_back_to_the_version_before() {
+    let mut t = Rig::new(vec![strict("set", &["solo"])]);
+    let solo = |version| id("solo", 1, version);
+    let both = [0, 1];
+    for r in both {
+        t.join(r, &["solo"], &[]);
+    }
+    t.notify(solo(1));
+    for r in both {
+        t.stage(r, solo(1));
+    }
+    for r in both {
+        t.load(r);
+    }
+    t.notify(solo(2));
+    for r in both {
+        t.stage(r, solo(2));
+    }
+    // The engines may have loaded version 2 by now, but the answers do not come in time.
+    let actions = t.after(350);
+    assert!(actions.iter().any(|a| matches!(a, Action::Fence { .. })), "{actions:?}");
+    // A false announcement takes the round's place, and is given up.
+    t.notify(solo(42));
+    t.after(60);
+    t.absent(0, solo(42));
+    let actions = t.stage(1, solo(1));
+    assert!(!actions.iter().any(|a| matches!(a, Action::Load { .. })), "{actions:?}");
+    t.after(150);
+    for r in both {
+        t.stage(r, solo(2));
+    }
+    for r in both {
+        t.load(r);
+    }
+    assert_eq!(t.served(), Some(2));
 }
 
 fn called_off(actions: &[Action], r: usize) -> Vec<Identity> {

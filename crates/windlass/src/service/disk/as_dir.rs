@@ -1,7 +1,7 @@
 //! `windlass receive --as-dir`: versions as checkpoint directories, for programs that load from a path.
 //!
-//! Owns: [`AsDir`], the place of the directories, and the directories that it puts up. Called by [`crate::service::receive`] when an image holds a version.
-//! Must not: touch a directory that it did not make.
+//! Owns: [`AsDir`], the place of the directories, and the directories that it puts up. Called by
+//! [`crate::service::receive`] when an image holds a version. Must not: touch a directory that it did not make.
 //!
 //! A directory has a copy of the image, links to the files of `--model-dir` that are not weights, and a record of what it is.
 //! It is made under a hidden name and renamed when it is whole. Nothing is ever written to it again, except for the
