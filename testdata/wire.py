@@ -17,7 +17,7 @@ M = (1 << 64) - 1
 SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f")
 KINDS = {
     "hello": 1, "challenge": 2, "proof": 3, "accept": 4, "refuse": 5,
-    "claim": 16, "data": 17, "stripe_end": 18, "ack": 19, "done": 20, "error": 21,
+    "claim": 16, "data": 17, "stripe_end": 18, "ack": 19, "done": 20, "error": 21, "holds": 22,
     "ping": 32, "pong": 33,
 }  # fmt: skip
 ERRORS = [
@@ -94,6 +94,8 @@ def body(kind: str, m) -> bytes:
         case "error":
             codes = ERRORS.index(m["kind"]) + 1, STAGES.index(m["stage"]) + 1, m["stripe"] is not None
             return struct.pack("<BBBx", *codes) + m["message"].encode()
+        case "holds":
+            return b"".join(struct.pack("<II", r["start"], r["end"] - r["start"]) for r in m)
         case "ping" | "pong":
             return struct.pack("<Q", m)
     raise ValueError(f"no body is known for {kind}")

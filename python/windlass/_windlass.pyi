@@ -748,11 +748,12 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, relay: bool = True, relay_ports: tuple[SupportsIndex, SupportsIndex] = ..., timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
         """
         Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
         below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
-        where the agent has a certificate. With `timeout` the agent must answer within it; without, one that is away is
+        where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
+        first free port of `relay_ports`; zeros mean any. With `timeout` the agent must answer within it; without, one that is away is
         waited for by whatever needs it first.
         """
     def close(self, /) -> None:

@@ -184,7 +184,8 @@ class SenderAgentConfig(Config):
     if that is no range.
 
     ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; of the versions that are
-    handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); ``threads`` is
+    handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); receivers pass
+    deltas on to each other once there are ``relay_from`` of them that can, and full images always (0 disables relay); ``threads`` is
     the number of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``.
     """
 
@@ -197,6 +198,7 @@ class SenderAgentConfig(Config):
     history: int = 16
     history_bytes: int = 4 << 30
     check_every: int = 16
+    relay_from: int = 3
     threads: int | None = None
     log: str | None = None
 
@@ -214,6 +216,7 @@ class SenderAgentConfig(Config):
         self._count("history", 1, 4096)
         self._count("history_bytes", 0, 1 << 62)
         self._count("check_every", 0, 1 << 32)
+        self._count("relay_from", 0, 1 << 32)
         self._count("threads", 1, 4096, optional=True)
 
 

@@ -12,7 +12,8 @@ use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
 use windlass_data::receiver::{
-    Control as _, ControlError, Fetched, Receiver as Inner, ReceiverConfig, Start, StatusHandle,
+    Control as _, ControlError, Fetched, Receiver as Inner, ReceiverConfig, RelayConfig, Relaying, Start,
+    StatusHandle,
 };
 use windlass_data::region::Memfd;
 use windlass_data::stop::Stop;
@@ -85,12 +86,13 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
     /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
-    /// where the agent has a certificate. With `timeout` the agent must answer within it; without, one that is away is
+    /// where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
+    /// first free port of `relay_ports`; zeros mean any. With `timeout` the agent must answer within it; without, one that is away is
     /// waited for by whatever needs it first.
     #[new]
     #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
-        keep_bytes = 4_294_967_296, timeout = None))]
+        keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -107,6 +109,8 @@ impl Receiver {
         group: bool,
         keep_deltas: usize,
         keep_bytes: u64,
+        relay: bool,
+        relay_ports: (u16, u16),
         timeout: Option<f64>,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
@@ -128,6 +132,12 @@ impl Receiver {
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
         let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
         let (mode, name) = (self::mode(mode)?, name.to_owned());
+        if relay_ports.0 > relay_ports.1 {
+            let (first, last) = relay_ports;
+            let text = format!("relay_ports are a first and a last port, not {first} and {last}");
+            return Err(Failure::invalid(text).into());
+        }
+        let relaying = RelayConfig { ports: relay_ports, ..RelayConfig::default() };
         let publisher = Arc::clone(&control);
         let open: Open = Box::new(move |model_id, stop| {
             let config = ReceiverConfig {
@@ -147,6 +157,7 @@ impl Receiver {
                 allow: None,
                 keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
                 share: None,
+                relaying: relay.then(|| Arc::new(Relaying::new(relaying.clone()))),
             };
             Ok(Inner::open(config, Arc::<HttpControl>::clone(&publisher), None, stop)?)
         });

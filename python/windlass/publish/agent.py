@@ -39,6 +39,7 @@ def start_agent(
         history=agent.history,
         history_bytes=agent.history_bytes,
         check_every=agent.check_every,
+        relay_from=agent.relay_from,
         threads=agent.threads,
         streams=config.engine.streams,
         timeout=config.engine.timeout,

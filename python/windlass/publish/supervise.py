@@ -59,6 +59,7 @@ class AgentSupervisor:
         history: int | None = None,
         history_bytes: int | None = None,
         check_every: int | None = None,
+        relay_from: int | None = None,
         threads: int | None = None,
         streams: int | None = None,
         timeout: float | None = None,
@@ -80,6 +81,7 @@ class AgentSupervisor:
             "--history": None if history is None else str(history),
             "--history-bytes": None if history_bytes is None else str(history_bytes),
             "--check-every": None if check_every is None else str(check_every),
+            "--relay-from": None if relay_from is None else str(relay_from),
             "--threads": None if threads is None else str(threads),
             "--streams": None if streams is None else str(streams),
             # In whole seconds, and never none.

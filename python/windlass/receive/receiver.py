@@ -65,6 +65,10 @@ class Synced:
     mode: str = "none"
     #: Bytes of all transfers.
     wire_bytes: int = 0
+    #: Those of them that other receivers passed on.
+    relayed_bytes: int = 0
+    #: Relays that could not be reached, failed or lied.
+    relays_lost: int = 0
     transfers: int = 0
     #: Pulls that the publisher lapped.
     laps: int = 0
@@ -114,7 +118,8 @@ class Receiver:
     ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
     instead. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
-    :meth:`sync` and :meth:`wait` only: nothing runs in the background. With ``keep_deltas``, the last deltas that led to the image
+    :meth:`sync` and :meth:`wait` only. What this receiver has, it passes on in the background to other receivers of the same version
+    (``relay=False`` disables that), on a port of ``relay_ports`` (first and last; zeros take any). With ``keep_deltas``, the last deltas that led to the image
     stay beside it, so that engines can load only what changed. A publisher that is not there yet is waited for by the first
     call that needs it; with ``timeout`` it must answer within that time, or this is an error.
     """
@@ -135,6 +140,8 @@ class Receiver:
         transfer_timeout: float = 600.0,
         group_readable: bool = False,
         keep_deltas: int = 0,
+        relay: bool = True,
+        relay_ports: tuple[int, int] = (0, 0),
         timeout: float | None = None,
     ) -> None:
         if token_file is not None:
@@ -155,6 +162,8 @@ class Receiver:
                 transfer_timeout=transfer_timeout,
                 group=group_readable,
                 keep_deltas=keep_deltas,
+                relay=relay,
+                relay_ports=relay_ports,
                 timeout=timeout,
             )
         except WindlassDenied as e:

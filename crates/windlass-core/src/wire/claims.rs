@@ -5,13 +5,15 @@
 //! under a lock and follow its answers. Time is an argument, counted from any origin.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::time::Duration;
 
 use super::WireError;
 use super::frame::StreamId;
 use super::message::{Fault, Verdict};
+use super::pool::{Place, Pool};
 use super::stripe::{Extent, SourceSet, Stripe, StripePlan};
-use super::ticket::SourceId;
+use super::ticket::{MAX_SOURCES, SourceId};
 use crate::error::Kind;
 
 /// The bounds of one transfer.
@@ -19,11 +21,19 @@ use crate::error::Kind;
 pub struct ClaimPolicy {
     /// When the transfer must be over.
     pub deadline: Duration,
-    /// How long a stream may take for a stripe before it is called overdue.
+    /// How long a stream may take for a MiB of a stripe before it is called overdue.
     pub stripe_timeout: Duration,
     /// How many bad attempts a stripe may have before the transfer fails.
     pub max_bad: u16,
+    /// After this time without a stripe, origins are asked for more of what others were given. A relay that takes longer for
+    /// one of the last stripes is left.
+    pub stall: Duration,
 }
+
+/// About how many stripes all receivers together ask an origin for at a time.
+const OPEN_IN_ALL: usize = 12;
+/// So many times [`ClaimPolicy::stall`] relays get to come to hold what no origin has any more.
+const HOPE: u32 = 20;
 
 /// Why a transfer failed as a whole.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -131,30 +141,60 @@ struct Lane {
 /// - CLAIMS-3 A stripe with wrong hashes is fetched again, a bounded number of times.
 /// - CLAIMS-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
 /// - CLAIMS-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
+/// - CLAIMS-6 Of an origin, a receiver takes what nobody was given yet. Beyond that, while it is connected to a relay, it takes
+///   little more than its share, and twice as much each time that nothing comes from anywhere.
+/// - CLAIMS-7 Among several receivers, each asks an origin for few stripes at a time.
+/// - CLAIMS-8 A relay that sends one bad stripe is to be left. That costs the stripe no attempt, and the transfer nothing.
 #[derive(Clone, Debug)]
 pub struct Claims {
     plan: StripePlan,
     policy: ClaimPolicy,
     work: Vec<Work>,
-    /// (number of holders, group) → unclaimed stripes of that group.
-    pending: BTreeMap<(u32, u32), BTreeSet<u32>>,
+    /// Unclaimed stripes.
+    pool: Pool,
+    place: Place,
+    /// Those of the plan, then relays.
+    sources: Vec<SourceId>,
     lanes: BTreeMap<u16, Lane>,
     gone: SourceSet,
+    /// Bytes claimed of origins and not given back.
+    from_origins: u64,
+    /// How often nothing came for [`ClaimPolicy::stall`].
+    stalls: u32,
+    /// When a stripe last arrived, or the last stall was found.
+    moved: Duration,
+    /// When a stripe last arrived.
+    arrived: Duration,
     progress: Progress,
     failure: Option<Failure>,
 }
 
 impl Claims {
+    /// The record of a receiver that knows of no other.
     pub fn new(plan: StripePlan, policy: ClaimPolicy) -> Claims {
+        Claims::among(plan, policy, Place::ALONE)
+    }
+
+    /// The record of one receiver among others.
+    pub fn among(plan: StripePlan, policy: ClaimPolicy, place: Place) -> Claims {
         let progress =
             Progress { stripes: plan.stripes().len() as u32, bytes: plan.bytes(), ..Progress::default() };
-        let work = vec![Work::default(); plan.stripes().len()];
-        let mut pending: BTreeMap<(u32, u32), BTreeSet<u32>> = BTreeMap::new();
-        for stripe in plan.stripes() {
-            pending.entry(pool_key(&plan, stripe)).or_default().insert(stripe.id);
+        Claims {
+            work: vec![Work::default(); plan.stripes().len()],
+            pool: Pool::new(&plan, place),
+            place,
+            sources: plan.sources().to_vec(),
+            plan,
+            policy,
+            lanes: BTreeMap::new(),
+            gone: SourceSet::default(),
+            from_origins: 0,
+            stalls: 0,
+            moved: Duration::ZERO,
+            arrived: Duration::ZERO,
+            progress,
+            failure: None,
         }
-        let (lanes, gone) = (BTreeMap::new(), SourceSet::default());
-        Claims { plan, policy, work, pending, lanes, gone, progress, failure: None }
     }
 
     pub fn plan(&self) -> &StripePlan {
@@ -174,13 +214,83 @@ impl Claims {
         }
     }
 
+    /// So many receivers are known by now.
+    pub fn crowd(&mut self, receivers: u32) {
+        self.place.receivers = receivers.max(1);
+    }
+
+    /// Another receiver passes on what it has. It holds nothing until it [says so](Claims::holds).
+    pub fn add_relay(&mut self, relay: SourceId) -> Result<(), WireError> {
+        if self.sources.contains(&relay) || self.sources.len() >= MAX_SOURCES {
+            return Err(WireError::UnknownSource { source_id: relay.0 });
+        }
+        self.sources.push(relay);
+        Ok(())
+    }
+
+    /// What the source of a stream says of stripes: a relay that it holds them, an origin that it has given them to
+    /// others.
+    pub fn holds(&mut self, stream: StreamId, stripes: Range<u32>) -> Result<(), WireError> {
+        let source = self.live(stream)?.source;
+        if self.is_relay(source) {
+            self.pool.holds(source, stripes);
+        } else {
+            self.pool.given(stripes);
+        }
+        Ok(())
+    }
+
+    fn is_relay(&self, source: usize) -> bool {
+        source >= self.plan.sources().len()
+    }
+
+    fn position(&self, source: SourceId) -> Option<usize> {
+        self.sources.iter().position(|s| *s == source)
+    }
+
+    /// Whether an origin may be asked for what others were given.
+    fn may_ask_again(&mut self, now: Duration) -> bool {
+        if !self.lanes.values().any(|lane| lane.live && self.is_relay(lane.source)) {
+            return true;
+        }
+        if now.saturating_sub(self.moved) >= self.policy.stall {
+            self.stalls += 1;
+            self.moved = now;
+        }
+        // Its share, and more of it where there are few: the more receivers there are, the less an origin adds to what they can
+        // send each other.
+        let receivers = u64::from(self.place.receivers);
+        let share = self.progress.bytes / receivers;
+        let share = share.saturating_add(share.saturating_mul(2) / receivers);
+        self.from_origins < share.saturating_mul(1u64.checked_shl(self.stalls).unwrap_or(u64::MAX))
+    }
+
+    /// Whether an origin is sending as much as this receiver should ask for at a time. An origin sends to all at once, and what
+    /// it sends arrives, and can be passed on, the later the more it is.
+    fn has_enough_of(&self, origin: usize) -> bool {
+        let receivers = self.place.receivers as usize;
+        let open = || self.lanes.values().filter(|l| l.live && l.source == origin).map(|l| l.held.len());
+        receivers > 1 && open().sum::<usize>() >= (OPEN_IN_ALL / receivers).max(1)
+    }
+
+    /// How long a source may take for a stripe of this size. When only stripes under way are left, a relay that is much slower than
+    /// the others holds everything up, and its stripes are found elsewhere.
+    fn patience(&self, source: usize, bytes: u32, now: Duration) -> Duration {
+        let most = self.policy.stripe_timeout.saturating_mul(bytes.div_ceil(1 << 20).max(1));
+        let Progress { stripes, stripes_done, stripes_open, live, .. } = self.progress;
+        if !self.is_relay(source) || stripes_done + stripes_open < stripes {
+            return most;
+        }
+        let usual = now.saturating_mul(live) / stripes_done.max(1);
+        usual.saturating_mul(4).max(self.policy.stall).min(most)
+    }
+
     /// A stream has proved itself and may claim. Under a higher epoch it replaces its predecessor, which must
     /// be gone from the destination memory as if by [`Claims::lost`].
     pub fn join(&mut self, stream: StreamId, source: SourceId, now: Duration) -> Result<(), WireError> {
         self.running(now)?;
         let position = self
-            .plan
-            .source_position(source)
+            .position(source)
             .filter(|p| !self.gone.contains(*p))
             .ok_or(WireError::UnknownSource { source_id: source.0 })?;
         if let Some(lane) = self.lanes.get(&stream.index) {
@@ -204,9 +314,18 @@ impl Claims {
             return Ok(Grant::Finished);
         }
         let source = self.live(stream)?.source;
-        let holds = |(_, group): &(u32, u32)| self.plan.group_holders(*group).contains(source);
-        let Some(key) = self.pending.keys().find(|key| holds(key)).copied() else { return Ok(Grant::Wait) };
-        let Some(id) = self.take_pending(key) else { return Ok(Grant::Wait) };
+        let id = if self.is_relay(source) {
+            self.pool.next_of_relay(source)
+        } else if self.has_enough_of(source) {
+            None
+        } else {
+            let again = self.may_ask_again(now);
+            self.pool.next_of_origin(|group| self.plan.group_holders(group).contains(source), again)
+        };
+        let Some(id) = id else { return Ok(Grant::Wait) };
+        if !self.is_relay(source) {
+            self.from_origins += self.plan.get(id).map_or(0, |s| u64::from(s.bytes));
+        }
         let (stripe, work) = (self.plan.stripes()[id as usize], &mut self.work[id as usize]);
         let attempt = work.attempts;
         work.attempts = attempt.saturating_add(1);
@@ -223,32 +342,44 @@ impl Claims {
     pub fn complete(&mut self, stream: StreamId, stripe: u32, now: Duration) -> Result<(), WireError> {
         self.running(now)?;
         self.release(stream, stripe, now)?;
+        (self.moved, self.arrived) = (now, now);
         self.progress.stripes_done += 1;
         self.progress.bytes_done += self.plan.get(stripe).map_or(0, |s| u64::from(s.bytes));
         Ok(())
     }
 
-    /// The stripe's hashes are wrong. It goes back to the pool, or fails the transfer.
+    /// The stripe's hashes are wrong. It goes back to the pool, or fails the transfer. Answers whether its source is a
+    /// relay, which is to be [left](Claims::abandon).
     pub fn bad(
         &mut self,
         stream: StreamId,
         stripe: u32,
         verdict: Verdict,
         now: Duration,
-    ) -> Result<(), WireError> {
+    ) -> Result<bool, WireError> {
         self.running(now)?;
+        let source = self.live(stream)?.source;
         self.release(stream, stripe, now)?;
         self.progress.bad += 1;
+        let relay = self.is_relay(source);
         // Held by the stream until now, so it is in the plan.
         let (plan, work) = (self.plan.stripes()[stripe as usize], &mut self.work[stripe as usize]);
-        work.bad = work.bad.saturating_add(1);
+        work.bad = work.bad.saturating_add(u16::from(!relay));
         if work.bad > self.policy.max_bad {
             let failure = Failure::Bad { stripe, extent: plan.extent, times: work.bad, verdict };
             self.failure = Some(failure.clone());
             return Err(failure.into());
         }
-        self.pending.entry(pool_key(&self.plan, &plan)).or_default().insert(stripe);
-        Ok(())
+        self.give_back(source, stripe);
+        Ok(relay)
+    }
+
+    fn give_back(&mut self, source: usize, stripe: u32) {
+        if !self.is_relay(source) {
+            let bytes = self.plan.get(stripe).map_or(0, |s| u64::from(s.bytes));
+            self.from_origins = self.from_origins.saturating_sub(bytes);
+        }
+        self.pool.put(stripe);
     }
 
     /// A stream is lost; its unacknowledged stripes go back to the pool. Returns how many there were.
@@ -256,22 +387,22 @@ impl Claims {
     pub fn lost(&mut self, stream: StreamId) -> usize {
         let Ok(lane) = self.live(stream) else { return 0 };
         lane.live = false;
-        let held = std::mem::take(&mut lane.held);
+        let (held, source) = (std::mem::take(&mut lane.held), lane.source);
         self.progress.lost += 1;
         self.progress.live -= 1;
         self.progress.stripes_open -= held.len() as u32;
         for id in &held {
-            let key = pool_key(&self.plan, &self.plan.stripes()[*id as usize]);
-            self.pending.entry(key).or_default().insert(*id);
+            self.give_back(source, *id);
         }
         held.len()
     }
 
-    /// A source will not come back: its streams are lost, and stripes that only it held fail the transfer.
+    /// A source will not come back: its streams are lost, and stripes that only it held fail the transfer, unless there
+    /// is a relay that may come to hold them.
     pub fn abandon(&mut self, source: SourceId) -> Result<(), WireError> {
-        let position =
-            self.plan.source_position(source).ok_or(WireError::UnknownSource { source_id: source.0 })?;
+        let position = self.position(source).ok_or(WireError::UnknownSource { source_id: source.0 })?;
         self.gone.insert(position);
+        self.pool.without(position);
         let its: Vec<StreamId> = self
             .lanes
             .iter()
@@ -281,18 +412,21 @@ impl Claims {
         for stream in its {
             self.lost(stream);
         }
-        let orphan = self.pending.iter().find_map(|((_, group), stripes)| {
-            let orphaned = self.plan.group_holders(*group).is_subset(&self.gone);
-            stripes.first().filter(|_| orphaned).and_then(|id| self.plan.get(*id))
-        });
-        match orphan {
-            Some(stripe) if self.failure.is_none() => {
-                let failure = Failure::NoSource { stripe: stripe.id, extent: stripe.extent };
-                self.failure = Some(failure.clone());
-                Err(failure.into())
-            }
-            Some(_) | None => Ok(()),
+        if (self.plan.sources().len()..self.sources.len()).any(|relay| !self.gone.contains(relay)) {
+            return Ok(());
         }
+        match self.orphaned() {
+            Some(failure) => Err(failure.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails the transfer if there is a stripe that nobody holds any more.
+    fn orphaned(&mut self) -> Option<Failure> {
+        let orphan = self.pool.orphan(|group| self.plan.group_holders(group).is_subset(&self.gone));
+        let stripe = orphan.and_then(|id| self.plan.get(id)).filter(|_| self.failure.is_none())?;
+        self.failure = Some(Failure::NoSource { stripe: stripe.id, extent: stripe.extent });
+        self.failure.clone()
     }
 
     /// Ends the transfer: a peer's fault that [ends the ticket](Fault::ends_ticket), or the caller's request.
@@ -303,14 +437,13 @@ impl Claims {
         }
     }
 
-    /// Streams that take too long for a stripe. Reset their connections, then report them lost.
-    pub fn overdue(&self, now: Duration) -> Vec<StreamId> {
-        let late = |since: Duration| now.saturating_sub(since) > self.policy.stripe_timeout;
-        self.lanes
-            .iter()
-            .filter(|(_, lane)| lane.live && !lane.held.is_empty() && late(lane.since))
-            .map(|(index, lane)| StreamId { index: *index, epoch: lane.epoch })
-            .collect()
+    /// Whether a stream takes too long for a stripe, and how long it may take. Reset its connection, then report it lost.
+    pub fn overdue(&self, stream: StreamId, now: Duration) -> Option<Duration> {
+        let lane = self.lanes.get(&stream.index).filter(|lane| lane.live && lane.epoch == stream.epoch)?;
+        let largest = lane.held.iter().filter_map(|id| self.plan.get(*id)).map(|s| s.bytes).max();
+        let limit = self.patience(lane.source, largest.unwrap_or(0), now);
+        let late = !lane.held.is_empty() && now.saturating_sub(lane.since) > limit;
+        late.then_some(limit)
     }
 
     fn finished(&self) -> bool {
@@ -322,6 +455,11 @@ impl Claims {
             let Progress { stripes: total, stripes_done, .. } = self.progress;
             self.failure = Some(Failure::Deadline { left: total - stripes_done, total });
         }
+        // Relays may come to hold what no origin has any more, but not for ever.
+        let hopeless = now.saturating_sub(self.arrived) >= self.policy.stall.saturating_mul(HOPE);
+        if self.failure.is_none() && hopeless && !self.gone.is_empty() && !self.finished() {
+            let _ = self.orphaned();
+        }
         self.failure.clone().map_or(Ok(()), Err)
     }
 
@@ -330,15 +468,6 @@ impl Claims {
             .get_mut(&stream.index)
             .filter(|lane| lane.live && lane.epoch == stream.epoch)
             .ok_or(WireError::NotLive { stream })
-    }
-
-    fn take_pending(&mut self, key: (u32, u32)) -> Option<u32> {
-        let stripes = self.pending.get_mut(&key)?;
-        let id = stripes.pop_first();
-        if stripes.is_empty() {
-            self.pending.remove(&key);
-        }
-        id
     }
 
     fn release(&mut self, stream: StreamId, stripe: u32, now: Duration) -> Result<(), WireError> {
@@ -350,9 +479,4 @@ impl Claims {
         self.progress.stripes_open -= 1;
         Ok(())
     }
-}
-
-/// The queue of a stripe: scarce ones first.
-fn pool_key(plan: &StripePlan, stripe: &Stripe) -> (u32, u32) {
-    (plan.holders(stripe).len(), StripePlan::group(stripe))
 }

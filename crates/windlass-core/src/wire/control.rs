@@ -14,15 +14,17 @@
 //! | `GET /get_sums?version=` | – | 16 bytes per block, the table of a sealed version |
 //! | `POST /register_receiver`, `/register_sglang_instance` | [`Registration`] | [`Registered`] |
 //! | `POST /request_transfer` | [`TransferRequest`] | [`TransferAnswer`] |
-//! | `GET /get_part?version=&base=` | – | [`PartInfo`] |
+//! | `GET /get_relays?ticket=&known=&timeout_ms=` | – | [`Relays`] |
+//! | `GET /get_part?version=&base=&stripe_bytes=` | – | [`PartInfo`] |
 //! | `POST /share_ticket` | [`SharedTicket`] | – |
 //! | `POST /transfer_done` | [`TransferDone`] | – |
 
 use serde::{Deserialize, Serialize};
 
 use super::Endpoint;
+use super::bytes::{TicketId, TicketKey};
 use super::message::Completion;
-use super::ticket::{SourceId, Ticket, TicketError, TicketFields};
+use super::ticket::{Relay, SourceId, Ticket, TicketError, TicketFields};
 use crate::error::{Kind, excerpt};
 use crate::hex::hex_bytes;
 use crate::identity::{
@@ -143,6 +145,32 @@ pub struct Registration {
     /// Where the engine behind it listens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sglang_http_port: Option<u16>,
+    /// Whether it can pass on to other receivers what it gets.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub relays: bool,
+}
+
+/// How a receiver passes on what a transfer brings it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RelayOffer {
+    /// Where others connect to.
+    pub endpoint: Endpoint,
+    /// Whether that is inside TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
+    /// What their streams are for, and the secret that they prove.
+    pub offer: TicketId,
+    pub key: TicketKey,
+}
+
+/// The receivers of what a ticket is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Relays {
+    /// How many there are.
+    pub receivers: u32,
+    /// Those to ask. Carries their keys.
+    pub relays: Vec<Relay>,
 }
 
 /// The answer to a registration.
@@ -163,6 +191,9 @@ pub struct Registered {
     pub trainer_rpc_port: u16,
     /// The advertised data port.
     pub data_port: u16,
+    /// Whether the agent lets receivers pass on to each other what they get.
+    #[serde(default)]
+    pub relays: bool,
 }
 
 /// The mode a receiver asks for.
@@ -212,6 +243,9 @@ pub struct TransferRequest {
     /// How long the transfer may take; the agent's default, and at most its limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
+    /// How it will pass on what it gets, if it can and all of an image or a delta is asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub relay: Option<RelayOffer>,
 }
 
 /// The answer to a request: a ticket, or a refusal.
@@ -293,6 +327,9 @@ pub struct PartInfo {
     /// The size of its delta from the requested base, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_bytes: Option<u64>,
+    /// XXH3-64 of each stripe of that delta, if stripes were asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub delta_sums: Vec<u64>,
 }
 
 /// A ticket of another agent, of which this agent should serve its part.
@@ -306,11 +343,26 @@ pub struct SharedTicket {
 }
 
 /// A transfer is complete at the receiver.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TransferDone {
     pub instance_id: String,
     pub completion: Completion,
+    /// Who brought how much of it, where other receivers took part.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub brought: Vec<Brought>,
+}
+
+/// What came from one source of a transfer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Brought {
+    /// The name of the receiver that passed it on; none for the publisher.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub by: Option<String>,
+    pub bytes: u64,
+    /// Bytes per second, from its first stripe to its last.
+    pub rate: f64,
 }
 
 #[cfg(test)]

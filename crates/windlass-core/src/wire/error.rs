@@ -48,6 +48,8 @@ pub enum WireError {
     TooWide { frame: FrameKind, field: &'static str, value: u64 },
     #[error("StripeEnd frame: {count} block sums announced, {bytes} bytes given (16 each)")]
     SumCount { count: u32, bytes: usize },
+    #[error("Holds frame: {count} stripes from {first} are no range")]
+    StripeRange { first: u32, count: u32 },
     #[error(transparent)]
     Identity(#[from] IdentityError),
 
@@ -166,6 +168,7 @@ impl WireError {
             | WireError::UnknownCode { .. }
             | WireError::TooWide { .. }
             | WireError::SumCount { .. }
+            | WireError::StripeRange { .. }
             | WireError::Unexpected { .. }
             | WireError::Window { .. }
             | WireError::WindowFull { .. }

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{MAX_BLOCKS_PER_STRIPE, MAX_MESSAGE, MAX_STREAMS, MAX_STRIPE_BYTES, WireError};
+use super::{MAX_BLOCKS_PER_STRIPE, MAX_HOLDS, MAX_MESSAGE, MAX_STREAMS, MAX_STRIPE_BYTES, WireError};
 use crate::identity::ModelId;
 
 /// The first four bytes of every frame.
@@ -79,6 +79,8 @@ pub enum FrameKind {
     Done = 20,
     /// Either: end of the stream, with the reason.
     Error = 21,
+    /// Sender: a relay's stripes that it has by now, an origin's that it has given to others.
+    Holds = 22,
     /// Either: request for a sign of life.
     Ping = 32,
     /// Either: the answer to `Ping`.
@@ -87,7 +89,7 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, in the order of their codes.
-    pub const ALL: [FrameKind; 13] = [
+    pub const ALL: [FrameKind; 14] = [
         FrameKind::Hello,
         FrameKind::Challenge,
         FrameKind::Proof,
@@ -99,6 +101,7 @@ impl FrameKind {
         FrameKind::Ack,
         FrameKind::Done,
         FrameKind::Error,
+        FrameKind::Holds,
         FrameKind::Ping,
         FrameKind::Pong,
     ];
@@ -125,6 +128,7 @@ impl FrameKind {
             FrameKind::Ack | FrameKind::Ping | FrameKind::Pong => 8..=8,
             FrameKind::Done => 49..=48 + ModelId::MAX_LEN as u32,
             FrameKind::Error => 4..=4 + MAX_MESSAGE as u32,
+            FrameKind::Holds => 8..=8 * MAX_HOLDS,
         }
     }
 
@@ -140,6 +144,7 @@ impl FrameKind {
             | FrameKind::Accept
             | FrameKind::Refuse
             | FrameKind::Done
+            | FrameKind::Holds
             | FrameKind::Ping
             | FrameKind::Pong => false,
         }
@@ -160,6 +165,7 @@ impl fmt::Display for FrameKind {
             FrameKind::Ack => "Ack",
             FrameKind::Done => "Done",
             FrameKind::Error => "Error",
+            FrameKind::Holds => "Holds",
             FrameKind::Ping => "Ping",
             FrameKind::Pong => "Pong",
         })

@@ -1,5 +1,7 @@
 //! The bodies of all frames but `Data`. Layouts: [the specification](super).
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::bytes::{Mac, Nonce, TicketId};
@@ -36,6 +38,8 @@ pub enum Message {
     },
     Done(Completion),
     Error(Fault),
+    /// Stripes that a relay has by now, or that an origin has given to others: at most [`MAX_HOLDS`](super::MAX_HOLDS) ranges, none of them empty.
+    Holds(Vec<Range<u32>>),
     /// Asks for a sign of life. The answer repeats the number.
     Ping(u64),
     /// The answer to a ping.
@@ -205,6 +209,7 @@ impl Message {
             Message::Ack { .. } => FrameKind::Ack,
             Message::Done(_) => FrameKind::Done,
             Message::Error(_) => FrameKind::Error,
+            Message::Holds(_) => FrameKind::Holds,
             Message::Ping(_) => FrameKind::Ping,
             Message::Pong(_) => FrameKind::Pong,
         }
@@ -222,6 +227,7 @@ impl Message {
             | Message::Accept { .. }
             | Message::Refuse(_)
             | Message::Done(_)
+            | Message::Holds(_)
             | Message::Ping(_)
             | Message::Pong(_) => 0,
         }
@@ -308,6 +314,12 @@ impl Message {
                 out.extend([kind_code(fault.kind), fault.stage as u8, u8::from(fault.stripe.is_some()), 0]);
                 out.extend(capped(&fault.message));
             }
+            Message::Holds(ranges) => {
+                for range in ranges {
+                    out.extend(range.start.to_le_bytes());
+                    out.extend(range.end.saturating_sub(range.start).to_le_bytes());
+                }
+            }
             Message::Ping(number) | Message::Pong(number) => out.extend(number.to_le_bytes()),
         }
     }
@@ -350,6 +362,7 @@ impl<'a> Body<'a> {
             FrameKind::Ack => Message::Ack { stripe, verdict: self.verdict()? },
             FrameKind::Done => Message::Done(self.completion()?),
             FrameKind::Error => Message::Error(self.fault(stripe)?),
+            FrameKind::Holds => Message::Holds(self.holds()?),
             FrameKind::Ping => Message::Ping(u64::from_le_bytes(self.take()?)),
             FrameKind::Pong => Message::Pong(u64::from_le_bytes(self.take()?)),
         })
@@ -464,6 +477,16 @@ impl<'a> Body<'a> {
         let version = u64::from_le_bytes(self.take()?);
         let model_id = ModelId::new(self.text()?)?;
         Ok(Completion { ticket, identity: Identity { model_id, incarnation, version }, digest })
+    }
+
+    fn holds(&mut self) -> Result<Vec<Range<u32>>, WireError> {
+        let mut ranges = Vec::with_capacity(self.rest.len() / 8);
+        while !self.rest.is_empty() {
+            let (first, count) = (u32::from_le_bytes(self.take()?), u32::from_le_bytes(self.take()?));
+            let end = first.checked_add(count).filter(|_| count > 0);
+            ranges.push(first..end.ok_or(WireError::StripeRange { first, count })?);
+        }
+        Ok(ranges)
     }
 
     fn fault(&mut self, stripe: u32) -> Result<Fault, WireError> {

@@ -149,6 +149,7 @@
 //! | `Ack` | 19 | receiver | verdict 1 (0 good, 1 bad block, 2 bad stripe), reserved 3, block 4 (0 unless bad block) | 8 |
 //! | `Done` | 20 | both | ticket id 16, digest 16, incarnation 8, version 8, model id | 49 to 176 |
 //! | `Error` | 21 | both | error kind 1, stage 1, is about a stripe 1 (0 or 1), reserved 1, text | 4 to 1028 |
+//! | `Holds` | 22 | sender | per range: first stripe 4, count 4 | 8 to 8 × 1024 |
 //! | `Ping`, `Pong` | 32, 33 | both | number 8 | 8 |
 //!
 //! Error kinds: 1 invalid, 2 not found, 3 stale, 4 corrupt, 5 timeout, 6 peer lost, 7 exhausted, 8 unsupported,
@@ -203,6 +204,7 @@ mod error;
 mod frame;
 mod handshake;
 mod message;
+mod pool;
 mod stream;
 mod stripe;
 mod ticket;
@@ -223,11 +225,12 @@ pub use handshake::{Challenged, Dial, Greeted, HelloSent, ProofSent, Proved, Rec
 pub use message::{
     Check, Claim, Completion, Fault, Frame, Hello, Message, Refusal, Stage, Verdict, decode_frame,
 };
+pub use pool::{Place, neighbours};
 pub use stream::{Next, PullEvent, PullStream, ServeEvent, ServeStream};
 pub use stripe::{Extent, SourceSet, Stripe, StripePlan};
 pub use ticket::{
-    Base, Checks, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload,
-    Source, SourceId, Ticket, TicketError, TicketFields,
+    Base, Checks, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload, Relay,
+    Source, SourceId, Swarm, Ticket, TicketError, TicketFields,
 };
 pub use versions::BlockVersions;
 
@@ -236,7 +239,7 @@ pub const MAX_STREAMS: u16 = 256;
 /// How many streams a ticket has unless configured otherwise.
 pub const DEFAULT_STREAMS: u16 = 6;
 /// The smallest stripe size a ticket may ask for.
-pub const MIN_STRIPE_BYTES: u32 = 64 << 10;
+pub const MIN_STRIPE_BYTES: u32 = 16 << 10;
 /// The largest stripe, and the largest `Data` frame.
 pub const MAX_STRIPE_BYTES: u32 = 64 << 20;
 /// The stripe size unless configured otherwise.
@@ -245,6 +248,8 @@ pub const DEFAULT_STRIPE_BYTES: u32 = 8 << 20;
 pub const MAX_BLOCKS_PER_STRIPE: u32 = 16 << 10;
 /// The most stripes of a ticket.
 pub const MAX_STRIPES: u32 = 1 << 20;
+/// The most ranges of one `Holds`.
+pub const MAX_HOLDS: u32 = 1024;
 /// The most claims that may be open on a stream.
 pub const MAX_WINDOW: u16 = 64;
 /// How many claims may be open on a stream unless configured otherwise.

@@ -9,6 +9,7 @@
 //! them may be open, so that the next stripe is under way while the last one is being checked.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId};
 use super::handshake::{Proved, Receiver, Sender};
@@ -44,6 +45,8 @@ pub enum PullEvent {
     Done,
     /// The sender gave up. Nothing follows.
     Fault(Fault),
+    /// What the source says of stripes; see [`Claims::holds`](super::Claims::holds).
+    Holds(Vec<Range<u32>>),
     /// Answer with [`Message::Pong`] of the same number.
     Ping(u64),
     /// The answer to a ping.
@@ -271,7 +274,7 @@ impl PullStream {
             FrameKind::Done if !self.done_sent => {
                 return Err(unexpected(header, "stripes, as this side is not done"));
             }
-            FrameKind::Done | FrameKind::Error | FrameKind::Ping | FrameKind::Pong => {}
+            FrameKind::Done | FrameKind::Error | FrameKind::Holds | FrameKind::Ping | FrameKind::Pong => {}
             FrameKind::Hello
             | FrameKind::Challenge
             | FrameKind::Proof
@@ -311,6 +314,7 @@ impl PullStream {
             }
             Message::Done(_) => Ok(PullEvent::Done),
             Message::Error(fault) => Ok(PullEvent::Fault(fault)),
+            Message::Holds(stripes) => Ok(PullEvent::Holds(stripes)),
             Message::Ping(number) => Ok(PullEvent::Ping(number)),
             Message::Pong(_) => Ok(PullEvent::Pong),
             Message::Hello(_)
@@ -368,7 +372,8 @@ pub struct ServeStream<'p> {
     inbox: Inbox,
     window: u16,
     plan: &'p StripePlan,
-    source: usize,
+    /// None at a relay: its caller knows what it holds.
+    source: Option<usize>,
     claimed: VecDeque<Moving>,
     unacknowledged: VecDeque<Stripe>,
 }
@@ -382,14 +387,20 @@ impl<'p> ServeStream<'p> {
     ) -> Result<ServeStream<'p>, WireError> {
         let id = proved.source();
         let source = plan.source_position(id).ok_or(WireError::UnknownSource { source_id: id.0 })?;
-        Ok(ServeStream {
+        Ok(ServeStream { source: Some(source), ..ServeStream::relay(proved, completion, plan) })
+    }
+
+    /// Starts on a proved connection to a relay, which is no source of the plan. Its caller refuses claims of stripes that it
+    /// does not hold.
+    pub fn relay(proved: Proved<Sender>, completion: Completion, plan: &'p StripePlan) -> ServeStream<'p> {
+        ServeStream {
             inbox: Inbox::new(proved.stream(), completion),
             window: proved.window(),
             plan,
-            source,
+            source: None,
             claimed: VecDeque::new(),
             unacknowledged: VecDeque::new(),
-        })
+        }
     }
 
     /// Takes a header. Never answers [`Next::Payload`]: receivers send none.
@@ -421,7 +432,8 @@ impl<'p> ServeStream<'p> {
             | FrameKind::Accept
             | FrameKind::Refuse
             | FrameKind::Data
-            | FrameKind::StripeEnd => return Err(unexpected(header, "frames of a receiver")),
+            | FrameKind::StripeEnd
+            | FrameKind::Holds => return Err(unexpected(header, "frames of a receiver")),
         }
         Ok(self.inbox.expect_body(header))
     }
@@ -444,6 +456,7 @@ impl<'p> ServeStream<'p> {
             | Message::Proof(_)
             | Message::Accept { .. }
             | Message::Refuse(_)
+            | Message::Holds(_)
             | Message::StripeEnd { .. } => Err(unexpected(&header, "frames of a receiver")),
         }
     }
@@ -456,7 +469,7 @@ impl<'p> ServeStream<'p> {
             let ours = ours.map(|s| s.extent);
             return Err(WireError::PlanDiffers { stream, stripe: id, ours, theirs: Some(extent) });
         };
-        if !self.plan.holders(&stripe).contains(self.source) {
+        if self.source.is_some_and(|source| !self.plan.holders(&stripe).contains(source)) {
             return Err(WireError::NotHeld { stream, stripe: id });
         }
         self.claimed.push_back(Moving { stripe, at: 0 });

@@ -161,6 +161,11 @@ impl StripePlan {
         self.checks
     }
 
+    /// The ticket's sources, in its order.
+    pub fn sources(&self) -> &[SourceId] {
+        &self.sources
+    }
+
     /// The position of a source in the ticket.
     pub fn source_position(&self, id: SourceId) -> Option<usize> {
         self.sources.iter().position(|s| *s == id)
@@ -355,7 +360,7 @@ mod tests {
     fn a_delta_is_cut_by_bytes_per_payload() {
         let ticket = super::super::testing::delta_ticket(&[150_000, 10]);
         let plan = StripePlan::new(&ticket, |_| None).unwrap();
-        let step = MIN_STRIPE_BYTES;
+        let step = 4 * MIN_STRIPE_BYTES;
         let bytes = |payload, offset: u32, len| Extent::Bytes { payload, offset: offset.into(), len };
         let extents: Vec<_> = plan.stripes().iter().map(|s| s.extent).collect();
         let expected = [

@@ -30,10 +30,11 @@ pub(super) fn fields(wanted: BlockRanges, sources: Vec<Source>) -> TicketFields 
         wanted,
         sources,
         streams: 2,
-        stripe_bytes: MIN_STRIPE_BYTES,
+        stripe_bytes: 4 * MIN_STRIPE_BYTES,
         checks: Checks::BlockSums,
         deadline: Deadline::starting(1_800_000_000_000, 30_000),
         key: TicketKey::new(std::array::from_fn(|i| i as u8)),
+        swarm: None,
     }
 }
 
@@ -42,7 +43,10 @@ pub(super) fn full_ticket(wanted: BlockRanges, sources: Vec<Source>) -> Ticket {
 }
 
 pub(super) fn delta_fields(payload_bytes: &[u64]) -> TicketFields {
-    let payloads = payload_bytes.iter().map(|b| Payload { bytes: *b, sources: vec![SourceId(0)] }).collect();
+    let payloads = payload_bytes
+        .iter()
+        .map(|b| Payload { bytes: *b, sources: vec![SourceId(0)], sums: Vec::new() })
+        .collect();
     let base = Base { identity: identity(40), digest: StateDigest([4; 16]) };
     TicketFields {
         mode: Mode::Delta { base, payloads },

@@ -83,6 +83,8 @@ pub enum TicketError {
     /// A delta payload whose sources are missing, unknown or repeated.
     #[error("delta payload {payload} needs sources that are in the ticket, each listed once")]
     PayloadSources { payload: usize },
+    #[error("delta payload {payload} has {sums} sums for {stripes} stripes")]
+    PayloadSums { payload: usize, sums: usize, stripes: u64 },
     #[error("a ticket has 1 to {max} streams, this one {count}")]
     Streams { count: u16, max: u16 },
     #[error("stripes of {bytes} bytes are outside the allowed {min} to {max}")]
@@ -119,6 +121,7 @@ impl TicketError {
             | TicketError::PayloadCount { .. }
             | TicketError::PayloadEmpty { .. }
             | TicketError::PayloadSources { .. }
+            | TicketError::PayloadSums { .. }
             | TicketError::Streams { .. }
             | TicketError::StripeBytes { .. }
             | TicketError::Deadline { .. }
@@ -161,12 +164,43 @@ pub struct Source {
     pub tls: bool,
 }
 
+/// A receiver of the same version that passes on what it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Relay {
+    /// Its name within the ticket; no source has it.
+    pub id: SourceId,
+    /// What people call it.
+    pub name: String,
+    pub endpoint: Endpoint,
+    /// Its streams are inside TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
+    /// What its streams are for, in place of the ticket's id.
+    pub offer: TicketId,
+    /// The secret that they prove, in place of the ticket's.
+    pub key: TicketKey,
+}
+
+/// The receivers of one version that pass it on to each other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Swarm {
+    /// How many had asked before this one.
+    pub rank: u32,
+    /// How many there are, or will be.
+    pub receivers: u32,
+    /// Those to ask.
+    pub relays: Vec<Relay>,
+}
+
 /// One part of a delta: a delta container of a known length that any of its sources can serve.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payload {
     pub bytes: u64,
     /// The sources that can serve it.
     pub sources: Vec<SourceId>,
+    /// XXH3-64 of each of its stripes, where relays serve it too: what they send is compared with these.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sums: Vec<u64>,
 }
 
 /// The base of a delta.
@@ -262,6 +296,9 @@ pub struct TicketFields {
     pub deadline: Deadline,
     /// The secret that streams prove.
     pub key: TicketKey,
+    /// Those that receive the same at the same time. Absent where every receiver gets everything from the sources.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub swarm: Option<Swarm>,
 }
 
 /// Permission for one transfer; checked.
@@ -303,6 +340,12 @@ impl Ticket {
     /// The JSON form. Carries the key: it may travel on the authenticated control connection only.
     pub fn to_json(&self) -> Result<String, TicketError> {
         serde_json::to_string(&self.0).map_err(|e| TicketError::Json(e.to_string()))
+    }
+
+    /// The same, from its sources alone.
+    #[must_use]
+    pub fn alone(self) -> Ticket {
+        Ticket(TicketFields { swarm: None, ..self.0 })
     }
 
     /// The completion that both sides send.
@@ -357,8 +400,12 @@ impl TicketFields {
             return Err(TicketError::SourceCount { count: self.sources.len(), max: MAX_SOURCES });
         }
         let mut seen = BTreeSet::new();
-        if let Some(twice) = self.sources.iter().find(|s| !seen.insert(s.id)) {
-            return Err(TicketError::SourceTwice { id: twice.id });
+        let relays = self.swarm.iter().flat_map(|s| &s.relays).map(|r| r.id);
+        if let Some(id) = self.sources.iter().map(|s| s.id).chain(relays).find(|id| !seen.insert(*id)) {
+            return Err(TicketError::SourceTwice { id });
+        }
+        if seen.len() > MAX_SOURCES {
+            return Err(TicketError::SourceCount { count: seen.len(), max: MAX_SOURCES });
         }
         let held: usize = self.sources.iter().map(|s| s.blocks.ranges().len()).sum();
         let (count, max) = (held + self.wanted.ranges().len(), BlockRanges::MAX_RANGES);
@@ -409,9 +456,13 @@ impl TicketFields {
             return Err(TicketError::PayloadCount { count: payloads.len(), max: MAX_PAYLOADS });
         }
         let known: BTreeSet<_> = self.sources.iter().map(|s| s.id).collect();
-        for (payload, Payload { bytes, sources }) in payloads.iter().enumerate() {
+        for (payload, Payload { bytes, sources, sums }) in payloads.iter().enumerate() {
             if *bytes == 0 {
                 return Err(TicketError::PayloadEmpty { payload });
+            }
+            let stripes = bytes.div_ceil(u64::from(self.stripe_bytes.max(1)));
+            if !sums.is_empty() && sums.len() as u64 != stripes {
+                return Err(TicketError::PayloadSums { payload, sums: sums.len(), stripes });
             }
             let mut seen = BTreeSet::new();
             if sources.is_empty() || !sources.iter().all(|id| known.contains(id) && seen.insert(*id)) {

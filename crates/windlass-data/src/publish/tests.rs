@@ -214,6 +214,7 @@ fn receiver(home: &std::path::Path, server: &Arc<Server>) -> Receiver {
         allow: None,
         keep: None,
         share: None,
+        relaying: None,
     };
     Receiver::open(config, Arc::clone(server) as _, None, &stop()).unwrap()
 }

@@ -1,12 +1,16 @@
 //! How a receiver talks to a publisher.
 
+use std::net::IpAddr;
+
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Age, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Registered, Registration, Relays, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
+
+use windlass_core::wire::TicketId;
 
 use crate::stop::Stop;
 use crate::tls::Privacy;
@@ -46,6 +50,10 @@ pub trait Control: Send + Sync {
     fn privacy(&self) -> Privacy {
         Privacy::default()
     }
+    /// The address of this host on the way there. None if there is no way, as within one process.
+    fn local_address(&self) -> Option<IpAddr> {
+        None
+    }
     /// What is served now. With `newer_than`, waits until something newer is, or some time has passed.
     fn version(
         &self,
@@ -60,10 +68,14 @@ pub trait Control: Send + Sync {
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError>;
     /// The table of a sealed version.
     fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
-    /// Makes this receiver known; answers its instance id.
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError>;
+    /// Makes this receiver known.
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError>;
     /// Asks for a transfer.
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError>;
+    /// Who else receives what a ticket is for, once there are more than `known`, or some time has passed.
+    fn relays(&self, _ticket: TicketId, known: u32, _stop: &Stop) -> Result<Relays, ControlError> {
+        Ok(Relays { receivers: known, relays: Vec::new() })
+    }
     /// Says that a transfer is complete.
     fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError>;
 }

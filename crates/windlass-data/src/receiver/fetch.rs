@@ -12,16 +12,17 @@ use std::time::Instant;
 use windlass_core::address::{Host, HostPort};
 use windlass_core::delta::Delta;
 use windlass_core::identity::{Identity, Version};
-use windlass_core::wire::control::{TransferDone, VersionInfo};
+use windlass_core::wire::control::{Brought, TransferDone, VersionInfo};
 use windlass_core::wire::{Mode, Ticket};
 
+use super::relay::{Relaying, Scout};
 use super::shelf::{Buffer, Shelf, check_part};
 use super::status::{Event, Listener, Stage, StatusHandle};
 use super::{Control, ReceiverError, Synced, millis};
 use crate::image::Known;
 use crate::shm::Mapping;
 use crate::stop::Stop;
-use crate::tcp::{self, Landing, PayloadLanding, PullConfig, TcpError, Watch};
+use crate::tcp::{self, Board, Landing, PayloadLanding, PullConfig, Relays, TcpError, Watch};
 
 /// How the way to a version begins.
 #[derive(Debug)]
@@ -78,9 +79,7 @@ impl Fetch {
 pub struct Fetched {
     ticket: Ticket,
     base: Identity,
-    /// Where it landed, each at least as long as its payload.
-    buffers: Vec<Buffer>,
-    shelf: Arc<Shelf>,
+    landed: Arc<Lent>,
     /// What the publisher said when it was asked for.
     info: VersionInfo,
     peer: String,
@@ -119,14 +118,19 @@ impl Fetched {
             Mode::Delta { payloads, .. } => &payloads[..],
             Mode::Full => &[],
         };
-        self.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.memory.bytes(0..p.bytes))
+        self.landed.buffers.iter().zip(payloads).map(|(buffer, p)| buffer.memory.bytes(0..p.bytes))
     }
 
     /// The files that its parts are in, each with the length of its part, for other processes of this host
     /// ([`Handed`](super::Handed)). None if it is in memory of this process alone.
     pub fn files(&self) -> Option<Vec<(PathBuf, u64)>> {
         let lengths = self.containers().map(|c| c.len() as u64);
-        self.buffers.iter().zip(lengths).map(|(b, bytes)| Some((b.publish()?.to_owned(), bytes))).collect()
+        self.landed
+            .buffers
+            .iter()
+            .zip(lengths)
+            .map(|(b, bytes)| Some((b.publish()?.to_owned(), bytes)))
+            .collect()
     }
 
     /// One of [`Fetched::containers`], checked by so many threads.
@@ -143,7 +147,7 @@ impl Fetched {
     /// The memory that it is in, which later deltas of the receiver come to as well: registering it with a device is worth
     /// the time.
     pub fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
-        self.buffers.iter().map(|b| &b.memory)
+        self.landed.buffers.iter().map(|b| &b.memory)
     }
 
     /// What it took to fetch it.
@@ -160,7 +164,13 @@ impl Fetched {
     }
 }
 
-impl Drop for Fetched {
+/// Where a delta landed, each at least as long as its payload. Given back when it is neither to be applied nor passed on.
+struct Lent {
+    buffers: Vec<Buffer>,
+    shelf: Arc<Shelf>,
+}
+
+impl Drop for Lent {
     fn drop(&mut self) {
         self.buffers.drain(..).for_each(|buffer| self.shelf.put(buffer));
     }
@@ -178,6 +188,7 @@ pub(super) struct Puller {
     /// What the publisher calls this receiver.
     pub(super) instance: String,
     pub(super) shelf: Arc<Shelf>,
+    pub(super) relaying: Option<Arc<Relaying>>,
 }
 
 impl Puller {
@@ -200,24 +211,33 @@ impl Puller {
         watch
     }
 
-    /// Pulls what the ticket is for, and notes what it took.
+    /// Pulls what the ticket is for, and notes what it took. Answers who brought it, where others took part.
     pub(super) fn pull(
         &self,
         ticket: &Ticket,
         landing: &dyn Landing,
         bytes: u64,
+        board: Option<&Board>,
         synced: &mut Synced,
         stop: &Stop,
-    ) -> Result<(), TcpError> {
+    ) -> Result<Vec<Brought>, TcpError> {
         let watch = self.begin_transfer(ticket, bytes, synced);
         let start = Instant::now();
         let allow = |e: &HostPort| self.allow.as_ref().is_none_or(|hosts| hosts.contains(e.host()));
         let privacy = &self.control.privacy();
-        let config = PullConfig { allow: &allow, privacy, ..self.pull };
+        let scout = Scout { control: &*self.control, ticket: ticket.id };
+        let relays = board.map(|_| &scout as &dyn Relays);
+        let config = PullConfig { allow: &allow, privacy, board, relays, ..self.pull };
         let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
         synced.wire_ms += millis(start);
-        synced.wire_bytes += watch.see().bytes;
-        pulled.map(drop)
+        let (seen, brought) = (watch.see(), watch.brought());
+        synced.wire_bytes += seen.bytes;
+        synced.relays_lost += seen.relays_lost;
+        synced.relayed_bytes += brought.iter().filter(|b| b.by.is_some()).map(|b| b.bytes).sum::<u64>();
+        if board.is_some() {
+            synced.brought.clone_from(&brought);
+        }
+        pulled.map(|_| if board.is_some() { brought } else { Vec::new() })
     }
 
     /// Fetches a delta into memory of its own.
@@ -242,18 +262,35 @@ impl Puller {
         let memory = |bytes| self.shelf.take(bytes).map_err(|source| ReceiverError::Memory { bytes, source });
         let buffers: Vec<_> = payloads.iter().map(|p| memory(p.bytes)).collect::<Result<_, _>>()?;
         let base = base.identity.clone();
-        let shelf = Arc::clone(&self.shelf);
-        let fetched = Fetched { ticket, base, buffers, shelf, info, peer: peer(), synced: Synced::default() };
+        let landed = Arc::new(Lent { buffers, shelf: Arc::clone(&self.shelf) });
+        let board = self.pass_on(&ticket, &landed);
+        let ticket = if board.is_some() { ticket } else { ticket.alone() };
+        let fetched = Fetched { ticket, base, landed, info, peer: peer(), synced: Synced::default() };
         let Fetched { ticket, .. } = &fetched;
         let buffers: Vec<_> = fetched.memory().cloned().collect();
-        self.pull(ticket, &PayloadLanding { buffers: &buffers }, bytes, synced, stop)?;
-        self.report_done(ticket, stop);
+        let landing = PayloadLanding { buffers: &buffers };
+        let brought = self.pull(ticket, &landing, bytes, board.as_deref(), synced, stop)?;
+        self.report_done(ticket, brought, stop);
         Ok(fetched)
     }
 
+    /// Puts up a delta for others while it comes. Without that, it comes from the ticket's sources alone.
+    fn pass_on(&self, ticket: &Ticket, landed: &Arc<Lent>) -> Option<Arc<Board>> {
+        let relaying = self.relaying.as_ref().filter(|_| ticket.swarm.is_some())?;
+        let files = landed.buffers.iter().map(|b| b.descriptor().map(Some)).collect::<Option<Vec<_>>>()?;
+        match relaying.put_up_delta(ticket, files, Arc::clone(landed) as Arc<_>) {
+            Ok(board) => board,
+            Err(error) => {
+                tracing::warn!(%error, "this delta is not passed on to other receivers");
+                None
+            }
+        }
+    }
+
     /// Completion is also said on the control connection. The transfer is over either way.
-    pub(super) fn report_done(&self, ticket: &Ticket, stop: &Stop) {
-        let done = TransferDone { instance_id: self.instance.clone(), completion: ticket.completion() };
+    pub(super) fn report_done(&self, ticket: &Ticket, brought: Vec<Brought>, stop: &Stop) {
+        let (instance_id, completion) = (self.instance.clone(), ticket.completion());
+        let done = TransferDone { instance_id, completion, brought };
         if let Err(error) = self.control.done(&done, stop) {
             tracing::debug!(peer = self.control.peer(), %error, "the completion could not be reported");
         }

@@ -46,6 +46,7 @@ mod error;
 mod fetch;
 mod kept;
 mod refresh;
+mod relay;
 mod shelf;
 mod status;
 
@@ -61,7 +62,7 @@ use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Have, Refused, Registration, RequestMode, TransferAnswer, TransferRequest, VersionInfo,
+    Brought, Have, Refused, Registration, RequestMode, TransferAnswer, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{Mode, Ticket};
 
@@ -71,6 +72,7 @@ use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
 use self::kept::Kept;
 use self::refresh::Progress;
+pub use self::relay::{RelayConfig, Relaying};
 use self::shelf::Shelf;
 pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
@@ -106,6 +108,8 @@ pub struct ReceiverConfig {
     /// Where deltas land that other processes of this host may read before the image has them; without it, they land in
     /// memory of this process alone.
     pub share: Option<Share>,
+    /// Passes on to other receivers what this one gets; without it, nothing is.
+    pub relaying: Option<Arc<Relaying>>,
 }
 
 /// How long the parts of a sync took, and what it carried.
@@ -117,6 +121,13 @@ pub struct Synced {
     pub mode: &'static str,
     /// Bytes of all transfers.
     pub wire_bytes: u64,
+    /// Those of them that other receivers passed on.
+    pub relayed_bytes: u64,
+    /// Who brought how much, where other receivers took part.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub brought: Vec<Brought>,
+    /// Relays that could not be reached, failed or lied.
+    pub relays_lost: u32,
     pub transfers: u32,
     /// Pulls that the publisher lapped.
     pub laps: u32,
@@ -134,6 +145,9 @@ impl Synced {
     /// What another part of the way took.
     fn add(&mut self, part: &Synced) {
         self.wire_bytes += part.wire_bytes;
+        self.relayed_bytes += part.relayed_bytes;
+        self.brought.extend(part.brought.iter().cloned());
+        self.relays_lost += part.relays_lost;
         self.transfers += part.transfers;
         self.laps += part.laps;
         self.refetched += part.refetched;
@@ -159,6 +173,8 @@ pub struct Receiver {
     /// The image's, also while a refresh has the image.
     layout: Option<Arc<Manifest>>,
     instance: Option<String>,
+    /// Whether the publisher lets receivers pass on what they get.
+    relays: bool,
     incarnation: Option<Incarnation>,
     /// Since when that is followed, and the greatest number of all lives that were.
     since: Instant,
@@ -191,13 +207,14 @@ impl Receiver {
         stop: &Stop,
     ) -> Result<Receiver, ReceiverError> {
         let kept = Kept::new(config.keep);
-        let shelf = Arc::new(Shelf::new(config.share.clone()));
+        let shelf = Arc::new(Shelf::new(config.share.clone(), config.relaying.is_some()));
         let mut receiver = Receiver {
             config,
             control,
             image: None,
             layout: None,
             instance: None,
+            relays: false,
             incarnation: None,
             since: Instant::now(),
             greatest: Incarnation(0),
@@ -449,6 +466,7 @@ impl Receiver {
                 });
             }
             let stop = &stop.with_timeout(self.config.open_timeout);
+            self.withdraw("the layout is another one");
             if let Some(image) = &mut self.image {
                 image.set_aside(stop)?;
             }
@@ -567,6 +585,14 @@ impl Receiver {
             image_bytes: self.layout.as_ref().map_or(0, |m| m.data_bytes()),
             instance: self.instance.clone().unwrap_or_default(),
             shelf: Arc::clone(&self.shelf),
+            relaying: self.config.relaying.clone(),
+        }
+    }
+
+    /// The image is about to change, or to be another one.
+    fn withdraw(&self, why: &str) {
+        if let Some(relaying) = &self.config.relaying {
+            relaying.withdraw_image(why);
         }
     }
 
@@ -588,9 +614,14 @@ impl Receiver {
             version: h.version,
             digest,
         });
+        // Whoever wants everything can pass everything on.
+        let all = self.layout.as_ref().map(|m| BlockRanges::from(0..m.cuts().blocks()));
+        let wanted = wanted.filter(|w| Some(w) != all.as_ref());
         let (mut unknown, mut stale) = (0, 0);
         let answer = loop {
             let instance_id = self.instance(stop)?;
+            let relaying = self.config.relaying.as_ref().filter(|_| wanted.is_none() && self.relays);
+            let offer = relaying.and_then(|r| r.offer(&*self.control));
             let request = TransferRequest {
                 instance_id,
                 mode,
@@ -600,8 +631,9 @@ impl Receiver {
                 wanted: wanted.clone(),
                 streams: self.config.streams,
                 timeout_ms: Some(self.config.transfer_timeout.as_millis() as u64),
+                relay: offer.clone(),
             };
-            match self.control.request(&request, stop) {
+            match self.control.request(&request, stop).map(|answer| (answer, offer)) {
                 // An agent that was restarted does not know anybody.
                 Err(ControlError::Refused { kind: Kind::NotFound, .. }) if unknown == 0 => {
                     unknown += 1;
@@ -617,6 +649,7 @@ impl Receiver {
                 other => break other?,
             }
         };
+        let (answer, offer) = answer;
         let ticket = match answer {
             TransferAnswer::Granted(granted) => granted
                 .ticket()
@@ -633,6 +666,9 @@ impl Receiver {
         self.check_ticket(&ticket)?;
         self.check_answer(&ticket, mode, have.as_ref(), to, wanted.as_ref())?;
         self.digests.insert(ticket.identity.version, ticket.digest);
+        if let (Some(relaying), Some(offer), Some(_)) = (&self.config.relaying, offer, &ticket.swarm) {
+            relaying.promise(ticket.id, offer);
+        }
         synced.ask_ms += millis(start);
         Ok(ticket)
     }
@@ -641,10 +677,15 @@ impl Receiver {
         if let Some(id) = &self.instance {
             return Ok(id.clone());
         }
-        let registration = Registration { name: Some(self.config.name.clone()), ..Registration::default() };
-        let id = self.control.register(&registration, stop)?;
-        self.instance = Some(id.clone());
-        Ok(id)
+        let registration = Registration {
+            name: Some(self.config.name.clone()),
+            relays: self.config.relaying.is_some(),
+            ..Registration::default()
+        };
+        let registered = self.control.register(&registration, stop)?;
+        self.relays = registered.relays;
+        self.instance = Some(registered.instance_id.clone());
+        Ok(registered.instance_id)
     }
 
     /// A ticket must be about this model, incarnation and layout.

@@ -5,11 +5,12 @@
 //! checked; [`Refresh::finish`] does both.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
 use windlass_core::delta::{Applier, Delta, Outcome, Tile};
-use windlass_core::digest::BlockSum;
+use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
@@ -19,12 +20,13 @@ use windlass_core::wire::{self, Fault, Mode, Ticket};
 
 use super::error::ReceiverError;
 use super::fetch::Fetched;
+use super::relay::Shared;
 use super::status::{Event, Stage};
 use super::{Receiver, Synced, millis};
 use crate::container;
 use crate::image::{Image, ImageError, Known, Refresh, locked};
 use crate::stop::Stop;
-use crate::tcp::ImageLanding;
+use crate::tcp::{Body, ImageLanding, TcpError};
 use crate::work;
 
 /// How often a sync goes back to an older version.
@@ -156,6 +158,7 @@ impl<'a> Run<'a> {
         stop: &'a Stop,
     ) -> Result<Run<'a>, ReceiverError> {
         receiver.status.set(|s| s.stage = Stage::Opening);
+        receiver.withdraw("a newer version takes its place");
         let start = Instant::now();
         let refresh = image.refresh(&stop.with_timeout(receiver.config.open_timeout))?;
         progress.synced.open_ms += millis(start);
@@ -277,6 +280,7 @@ impl<'a> Run<'a> {
     /// Applies a delta. Returns how many blocks it found to be wrong, and the milliseconds that it took.
     fn refresh_by(&self, fetched: &Fetched, parts: &[Delta<'_>]) -> Result<(u32, f64), ReceiverError> {
         self.receiver.status.set(|s| s.stage = Stage::Applying);
+        self.receiver.withdraw("a newer version takes its place");
         let start = Instant::now();
         let versions = (fetched.base().version, fetched.ticket().identity.version);
         let applied = self.refresh.apply(versions, parts, self.stop)?;
@@ -309,13 +313,21 @@ impl<'a> Run<'a> {
                 self.receiver.ask(RequestMode::Full, None, None, Some(unknown), synced, self.stop)?
             }
         };
+        let shared = self.pass_on(&ticket);
+        let ticket = if shared.is_some() { ticket } else { ticket.alone() };
+        let (board, proof) = shared.map(|s| (s.board, s.proof)).unzip();
         let bytes = self.refresh.manifest().bytes_of(&ticket.wanted);
         let (puller, synced) = (self.receiver.puller(), &mut self.progress.synced);
-        let pull = |landing: &ImageLanding<'_>| puller.pull(&ticket, landing, bytes, synced, self.stop);
-        let pulled = self.refresh.land(&ticket, pull);
+        let board = board.as_deref();
+        let pull =
+            |landing: &ImageLanding<'_>| puller.pull(&ticket, landing, bytes, board, synced, self.stop);
+        let pulled = self.refresh.land(&ticket, proof.as_deref(), pull);
+        if pulled.is_err() {
+            self.receiver.withdraw("its transfer failed");
+        }
         match pulled {
-            Ok(()) => {
-                puller.report_done(&ticket, self.stop);
+            Ok(brought) => {
+                puller.report_done(&ticket, brought, self.stop);
                 Ok(())
             }
             Err(e) if e.kind() == Kind::Stale => {
@@ -325,6 +337,27 @@ impl<'a> Run<'a> {
                 Ok(())
             }
             Err(e) => Err(e.into()),
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Puts up the image for others while it comes, and learns what its blocks must be. Without either, it comes from the
+    /// ticket's sources alone.
+    fn pass_on(&self, ticket: &Ticket) -> Option<Shared> {
+        let relaying = self.receiver.config.relaying.as_ref().filter(|_| ticket.swarm.is_some())?;
+        let sums = self.receiver.control.sums(&ticket.identity, self.stop);
+        let sums = sums.inspect_err(|error| tracing::warn!(%error, "this version is not passed on")).ok()?;
+        let manifest = self.refresh.manifest();
+        let proof = (sums.len() == manifest.cuts().blocks() as usize).then(|| SumTable::new(manifest, sums));
+        let proof = Arc::new(proof.filter(|table| table.digest(manifest) == ticket.digest)?);
+        let body = self.refresh.body(Arc::clone(&proof));
+        match body.and_then(|body| relaying.put_up_image(ticket, body)) {
+            Ok(board) => board.map(|board| Shared { board, proof }),
+            Err(error) => {
+                tracing::warn!(%error, "this version is not passed on to other receivers");
+                None
+            }
         }
     }
 }
@@ -387,7 +420,12 @@ impl Refresh<'_> {
 
     /// Runs `pull` with the place where the wanted blocks of a ticket land. Blocks of which it is told that
     /// they landed are of the version in the ticket afterwards, whether or not it succeeds; the others of none.
-    pub fn land<T>(&self, ticket: &Ticket, pull: impl FnOnce(&ImageLanding<'_>) -> T) -> T {
+    pub fn land<T>(
+        &self,
+        ticket: &Ticket,
+        proof: Option<&SumTable>,
+        pull: impl FnOnce(&ImageLanding<'_>) -> T,
+    ) -> T {
         let manifest = self.region.manifest();
         {
             let mut book = locked(self.book);
@@ -409,8 +447,22 @@ impl Refresh<'_> {
             mapping: self.attempt.mapping(),
             data_start: self.region.data_start(),
             kernels: crate::simd::kernels(),
+            proof,
             landed: &landed,
             finish: &|| self.check_digest(ticket),
+        })
+    }
+
+    /// The image as it is being written, with the sums that it will have.
+    fn body(&self, sums: Arc<SumTable>) -> Result<Body, TcpError> {
+        let path = self.region.slot_path(self.attempt.slot());
+        let setup = |source| TcpError::Setup { what: "the image for other receivers", source };
+        Ok(Body::Image {
+            manifest: Arc::clone(self.region.manifest()),
+            file: Arc::new(File::open(path).map_err(setup)?),
+            data_start: self.region.data_start(),
+            sums,
+            hold: Arc::new(()),
         })
     }
 

@@ -15,7 +15,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use windlass_core::delta::Delta;
 use windlass_core::error::Kind;
 use windlass_core::identity::Identity;
@@ -36,6 +36,8 @@ pub struct Share {
 pub(super) struct Buffer {
     pub(super) memory: Arc<Mapping>,
     file: Option<(PathBuf, File)>,
+    /// What the memory is of, if it has no name.
+    nameless: Option<Arc<File>>,
 }
 
 impl Buffer {
@@ -45,6 +47,12 @@ impl Buffer {
         // From exclusive to shared; readers that come in between are told of the file only afterwards.
         file.lock_shared().ok().map(|()| path.as_path())
     }
+
+    /// What to send it from, if it is of a file.
+    pub(super) fn descriptor(&self) -> Option<Arc<File>> {
+        let named = || self.file.as_ref()?.1.try_clone().ok().map(Arc::new);
+        self.nameless.clone().or_else(named)
+    }
 }
 
 /// Buffers that are not in use.
@@ -52,6 +60,8 @@ impl Buffer {
 pub(super) struct Shelf {
     free: Mutex<Vec<Buffer>>,
     share: Option<Share>,
+    /// Whether deltas are passed on from here to other receivers.
+    relays: bool,
     made: Mutex<u64>,
 }
 
@@ -62,12 +72,12 @@ impl Shelf {
     const LARGE: u64 = 1 << 30;
 
     /// With a directory, buffers are files that other processes can open.
-    pub(super) fn new(share: Option<Share>) -> Shelf {
+    pub(super) fn new(share: Option<Share>, relays: bool) -> Shelf {
         if let Some(share) = &share {
             // What a receiver left that was killed.
             let _ = fs::remove_dir_all(&share.dir);
         }
-        Shelf { free: Mutex::default(), share, made: Mutex::default() }
+        Shelf { free: Mutex::default(), share, relays, made: Mutex::default() }
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<Buffer>> {
@@ -94,7 +104,14 @@ impl Shelf {
                 }
             }
         }
-        Ok(Buffer { memory: Arc::new(Mapping::anonymous(len)?), file: None })
+        if self.relays {
+            // It is sent from a file, and nobody needs its name.
+            let file = File::from(memfd_create("windlass-delta", MemfdFlags::CLOEXEC)?);
+            fallocate(&file, FallocateFlags::empty(), 0, len)?;
+            let memory = Arc::new(Mapping::map(&file, len, Access::Write)?);
+            return Ok(Buffer { memory, file: None, nameless: Some(Arc::new(file)) });
+        }
+        Ok(Buffer { memory: Arc::new(Mapping::anonymous(len)?), file: None, nameless: None })
     }
 
     /// Gets ready for a delta of so many bytes, unless one came before or no other process reads them.
@@ -129,7 +146,7 @@ impl Shelf {
         fallocate(&file, FallocateFlags::empty(), 0, len)?;
         let memory = Arc::new(Mapping::map(&file, len, Access::Write)?);
         remove.keep();
-        Ok(Buffer { memory, file: Some((path, file)) })
+        Ok(Buffer { memory, file: Some((path, file)), nameless: None })
     }
 
     pub(super) fn put(&self, buffer: Buffer) {
@@ -315,7 +332,7 @@ mod tests {
     use crate::region::incoming::{Discard, INCOMING, abandoned, is_incoming};
 
     fn shelf(dir: &Path) -> Shelf {
-        Shelf::new(Some(Share { dir: dir.join("incoming") }))
+        Shelf::new(Some(Share { dir: dir.join("incoming") }), false)
     }
 
     fn open(path: &Path, bytes: u64, mapped: &mut MappedFiles) -> Result<Handed, HandedError> {
@@ -380,7 +397,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let dir = home.path().join("policy.engines").join(INCOMING);
         fs::create_dir(dir.parent().unwrap()).unwrap();
-        let shelf = Shelf::new(Some(Share { dir: dir.clone() }));
+        let shelf = Shelf::new(Some(Share { dir: dir.clone() }), false);
         let (lent, kept) = (shelf.take(1000).unwrap(), shelf.take(1000).unwrap());
         kept.publish().unwrap();
         shelf.put(kept);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 use windlass_core::identity::{Identity, Incarnation};
+use windlass_core::wire::control::Brought;
 
 use crate::image::Known;
 use crate::tcp::Watch;
@@ -53,6 +54,8 @@ pub struct TransferStatus {
     pub bytes: u64,
     /// Bytes of it that arrived and were acknowledged.
     pub bytes_done: u64,
+    /// Who brought how much of them, where other receivers take part.
+    pub brought: Vec<Brought>,
     /// Syncs that ended with a new version.
     pub synced: u64,
     pub error: Option<String>,
@@ -105,7 +108,9 @@ impl StatusHandle {
     /// Where the receiver stands now.
     pub fn get(&self) -> TransferStatus {
         let shown = self.shown();
-        TransferStatus { bytes_done: shown.watch.see().bytes_done, ..shown.status.clone() }
+        let (bytes_done, brought) = (shown.watch.see().bytes_done, shown.watch.brought());
+        let brought = if brought.iter().any(|b| b.by.is_some()) { brought } else { Vec::new() };
+        TransferStatus { bytes_done, brought, ..shown.status.clone() }
     }
 
     pub(super) fn shown(&self) -> MutexGuard<'_, Shown> {

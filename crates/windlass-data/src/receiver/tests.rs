@@ -92,6 +92,7 @@ impl Publisher {
             allow: None,
             keep: (keep > 0).then_some(Limits { count: keep, bytes: 1 << 30 }),
             share: None,
+            relaying: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &stop()).unwrap()

@@ -58,6 +58,7 @@ impl ImageReceiver {
             allow: config.allow,
             keep: None,
             share: None,
+            relaying: None,
         };
         let receiver = Receiver::open(config, Arc::clone(&control), None, stop)?;
         Ok(ImageReceiver { receiver, control: Box::new(ControlHandle(control)), load_timeout, waiting })

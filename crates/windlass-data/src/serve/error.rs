@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use windlass_core::error::Kind;
 use windlass_core::identity::Version;
-use windlass_core::wire::TicketError;
+use windlass_core::wire::{TicketError, TicketId};
 
 use crate::history::HistoryError;
 use crate::receiver::ControlError;
@@ -43,6 +43,9 @@ pub enum ServeError {
         "instance {instance:?} is not registered here: register again (the agent may have been restarted)"
     )]
     UnknownInstance { instance: String },
+    /// A ticket that is not of a swarm, or whose version is long gone.
+    #[error("nobody passes on what ticket {ticket} is for: it comes from the ticket's sources alone")]
+    UnknownTicket { ticket: TicketId },
     #[error("the system gives no random bytes")]
     Random(String),
     #[error("cannot start the {name} thread")]
@@ -71,6 +74,7 @@ impl ServeError {
             ServeError::NotWhole { .. } => Kind::Stale,
             ServeError::NothingYet { .. }
             | ServeError::NoVersion { .. }
+            | ServeError::UnknownTicket { .. }
             | ServeError::UnknownInstance { .. } => Kind::NotFound,
             ServeError::Random(_) | ServeError::Thread { .. } => Kind::Exhausted,
             ServeError::Slot { source, .. } => crate::file::io_kind(source),

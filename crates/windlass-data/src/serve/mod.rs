@@ -34,6 +34,7 @@
 mod delta_mode;
 mod error;
 mod sealing;
+mod swarm;
 mod tickets;
 
 use std::collections::BTreeMap;
@@ -51,18 +52,23 @@ use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Age, Capabilities, PartInfo, PartSum, Registered, Registration, RequestMode, SharedTicket,
+    Age, Capabilities, PartInfo, PartSum, Registered, Registration, Relays, RequestMode, SharedTicket,
     TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
-use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, Mode, Payload, Ticket};
+use windlass_core::wire::{
+    DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, MAX_STRIPE_BYTES, MIN_STRIPE_BYTES, Mode, Payload, Ticket,
+    TicketId,
+};
 
 pub use self::error::ServeError;
+use self::swarm::Swarms;
+pub use self::swarm::{Edge, Passed};
 use crate::history::{History, Limits};
 use crate::publish::Folder;
 use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
 use crate::stop::Stop;
-use crate::tcp::{Body, OfferHandle, Sender, SenderConfig};
+use crate::tcp::{Body, Crowd, OfferHandle, Sender, SenderConfig};
 use crate::tls::Certificate;
 
 /// How long the other holders may take to answer for a ticket.
@@ -71,6 +77,8 @@ const PEER_PATIENCE: Duration = Duration::from_secs(5);
 const GATHER_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a request waits for the version that replaces one whose slot was taken back.
 const REPLACED_PATIENCE: Duration = Duration::from_secs(1);
+/// A receiver that was last heard of before that does not count towards those that relay.
+const HEARD_LATELY: Duration = Duration::from_mins(10);
 /// How long the way back to an older version may take, and how long is waited for a slot to begin at.
 const BACK_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -99,6 +107,8 @@ pub struct ServerConfig {
     pub check_every: u64,
     /// The most receivers that are known at a time; the one longest unheard is forgotten.
     pub max_instances: usize,
+    /// From so many receivers on that can relay, they pass deltas on to each other, and images always; 0 for never.
+    pub relay_from: usize,
     /// Holders of the other parts, if this server leads.
     pub peers: Vec<Arc<dyn Peer>>,
 }
@@ -118,6 +128,7 @@ impl ServerConfig {
             dense_share: 0.8,
             check_every: 16,
             max_instances: 4096,
+            relay_from: 3,
             peers: Vec::new(),
         }
     }
@@ -125,8 +136,17 @@ impl ServerConfig {
 
 /// The holder of another part of the image.
 pub trait Peer: Send + Sync {
-    /// Its share of `version`, once sealed there. Waits for that until `stop`.
-    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError>;
+    /// Its share of `version`, once sealed there, and of the delta from `base`, with the sums of its stripes of so many
+    /// bytes. Waits for that until `stop`.
+    fn part(
+        &self,
+        version: Version,
+        base: Option<Version>,
+        stripe: Option<u32>,
+        stop: &Stop,
+    ) -> Result<PartInfo, ControlError>;
+    /// Its part of the table of a sealed version.
+    fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
     /// Makes a ticket known to it.
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError>;
 }
@@ -163,6 +183,7 @@ struct Instance {
     name: Option<String>,
     heard: Instant,
     version: Option<Version>,
+    relays: bool,
 }
 
 struct Active {
@@ -192,7 +213,21 @@ struct State {
     delta: Option<DeltaStats>,
     instances: BTreeMap<String, Instance>,
     offers: Vec<Active>,
+    swarms: Swarms,
+    /// How often a receiver joined one of them.
+    joined: u64,
+    /// The sums of the stripes of deltas that are passed on, by target, base and bytes of a stripe.
+    stripe_sums: BTreeMap<(Version, Version, u32), Vec<u64>>,
+    /// The table of a version with the parts of all holders.
+    whole_sums: Option<(Version, Arc<SumTable>)>,
     failure: Option<String>,
+}
+
+impl State {
+    /// Receivers that can relay and were heard of lately.
+    fn heard_lately(&self) -> usize {
+        self.instances.values().filter(|i| i.relays && i.heard.elapsed() < HEARD_LATELY).count()
+    }
 }
 
 /// What a server has done. Only grows.
@@ -223,6 +258,8 @@ pub struct Counters {
     pub revoked: AtomicU64,
     /// Bytes sent and acknowledged, of offers that are over.
     pub bytes_acked: AtomicU64,
+    /// Bytes that receivers got from other receivers.
+    pub bytes_relayed: AtomicU64,
 }
 
 fn count(counter: &AtomicU64) {
@@ -414,15 +451,38 @@ impl Server {
         Some(Age { incarnation: region.incarnation(), ms })
     }
 
-    /// The table of a sealed version that is still in a slot, or of one that will be. Blocks that are not held here have a sum of zero, which no
-    /// bytes have.
-    pub fn sums(&self, version: Option<Version>) -> Result<Arc<SumTable>, ServeError> {
+    /// The table of a sealed version, as [`Server::part_sums`] gives it, with the parts of all holders.
+    pub fn sums(&self, version: Option<Version>, stop: &Stop) -> Result<Arc<SumTable>, ServeError> {
+        let inner = &self.inner;
+        let (version, own) = self.part_sums(version)?;
+        if inner.config.peers.is_empty() {
+            return Ok(own);
+        }
+        if let Some((_, known)) = inner.state().whole_sums.as_ref().filter(|(v, _)| *v == version) {
+            return Ok(Arc::clone(known));
+        }
+        let stop = &stop.with_timeout(PEER_PATIENCE);
+        let mut sums = own.sums().to_vec();
+        for peer in &inner.config.peers {
+            let theirs = peer.part_sums(version, stop)?;
+            let missing = sums.iter_mut().zip(theirs).filter(|(sum, _)| **sum == BlockSum::default());
+            missing.for_each(|(sum, theirs)| *sum = theirs);
+        }
+        let whole = Arc::new(SumTable::new(inner.region.manifest(), sums));
+        inner.state().whole_sums = Some((version, Arc::clone(&whole)));
+        Ok(whole)
+    }
+
+    /// The table of a sealed version that is still in a slot, or of one that will be. Blocks that are not held here have a
+    /// sum of zero, which no bytes have.
+    pub fn part_sums(&self, version: Option<Version>) -> Result<(Version, Arc<SumTable>), ServeError> {
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
         let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
         let slot = state.slots.iter().flatten().find(|s| s.version == wanted).map(|s| &s.sums);
         let sums = slot.or_else(|| state.by_delta.get(&wanted)).map(Arc::clone);
-        sums.ok_or(ServeError::NoVersion { version: wanted, newest })
+        let sums = sums.ok_or(ServeError::NoVersion { version: wanted, newest })?;
+        Ok((wanted, sums))
     }
 
     /// Makes a receiver known.
@@ -438,7 +498,8 @@ impl Server {
             let (host, port) = (registration.sglang_http_host.as_ref()?, registration.sglang_http_port?);
             Some(format!("{host}:{port}"))
         });
-        state.instances.insert(id.clone(), Instance { name, heard: Instant::now(), version: None });
+        let (heard, relays) = (Instant::now(), registration.relays);
+        state.instances.insert(id.clone(), Instance { name, heard, version: None, relays });
         Ok(Registered {
             instance_id: id,
             model_id: inner.region.model_id().clone(),
@@ -449,6 +510,7 @@ impl Server {
             trainer_hostname: inner.config.advertise_host.to_string(),
             trainer_rpc_port: control_port,
             data_port: inner.data.port(),
+            relays: inner.config.relay_from > 0,
         })
     }
 
@@ -508,11 +570,63 @@ impl Server {
         instance.heard = Instant::now();
         instance.version = Some(done.completion.identity.version);
         count(&self.inner.counters.completed);
+        let relayed = state.swarms.done(done.completion.ticket, done.brought.clone());
+        self.inner.counters.bytes_relayed.fetch_add(relayed, Ordering::Relaxed);
         Ok(())
     }
 
+    /// Who passed on what of the newest versions.
+    pub fn passed(&self) -> Vec<Passed> {
+        self.inner.state().swarms.passed()
+    }
+
+    /// How often receivers have joined those that pass on what they get, once that is more than `seen`, or `stop`.
+    pub fn wait_joined(&self, seen: u64, stop: &Stop) -> u64 {
+        let mut state = self.inner.state();
+        while state.joined <= seen && !stop.is_set() && !self.inner.stop.is_set() {
+            let woken = self.inner.changed.wait_timeout(state, stop.nap());
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.joined
+    }
+
+    /// Whom the holder of a ticket may ask beyond its sources, if there are clearly more receivers than it knows of, or any
+    /// more where there is no hurry. None if there are not.
+    pub fn more_relays(
+        &self,
+        ticket: TicketId,
+        known: u32,
+        hurry: bool,
+    ) -> Result<Option<Relays>, ServeError> {
+        self.inner.state().swarms.relays(ticket, known, hurry)
+    }
+
+    /// Whom the holder of a ticket may ask beyond its sources, once there are more receivers than it knows of, or `stop`.
+    pub fn relays(&self, ticket: TicketId, known: u32, stop: &Stop) -> Result<Relays, ServeError> {
+        let mut seen = 0;
+        loop {
+            let over = stop.is_set() || self.inner.stop.is_set();
+            match self.more_relays(ticket, known, !over)? {
+                Some(relays) => return Ok(relays),
+                None if over => return Ok(Relays { receivers: known, relays: Vec::new() }),
+                None => seen = self.wait_joined(seen, stop),
+            }
+        }
+    }
+
     /// This server's share of a version, for the one that leads. Waits until it is sealed, or `stop`.
-    pub fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ServeError> {
+    pub fn part(
+        &self,
+        version: Version,
+        base: Option<Version>,
+        stripe: Option<u32>,
+        stop: &Stop,
+    ) -> Result<PartInfo, ServeError> {
+        let allowed = MIN_STRIPE_BYTES..=MAX_STRIPE_BYTES;
+        if let Some(bytes) = stripe.filter(|bytes| !allowed.contains(bytes)) {
+            let allowed = format!("{MIN_STRIPE_BYTES} to {MAX_STRIPE_BYTES}");
+            return Err(ServeError::Bounds { what: "stripe_bytes", value: bytes.into(), allowed });
+        }
         self.wait_slot(version, stop)?;
         let state = self.inner.state();
         let newest = self.inner.version_info(&state).version;
@@ -532,7 +646,11 @@ impl Server {
             sum: PartSum(sum.to_bytes()),
             data: self.data_endpoint(),
             tls: self.inner.config.tcp.tls.is_some(),
-            delta_bytes: segment.map(|s| s.bytes),
+            delta_bytes: segment.as_ref().map(|s| s.bytes),
+            delta_sums: match (&segment, stripe) {
+                (Some(segment), Some(stripe)) => self.inner.stripe_sums(segment, stripe)?,
+                (None, _) | (_, None) => Vec::new(),
+            },
         })
     }
 
@@ -573,12 +691,17 @@ impl Server {
                 let segment = self.inner.segment(base.identity.version, version, stop)?;
                 let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
                 (
-                    Body::Payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),
+                    Body::payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),
                     None,
                 )
             }
         };
-        self.inner.offer(ticket, shared.source, body, "a peer".into())
+        let cargo = swarm::cargo(&ticket);
+        let crowd = match ticket.swarm {
+            Some(_) => Crowd::Among(self.inner.state().swarms.board(cargo)),
+            None => Crowd::One,
+        };
+        self.inner.offer(ticket, shared.source, body, crowd, "a peer".into())
     }
 }
 
@@ -607,18 +730,21 @@ impl Control for Server {
         Ok(Manifest::clone(self.inner.region.manifest()))
     }
 
-    fn sums(&self, identity: &Identity, _: &Stop) -> Result<Vec<BlockSum>, ControlError> {
-        let sums = Server::sums(self, Some(identity.version));
+    fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        let sums = Server::sums(self, Some(identity.version), stop);
         Ok(sums.map_err(|e| self.refusal("get the sums", e))?.sums().to_vec())
     }
 
-    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
-        let registered = Server::register(self, registration, 0);
-        Ok(registered.map_err(|e| self.refusal("register", e))?.instance_id)
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<Registered, ControlError> {
+        Server::register(self, registration, 0).map_err(|e| self.refusal("register", e))
     }
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         Server::request(self, request, stop).map_err(|e| self.refusal("request a transfer", e))
+    }
+
+    fn relays(&self, ticket: TicketId, known: u32, stop: &Stop) -> Result<Relays, ControlError> {
+        Server::relays(self, ticket, known, stop).map_err(|e| self.refusal("find relays", e))
     }
 
     fn done(&self, done: &TransferDone, _: &Stop) -> Result<(), ControlError> {
@@ -627,8 +753,19 @@ impl Control for Server {
 }
 
 impl Peer for Server {
-    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
-        Server::part(self, version, base, stop).map_err(|e| self.refusal("get a part", e))
+    fn part(
+        &self,
+        version: Version,
+        base: Option<Version>,
+        stripe: Option<u32>,
+        stop: &Stop,
+    ) -> Result<PartInfo, ControlError> {
+        Server::part(self, version, base, stripe, stop).map_err(|e| self.refusal("get a part", e))
+    }
+
+    fn part_sums(&self, version: Version, _: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        let sums = Server::part_sums(self, Some(version));
+        Ok(sums.map_err(|e| self.refusal("get the sums", e))?.1.sums().to_vec())
     }
 
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {

@@ -190,7 +190,7 @@ impl Inner {
         let mut sum = own;
         let mut held = blocks_of(&self.region);
         for peer in &self.config.peers {
-            let part = peer.part(version, None, &stop)?;
+            let part = peer.part(version, None, None, &stop)?;
             let manifest = self.region.manifest();
             let same = part.identity == self.identity(version)
                 && (part.layout_hash, part.cuts_hash) == (manifest.layout_hash(), manifest.cuts_hash())

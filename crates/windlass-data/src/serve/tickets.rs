@@ -1,5 +1,6 @@
 //! From a request to an offer: which mode serves, the ticket, and what it is served from.
 
+use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -16,12 +17,16 @@ use windlass_core::wire::{
 
 use super::{
     Active, BACK_PATIENCE, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError,
-    blocks_of, count, random, sparsity,
+    blocks_of, count, random, sparsity, swarm,
 };
 use crate::history::{HistoryError, Segment, Whole};
 use crate::region::{Lease, LeaseKind, RegionError};
 use crate::stop::Stop;
-use crate::tcp::{Body, Offer};
+use crate::tcp::{Body, Crowd, Offer};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Deltas whose stripes' sums are kept.
+const KEPT_SUMS: usize = 4;
 
 impl Inner {
     pub(super) fn request(
@@ -244,6 +249,7 @@ impl Inner {
             checks: Checks::BlockSums,
             deadline: Deadline::starting(now, timeout),
             key: TicketKey::new(random()?),
+            swarm: None,
         })
     }
 
@@ -261,16 +267,18 @@ impl Inner {
             fields.wanted = wanted.clone();
         }
         for (i, peer) in self.config.peers.iter().enumerate() {
-            let part = peer.part(slot.version, None, stop)?;
+            let part = peer.part(slot.version, None, None, stop)?;
             let id = SourceId(i as u32 + 1);
             fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks, tls: part.tls });
         }
+        let crowd =
+            if self.passes_on(request, false) { self.crowd(request, &mut fields) } else { Crowd::One };
         let ticket = Ticket::new(fields.clone())?;
         self.share_with_peers(&fields, stop)?;
         // After the peers, who may take their time: until the offer is made, nobody would end this lease for a writer.
         // The slot may have been taken back since it was looked up: then this says so.
         let body = self.image_body(slot, Duration::from_millis(ticket.deadline.timeout_ms))?;
-        self.offer(ticket, SourceId(0), body, request.instance_id.clone())?;
+        self.offer(ticket, SourceId(0), body, crowd, request.instance_id.clone())?;
         count(&self.counters.tickets_full);
         Ok(TransferAnswer::Granted(Box::new(Granted {
             ok: true,
@@ -341,26 +349,34 @@ impl Inner {
         let mut fields = self.fields(request, target, digest)?;
         fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
         fields.checks = Checks::Xxh3;
-        let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)] }];
+        let stripe = self.passes_on(request, true).then(|| self.swarm_stripe(true));
+        let sums = stripe.map(|stripe| self.stripe_sums(segment, stripe)).transpose()?.unwrap_or_default();
+        let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)], sums }];
         for (i, peer) in self.config.peers.iter().enumerate() {
-            let part = peer.part(target, Some(base), stop)?;
+            let part = peer.part(target, Some(base), stripe, stop)?;
             let id = SourceId(i as u32 + 1);
             let Some(bytes) = part.delta_bytes else {
                 let reason = format!("the holder at {} has no delta from {base} to {target}", part.data);
                 return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
             };
-            payloads.push(Payload { bytes, sources: vec![id] });
+            payloads.push(Payload { bytes, sources: vec![id], sums: part.delta_sums });
             fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks, tls: part.tls });
         }
         fields.stripe_bytes = delta_stripe(&payloads, fields.streams, self.config.stripe_bytes);
-        let parts = payloads.len();
+        let (parts, bytes) = (payloads.len(), payloads.iter().map(|p| p.bytes).sum::<u64>());
+        // An earlier release does not tell its sums.
+        let summed = payloads.iter().all(|p| !p.sums.is_empty()) && bytes >= swarm::LEAST;
+        if !summed {
+            payloads.iter_mut().for_each(|p| p.sums.clear());
+        }
         let base = Base { identity: self.identity(base), digest: base_digest };
         fields.mode = Mode::Delta { base: base.clone(), payloads };
+        let crowd = if summed { self.crowd(request, &mut fields) } else { Crowd::One };
         let ticket = Ticket::new(fields.clone())?;
         self.share_with_peers(&fields, stop)?;
         let mut files = vec![None; parts];
         files[0] = Some(Arc::clone(&segment.file));
-        self.offer(ticket, SourceId(0), (Body::Payloads(files), None), request.instance_id.clone())?;
+        self.offer(ticket, SourceId(0), (Body::payloads(files), None), crowd, request.instance_id.clone())?;
         count(&self.counters.tickets_delta);
         let units: u64 =
             self.region.manifest().tensors().iter().map(windlass_core::manifest::Tensor::units).sum();
@@ -378,6 +394,62 @@ impl Inner {
         })))
     }
 
+    /// Whether a receiver will be one of those that pass on what they get. Images always are: the first that ask for one
+    /// cannot know whether others will.
+    fn passes_on(&self, request: &TransferRequest, delta: bool) -> bool {
+        let least = self.config.relay_from;
+        if least == 0 || request.relay.is_none() || request.wanted.is_some() {
+            return false;
+        }
+        !delta || self.state().heard_lately() >= least
+    }
+
+    /// The stripes of an image, or of a delta, for receivers that pass it on.
+    fn swarm_stripe(&self, delta: bool) -> u32 {
+        swarm::stripe_bytes(self.region.manifest().data_bytes(), delta, self.config.stripe_bytes)
+    }
+
+    /// Makes the receiver one of those that pass on what the ticket is for.
+    fn crowd(&self, request: &TransferRequest, fields: &mut TicketFields) -> Crowd {
+        let Some(offer) = request.relay.clone() else { return Crowd::One };
+        let cargo = swarm::cargo(fields);
+        fields.stripe_bytes = self.swarm_stripe(cargo.1.is_some());
+        let mut state = self.state();
+        let named = state.instances.get(&request.instance_id).and_then(|i| i.name.clone());
+        let name = named.unwrap_or_else(|| offer.endpoint.to_string());
+        let expected = u32::try_from(state.heard_lately()).unwrap_or(u32::MAX);
+        let who = (&*request.instance_id, name);
+        let (swarm, board) = state.swarms.join(cargo, expected, who, fields.id, offer);
+        fields.swarm = Some(swarm);
+        state.joined += 1;
+        drop(state);
+        self.changed.notify_all();
+        Crowd::Among(board)
+    }
+
+    /// The sums of the stripes of a delta, with which receivers compare what relays send.
+    pub(super) fn stripe_sums(&self, segment: &Segment, stripe: u32) -> Result<Vec<u64>, ServeError> {
+        let key = (segment.header.target.1, segment.header.base.1, stripe);
+        if let Some(known) = self.state().stripe_sums.get(&key) {
+            return Ok(known.clone());
+        }
+        let unreadable = |source| ServeError::Slot { path: segment.path.clone(), source };
+        let mut buffer = vec![0; stripe as usize];
+        let (mut sums, mut at) = (Vec::new(), 0);
+        while at < segment.bytes {
+            let piece = &mut buffer[..(segment.bytes - at).min(stripe.into()) as usize];
+            segment.file.read_exact_at(piece, at).map_err(unreadable)?;
+            sums.push(xxh3_64(piece));
+            at += piece.len() as u64;
+        }
+        let mut state = self.state();
+        state.stripe_sums.insert(key, sums.clone());
+        while state.stripe_sums.len() > KEPT_SUMS {
+            state.stripe_sums.pop_first();
+        }
+        Ok(sums)
+    }
+
     pub(super) fn share_with_peers(&self, fields: &TicketFields, stop: &Stop) -> Result<(), ServeError> {
         for (i, peer) in self.config.peers.iter().enumerate() {
             peer.share(&SharedTicket { source: SourceId(i as u32 + 1), ticket: fields.clone() }, stop)?;
@@ -390,10 +462,11 @@ impl Inner {
         ticket: Ticket,
         source: SourceId,
         (body, lease): (Body, Option<Weak<Lease>>),
+        crowd: Crowd,
         instance: String,
     ) -> Result<(), ServeError> {
         let expires = Instant::now() + Duration::from_millis(ticket.deadline.timeout_ms);
-        let handle = self.sender.offer(Offer { ticket, source, body })?;
+        let handle = self.sender.offer(Offer { ticket, source, body, crowd })?;
         self.state().offers.push(Active { handle, lease, instance, expires });
         Ok(())
     }

@@ -54,6 +54,10 @@ pub enum TcpError {
     Resolve { endpoint: String, source: io::Error },
     #[error("{peer}, stage {stage}: cannot {doing}: {source}; check that the peer and the network are up")]
     Io { peer: String, stage: Stage, doing: &'static str, source: io::Error },
+    #[error(
+        "{peer} sent stripe {stripe} with other bytes than were published: it is not asked for anything more"
+    )]
+    Liar { peer: String, stripe: u32 },
     #[error("{peer}, stage {stage}: the peer closed the connection; see its log")]
     Closed { peer: String, stage: Stage },
     #[error("{peer}, stage {stage}: nothing heard for {after:?}: the peer is dead, stalled or cut off")]
@@ -131,6 +135,7 @@ impl TcpError {
             | TcpError::PutOut { .. } => Kind::PeerLost,
             TcpError::TooSlow { .. } => Kind::Timeout,
             TcpError::Wire { source, .. } => source.kind(),
+            TcpError::Liar { .. } => Kind::Corrupt,
             TcpError::Ground { .. } => Kind::Bug,
             TcpError::Stopped(stopped) => stopped.kind(),
             TcpError::Transfer { failure, .. } => failure.kind(),

@@ -8,7 +8,7 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use windlass_core::digest::{BlockSum, sum_block};
+use windlass_core::digest::{BlockSum, SumTable, sum_block};
 use windlass_core::kernel::Kernels;
 use windlass_core::manifest::{Block, Manifest};
 use windlass_core::wire::{Check, Checks, Extent, Fault, Mode, Stripe, StripePlan, Ticket, Verdict};
@@ -66,6 +66,9 @@ pub struct ImageLanding<'a> {
     /// Where in the mapping the image's data begins.
     pub data_start: u64,
     pub kernels: &'a dyn Kernels,
+    /// The sums that the blocks must have, whoever sends them. Without them the senders' own sums count, and only the digest
+    /// of the whole shows a sender that lies.
+    pub proof: Option<&'a SumTable>,
     /// Called for each block with its sum when its stripe is right and in the book.
     pub landed: &'a (dyn Fn(u32, BlockSum) + Sync),
     /// Called once when every stripe is: is the whole right?
@@ -279,7 +282,10 @@ impl Lander for ImageLander<'_> {
             Check::Xxh3(_) if !self.verify => Verdict::Good,
             // The stream has seen that there is one sum for each block.
             Check::BlockSums(sums) => {
-                let wrong = self.sums.iter().zip(sums).find(|((_, ours), theirs)| ours != *theirs);
+                let proof = self.land.proof;
+                let wrong = self.sums.iter().zip(sums).find(|((block, ours), theirs)| {
+                    ours != *theirs || proof.is_some_and(|table| table.get(*block) != *ours)
+                });
                 wrong.map_or(Verdict::Good, |((block, _), _)| Verdict::BadBlock(*block))
             }
             Check::Xxh3(theirs) => match self.hash.take() {
@@ -344,6 +350,7 @@ impl<M: Borrow<Mapping> + Sync> Landing for PayloadLanding<'_, M> {
             loan: None,
             at: 0,
             hash: Xxh3::new(),
+            proof: None,
         })
     }
 }
@@ -355,6 +362,8 @@ struct PayloadLander<'s, M> {
     loan: Option<Loan<'s>>,
     at: usize,
     hash: Xxh3,
+    /// What the stripe must have, whoever sends it.
+    proof: Option<u64>,
 }
 
 impl<M: Borrow<Mapping> + Sync> Lander for PayloadLander<'_, M> {
@@ -366,6 +375,13 @@ impl<M: Borrow<Mapping> + Sync> Lander for PayloadLander<'_, M> {
         };
         let buffer =
             self.buffers.get(payload as usize).ok_or_else(|| ground("no such payload".to_owned()))?;
+        self.proof = match &self.ticket.mode {
+            Mode::Delta { payloads, .. } => {
+                let sums = payloads.get(payload as usize).map(|p| &p.sums[..]).unwrap_or_default();
+                sums.get((offset / u64::from(self.ticket.stripe_bytes)) as usize).copied()
+            }
+            Mode::Full => None,
+        };
         let loan = buffer.borrow().lend(offset..offset.saturating_add(len.into()));
         self.loan = Some(loan.map_err(|e| ground(e.to_string()))?);
         Ok(())
@@ -391,7 +407,10 @@ impl<M: Borrow<Mapping> + Sync> Lander for PayloadLander<'_, M> {
     fn verdict(&mut self, check: &Check) -> Verdict {
         self.loan = None;
         match check {
-            Check::Xxh3(sum) if !self.verify || self.hash.digest() == *sum => Verdict::Good,
+            Check::Xxh3(_) if !self.verify => Verdict::Good,
+            Check::Xxh3(sum) if *sum == self.hash.digest() && self.proof.is_none_or(|p| p == *sum) => {
+                Verdict::Good
+            }
             Check::Xxh3(_) | Check::BlockSums(_) => Verdict::BadStripe,
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
     Fault, FrameKind, Grant, Message, Next, Outcome, PullEvent, PullStream, SourceId, Stage, StreamId,
-    Verdict, WireError,
+    Stripe, Verdict, WireError,
 };
 
 use super::TcpError;
@@ -24,6 +24,8 @@ const IDLE: Duration = Duration::from_millis(10);
 pub(super) struct Lane<'a> {
     transfer: &'a Transfer<'a>,
     source: SourceId,
+    /// The name of the relay that it leads to, if it does.
+    relay: Option<&'a str>,
     stream: StreamId,
     conn: Conn,
     pull: PullStream,
@@ -45,7 +47,7 @@ pub(super) struct Lane<'a> {
 impl<'a> Lane<'a> {
     pub(super) fn new(
         transfer: &'a Transfer<'a>,
-        source: SourceId,
+        (source, relay): (SourceId, Option<&'a str>),
         stream: StreamId,
         conn: Conn,
         pull: PullStream,
@@ -55,6 +57,7 @@ impl<'a> Lane<'a> {
         Lane {
             transfer,
             source,
+            relay,
             stream,
             conn,
             pull,
@@ -90,7 +93,7 @@ impl<'a> Lane<'a> {
         while self.pull.room() > 0 {
             let mut claims = transfer.book();
             let mut grant = claims.claim(self.stream, transfer.now());
-            if grant == Ok(Grant::Wait) && self.held == 0 && self.outbox.is_empty() {
+            if grant == Ok(Grant::Wait) && self.relay.is_none() && self.held == 0 && self.outbox.is_empty() {
                 (claims, _) =
                     transfer.changed.wait_timeout(claims, IDLE).unwrap_or_else(PoisonError::into_inner);
                 grant = claims.claim(self.stream, transfer.now());
@@ -115,7 +118,9 @@ impl<'a> Lane<'a> {
     /// Whether the sender has said something, though nothing is claimed.
     fn is_addressed(&mut self) -> Result<bool, TcpError> {
         self.look()?;
-        let ready = self.conn.wait(false, None, Duration::ZERO)?;
+        // Of a relay's stripes only the relay tells.
+        let nap = if self.relay.is_some() { IDLE } else { Duration::ZERO };
+        let ready = self.conn.wait(false, None, nap)?;
         Ok(ready.readable || !self.conn.ahead().is_empty())
     }
 
@@ -151,8 +156,9 @@ impl<'a> Lane<'a> {
             return Err(self.conn.wire(WireError::UnknownSource { source_id: self.source.0 }));
         }
         let (peer, stage) = (self.conn.peer(), self.conn.stage);
-        if self.held > 0 && now.duration_since(self.since) > config.stripe_timeout {
-            return Err(TcpError::TooSlow { peer, stage, what: "a stripe", after: config.stripe_timeout });
+        let overdue = if self.held > 0 { transfer.book().overdue(self.stream, transfer.now()) } else { None };
+        if let Some(after) = overdue {
+            return Err(TcpError::TooSlow { peer, stage, what: "a stripe", after });
         }
         let silent = now.duration_since(self.conn.heard);
         if silent >= config.lost_after {
@@ -224,13 +230,20 @@ impl<'a> Lane<'a> {
                     lander.begin(stripe)?;
                 }
                 let verdict = lander.verdict(&check);
-                self.settle(stripe.id, verdict, lander)
+                self.settle(stripe, verdict, lander)
             }
             PullEvent::Done => {
                 let frame = FrameKind::Done;
                 Err(self.conn.wire(WireError::Unexpected { frame, state: "stripes" }))
             }
             PullEvent::Fault(fault) => Err(self.conn.wire(WireError::Peer(fault))),
+            PullEvent::Holds(stripes) => {
+                let stream = self.stream;
+                let told = self.transfer.update(|claims, _| {
+                    stripes.into_iter().try_for_each(|range| claims.holds(stream, range))
+                });
+                told.map_err(|e| self.conn.wire(e))
+            }
             PullEvent::Ping(number) => {
                 let pong = Message::Pong(number).encode(self.stream).map_err(|e| self.conn.wire(e))?;
                 self.outbox.extend(pong);
@@ -244,10 +257,17 @@ impl<'a> Lane<'a> {
     }
 
     /// A stripe is here and checked.
-    fn settle(&mut self, stripe: u32, verdict: Verdict, lander: &mut dyn Lander) -> Result<(), TcpError> {
-        let stream = self.stream;
+    fn settle(
+        &mut self,
+        Stripe { id: stripe, bytes, .. }: Stripe,
+        verdict: Verdict,
+        lander: &mut dyn Lander,
+    ) -> Result<(), TcpError> {
+        let (stream, since) = (self.stream, self.since);
         let entered = match verdict {
-            Verdict::Good => self.transfer.update(|claims, now| claims.complete(stream, stripe, now)),
+            Verdict::Good => {
+                self.transfer.update(|claims, now| claims.complete(stream, stripe, now)).map(|()| false)
+            }
             Verdict::BadBlock(_) | Verdict::BadStripe => {
                 tracing::warn!(peer = self.conn.peer(), stripe, ?verdict, "a stripe came with wrong sums");
                 self.transfer.update(|claims, now| claims.bad(stream, stripe, verdict, now))
@@ -258,10 +278,16 @@ impl<'a> Lane<'a> {
         self.outbox.extend(ack);
         self.held = self.held.saturating_sub(1);
         self.since = Instant::now();
-        entered.map_err(|e| self.conn.wire(e))?;
+        if entered.map_err(|e| self.conn.wire(e))? {
+            return Err(TcpError::Liar { peer: self.conn.peer(), stripe });
+        }
         if verdict == Verdict::Good {
             *self.progress = true;
             lander.keep();
+            self.transfer.watch.supplied(self.relay, bytes.into(), since);
+            if let Some(board) = self.transfer.config.board {
+                board.add(stripe);
+            }
         }
         Ok(())
     }
@@ -277,6 +303,12 @@ impl<'a> Lane<'a> {
         }
         let done = self.pull.done().map_err(|e| self.conn.wire(e))?;
         let stop = self.transfer.stop;
+        if self.relay.is_some() {
+            // It keeps no account of who has everything.
+            self.outbox.extend(done);
+            let _ = self.conn.send_now(&self.outbox, false);
+            return Ok(());
+        }
         let by = By { until: Instant::now() + GOODBYE, limit: GOODBYE, what: "the end", stop };
         // The transfer is complete whether or not the sender hears of it here: it is told over the control
         // connection as well.

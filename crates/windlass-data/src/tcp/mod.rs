@@ -56,6 +56,7 @@
 //! | TCP-9 | no thread and no descriptor is left behind | `nothing_is_left_after_many_pulls` |
 //! | TCP-10 | with a certificate nothing but TLS is spoken, and nobody is trusted who should not be | `nobody_on_the_wire_can_read_weights_or_tickets_inside_tls`, `certificates_that_are_not_right_end_the_transfer_at_once_and_say_why`, `tls_is_neither_given_up_nor_taken_up_by_what_a_ticket_says`, `strangers_at_the_tls_port_are_closed_in_time_and_harm_nobody` |
 
+mod board;
 mod conn;
 mod error;
 mod landing;
@@ -67,10 +68,11 @@ mod sender;
 mod serve;
 mod watch;
 
+pub use board::Board;
 pub use error::TcpError;
 pub use landing::{Fill, ImageLanding, Lander, Landing, PayloadLanding};
-pub use offer::{Body, Offer, OfferHandle, OfferProgress};
-pub use pull::{PullConfig, Pulled, pull};
+pub use offer::{Body, Crowd, Offer, OfferHandle, OfferProgress};
+pub use pull::{PullConfig, Pulled, Relays, pull};
 pub use sender::{Sender, SenderConfig};
 pub use watch::{Seen, Watch};
 

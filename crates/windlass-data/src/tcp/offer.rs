@@ -8,12 +8,10 @@ use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
 use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
@@ -23,6 +21,7 @@ use windlass_core::wire::{
 };
 
 use super::TcpError;
+use super::board::{Bell, Board};
 use crate::stop::{Stop, Stopped};
 
 /// What is offered under a ticket.
@@ -33,6 +32,33 @@ pub struct Offer {
     pub source: SourceId,
     /// Where the bytes are.
     pub body: Body,
+    pub crowd: Crowd,
+}
+
+/// Who an offer is for.
+#[derive(Clone, Debug)]
+pub enum Crowd {
+    /// One receiver, which gets everything from the ticket's sources.
+    One,
+    /// One of several receivers that pass on to each other. The board, common to the offers of all of them, has what was
+    /// given to any.
+    Among(Arc<Board>),
+    /// Any number of receivers. This sender is a receiver itself, and the board has what it holds of the ticket's stripes. The offer
+    /// lasts until it is revoked.
+    Any(Arc<Board>),
+}
+
+impl Crowd {
+    pub(super) fn board(&self) -> Option<&Arc<Board>> {
+        match self {
+            Crowd::One => None,
+            Crowd::Among(board) | Crowd::Any(board) => Some(board),
+        }
+    }
+
+    pub(super) fn is_relay(&self) -> bool {
+        matches!(self, Crowd::Any(_))
+    }
 }
 
 /// Where the bytes of an offer are.
@@ -49,15 +75,27 @@ pub enum Body {
         /// Kept until no connection can read the file any more: a lease.
         hold: Arc<dyn Any + Send + Sync>,
     },
-    /// Delta payloads, by their position in the ticket; `None` for those that other sources hold.
-    Payloads(Vec<Option<Arc<File>>>),
+    /// Delta payloads.
+    Payloads {
+        /// By their position in the ticket; `None` for those that other sources hold.
+        files: Vec<Option<Arc<File>>>,
+        /// Kept as that of an image is.
+        hold: Option<Arc<dyn Any + Send + Sync>>,
+    },
+}
+
+impl Body {
+    /// Delta payloads in files that stay as they are.
+    pub fn payloads(files: Vec<Option<Arc<File>>>) -> Body {
+        Body::Payloads { files, hold: None }
+    }
 }
 
 impl fmt::Debug for Body {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Body::Image { data_start, .. } => write!(f, "Image at {data_start}"),
-            Body::Payloads(files) => write!(f, "{} payloads", files.len()),
+            Body::Payloads { files, .. } => write!(f, "{} payloads", files.len()),
         }
     }
 }
@@ -100,6 +138,7 @@ struct State {
     /// The one that serves each stream now.
     streams: BTreeMap<u16, u64>,
     over: Option<Over>,
+    bells: Vec<Weak<Bell>>,
     /// When the last connection left, or the offer was made.
     left: Option<Instant>,
 }
@@ -111,8 +150,7 @@ pub(super) struct Served {
     pub(super) plan: StripePlan,
     state: Mutex<State>,
     changed: Condvar,
-    /// Becomes readable when the offer is over, and stays so.
-    wake: OwnedFd,
+    pub(super) crowd: Crowd,
     pub(super) sent: AtomicU64,
     pub(super) acked: AtomicU64,
     pub(super) bad: AtomicU64,
@@ -121,9 +159,9 @@ pub(super) struct Served {
 impl Served {
     /// Checks an offer.
     pub(super) fn new(offer: Offer) -> Result<Served, TcpError> {
-        let Offer { ticket, source, body } = offer;
+        let Offer { ticket, source, body, crowd } = offer;
         let id = ticket.id;
-        if ticket.source_position(source).is_none() {
+        if ticket.source_position(source).is_none() && !crowd.is_relay() {
             return Err(TcpError::NotASource { ticket: id, source_id: source.0 });
         }
         let mode = ticket.mode.as_str();
@@ -140,7 +178,7 @@ impl Served {
                 let ground = Ground { files: vec![Some(file)], _hold: Some(hold) };
                 (Content::Image { manifest, data_start, sums }, ground, plan)
             }
-            (Body::Payloads(files), Mode::Delta { payloads, .. }) => {
+            (Body::Payloads { files, hold }, Mode::Delta { payloads, .. }) => {
                 let (need, have) = (payloads.len() as u64, files.len() as u64);
                 if need != have {
                     return Err(TcpError::Size {
@@ -162,17 +200,15 @@ impl Served {
                     }
                 }
                 let plan = StripePlan::new(&ticket, |_| None)?;
-                (Content::Payloads, Ground { files, _hold: None }, plan)
+                (Content::Payloads, Ground { files, _hold: hold }, plan)
             }
             (Body::Image { .. }, Mode::Delta { .. }) => {
                 return Err(TcpError::Mode { ticket: id, mode, what: "an image" });
             }
-            (Body::Payloads(_), Mode::Full) => {
+            (Body::Payloads { .. }, Mode::Full) => {
                 return Err(TcpError::Mode { ticket: id, mode, what: "a list of delta payloads" });
             }
         };
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| TcpError::Setup { what: "an offer's event descriptor", source: e.into() })?;
         let state = State {
             admission: Admission::new(source),
             ground: Some(Arc::new(ground)),
@@ -180,16 +216,16 @@ impl Served {
             connections: BTreeSet::new(),
             streams: BTreeMap::new(),
             over: None,
+            bells: Vec::new(),
             left: Some(Instant::now()),
         };
         Ok(Served {
             ticket,
-
             content,
             plan,
             state: Mutex::new(state),
             changed: Condvar::new(),
-            wake,
+            crowd,
             sent: AtomicU64::new(0),
             acked: AtomicU64::new(0),
             bad: AtomicU64::new(0),
@@ -204,8 +240,14 @@ impl Served {
         self.ticket.completion()
     }
 
-    pub(super) fn wake(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+    /// What wakes a connection when the offer is over, or its board has more.
+    pub(super) fn bell(&self) -> Result<Arc<Bell>, TcpError> {
+        let bell = Bell::new()?;
+        self.lock().bells.push(Arc::downgrade(&bell));
+        if let Some(board) = self.crowd.board() {
+            board.subscribe(&bell);
+        }
+        Ok(bell)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -223,10 +265,10 @@ impl Served {
         let over = state.over.get_or_insert(Over { fault, until });
         over.until = over.until.min(until);
         let ground = state.ground.take();
+        state.bells.iter().filter_map(Weak::upgrade).for_each(|bell| bell.ring());
         drop(state);
         // Outside the lock: dropping a lease may take its time.
         drop(ground);
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         self.changed.notify_all();
     }
 
@@ -235,7 +277,8 @@ impl Served {
         let expired = now_unix_ms >= self.ticket.deadline.expires_unix_ms;
         let left = {
             let state = self.lock();
-            if state.over.is_some() {
+            // A relay's ends when it is revoked.
+            if state.over.is_some() || self.crowd.is_relay() {
                 return;
             }
             state.connections.is_empty().then_some(state.left).flatten()
@@ -259,6 +302,11 @@ impl Served {
         now_unix_ms: u64,
     ) -> Result<Option<u64>, WireError> {
         let mut state = self.lock();
+        if self.crowd.is_relay() {
+            // Streams of different receivers have the same numbers. None of them replaces another.
+            state.connections.insert(connection);
+            return Ok(None);
+        }
         state.admission.admit(&self.ticket, proved, now_unix_ms)?;
         state.connections.insert(connection);
         Ok(state.streams.insert(proved.stream().index, connection))
@@ -268,6 +316,7 @@ impl Served {
     pub(super) fn leave(&self, connection: u64) {
         let mut state = self.lock();
         state.connections.remove(&connection);
+        state.bells.retain(|bell| bell.strong_count() > 0);
         state.streams.retain(|_, c| *c != connection);
         state.left = Some(Instant::now());
         self.changed.notify_all();

@@ -4,7 +4,7 @@
 //! the common book, lands what comes, and dials again when its connection is lost. A source is given up when all
 //! its streams are: then, and not before, no thread of it is in the destination memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
-    ClaimPolicy, Claims, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, Nonce, Outcome,
-    PING_AFTER_MS, Progress, PullStream, Source, SourceId, Stage, StreamId, Stripe, StripePlan, Ticket,
-    WireError,
+    ClaimPolicy, Claims, Completion, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, MAX_STREAMS,
+    Nonce, Outcome, PING_AFTER_MS, Place, Progress, PullStream, Relay, Source, SourceId, Stage, StreamId,
+    Stripe, StripePlan, Swarm, Ticket, TicketKey, WireError,
 };
 
 use super::TcpError;
+use super::board::Board;
 use super::conn::{By, Conn, wait};
 use super::landing::Landing;
 use super::lane::Lane;
@@ -40,7 +41,7 @@ pub struct PullConfig<'a> {
     pub ping_after: Duration,
     /// How long a stream may be silent before it is lost.
     pub lost_after: Duration,
-    /// How long a stream may take for a stripe before it is reset.
+    /// How long a stream may take for a MiB of a stripe before it is reset.
     pub stripe_timeout: Duration,
     /// How often the sums of one stripe may be wrong.
     pub max_bad: u16,
@@ -54,6 +55,19 @@ pub struct PullConfig<'a> {
     pub privacy: &'a Privacy,
     /// Whether bytes are checked. Off for measuring only: stripes are then acknowledged unseen.
     pub verify: bool,
+    /// After this time without a stripe, the ticket's sources are asked for what they gave to others.
+    pub stall: Duration,
+    /// Where it is said which stripes are there, for those that this receiver passes them on to.
+    pub board: Option<&'a Board>,
+    /// Who else passes on what the ticket is for, beyond those that it names.
+    pub relays: Option<&'a dyn Relays>,
+}
+
+/// Finds receivers that pass on what a ticket is for, while it is being pulled.
+pub trait Relays: Sync {
+    /// Waits until there are more than so many receivers, or for a while. Answers how many there are, and which of them to
+    /// ask, or none if that has not changed. `None` if there is nothing more to be learned.
+    fn wait(&self, receivers: u32, stop: &Stop) -> Option<(u32, Vec<Relay>)>;
 }
 
 impl Default for PullConfig<'_> {
@@ -71,6 +85,9 @@ impl Default for PullConfig<'_> {
             max_backoff: Duration::from_secs(2),
             privacy: &tls::PLAIN,
             verify: true,
+            stall: Duration::from_millis(500),
+            board: None,
+            relays: None,
         }
     }
 }
@@ -94,6 +111,8 @@ pub struct Pulled {
     pub elapsed: Duration,
 }
 
+/// How many relays are asked at a time.
+const MAX_RELAYS: usize = 12;
 /// The stack of a stream's thread. Its buffers are on the heap, but the landing's callbacks run on it.
 const STACK: usize = 1 << 20;
 
@@ -117,7 +136,14 @@ pub fn pull(
     let plan = StripePlan::new(ticket, |b| landing.block_bytes(b))?;
     let stop = stop.with_timeout(Duration::from_millis(ticket.deadline.timeout_ms));
     let deadline = stop.left().unwrap_or(Duration::MAX);
-    let policy = ClaimPolicy { deadline, stripe_timeout: config.stripe_timeout, max_bad: config.max_bad };
+    let policy = ClaimPolicy {
+        deadline,
+        stripe_timeout: config.stripe_timeout,
+        max_bad: config.max_bad,
+        stall: config.stall,
+    };
+    let place =
+        ticket.swarm.as_ref().map_or(Place::ALONE, |s| Place { rank: s.rank, receivers: s.receivers });
     let streams = useful_lanes(ticket, &plan);
     let mut lanes: BTreeMap<SourceId, usize> = BTreeMap::new();
     streams.iter().for_each(|(_, source)| *lanes.entry(source.id).or_default() += 1);
@@ -128,7 +154,7 @@ pub fn pull(
         stop: &stop,
         watch,
         origin,
-        claims: Mutex::new(Claims::new(plan.clone(), policy)),
+        claims: Mutex::new(Claims::among(plan.clone(), policy, place)),
         plan,
         changed: Condvar::new(),
         over: AtomicBool::new(false),
@@ -136,23 +162,45 @@ pub fn pull(
         condemned: Mutex::default(),
         cause: Mutex::new(None),
         accepted: OnceLock::new(),
+        scouting: Stop::after(deadline),
     };
     watch.reach(Stage::Handshake);
     watch.show(&transfer.book().progress());
     thread::scope(|scope| {
+        let transfer = &transfer;
         for (index, source) in streams {
-            let transfer = &transfer;
-            let thread = thread::Builder::new()
-                .name(format!("windlass-pull-{index}"))
-                .stack_size(STACK)
-                .spawn_scoped(scope, move || transfer.lane(index, source));
-            if let Err(e) = thread {
-                transfer.note(TcpError::Setup { what: "the thread of a stream", source: e });
-                transfer.retire(source.id);
-            }
+            transfer.start(scope, index, Way::origin(ticket, source));
+        }
+        if let Some(swarm) = &ticket.swarm {
+            scope.spawn(move || transfer.scout(scope, swarm));
         }
     });
     transfer.result()
+}
+
+/// Where a stream leads, and what it proves there.
+struct Way {
+    source: SourceId,
+    endpoint: Endpoint,
+    tls: bool,
+    completion: Completion,
+    key: TicketKey,
+    /// The name of the receiver that it leads to, unless it leads to the publisher.
+    relay: Option<String>,
+}
+
+impl Way {
+    fn origin(ticket: &Ticket, source: &Source) -> Way {
+        let (endpoint, key) = (source.endpoint.clone(), ticket.key.clone());
+        let completion = ticket.completion();
+        Way { source: source.id, endpoint, tls: source.tls, completion, key, relay: None }
+    }
+
+    fn relay(ticket: &Ticket, relay: &Relay) -> Way {
+        let completion = Completion { ticket: relay.offer, ..ticket.completion() };
+        let (endpoint, key) = (relay.endpoint.clone(), relay.key.clone());
+        Way { source: relay.id, endpoint, tls: relay.tls, completion, key, relay: Some(relay.name.clone()) }
+    }
 }
 
 /// Before any of them is contacted, every source must be as secret as is wanted here.
@@ -229,6 +277,8 @@ pub(super) struct Transfer<'a> {
     pub(super) condemned: Mutex<Vec<SourceId>>,
     cause: Mutex<Option<TcpError>>,
     accepted: OnceLock<Result<(), Fault>>,
+    /// Set when no further relay is of use.
+    scouting: Stop,
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -251,12 +301,55 @@ impl Transfer<'_> {
         let result = change(&mut claims, now);
         self.watch.show(&claims.progress());
         match claims.outcome(now) {
-            Outcome::Failed(_) => self.over.store(true, Ordering::Relaxed),
-            Outcome::Running | Outcome::Finished => {}
+            Outcome::Failed(_) => {
+                self.over.store(true, Ordering::Relaxed);
+                self.scouting.set();
+            }
+            Outcome::Finished => self.scouting.set(),
+            Outcome::Running => {}
         }
         drop(claims);
         self.changed.notify_all();
         result
+    }
+
+    /// Starts the thread of a stream.
+    fn start<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>, index: u16, way: Way) {
+        let source = way.source;
+        let thread = thread::Builder::new()
+            .name(format!("windlass-pull-{index}"))
+            .stack_size(STACK)
+            .spawn_scoped(scope, move || self.lane(index, &way));
+        if let Err(e) = thread {
+            self.note(TcpError::Setup { what: "the thread of a stream", source: e });
+            self.retire(source);
+        }
+    }
+
+    /// Looks for relays while the transfer runs, and opens a stream to each.
+    fn scout<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>, swarm: &Swarm) {
+        // At the time of the ticket, this receiver was the last.
+        let (mut found, mut receivers) = (swarm.relays.clone(), swarm.rank.saturating_add(1));
+        let mut asked: BTreeSet<SourceId> = BTreeSet::new();
+        let mut index = self.ticket.lanes().len() as u16;
+        loop {
+            for relay in found.iter().filter(|r| (self.config.allow)(&r.endpoint)) {
+                let open = lock(&self.lanes).iter().filter(|(s, n)| asked.contains(s) && **n > 0).count();
+                let secret = relay.tls || !self.config.privacy.required;
+                if index >= MAX_STREAMS || open >= MAX_RELAYS || !secret || !asked.insert(relay.id) {
+                    continue;
+                }
+                lock(&self.lanes).insert(relay.id, 1);
+                if self.update(|claims, _| claims.add_relay(relay.id)).is_ok() {
+                    self.start(scope, index, Way::relay(self.ticket, relay));
+                    index += 1;
+                }
+            }
+            let Some(relays) = self.config.relays.filter(|_| !self.scouting.is_set()) else { return };
+            let Some((now, all)) = relays.wait(receivers, &self.scouting) else { return };
+            (found, receivers) = (all, now);
+            self.update(|claims, _| claims.crowd(receivers.max(swarm.receivers)));
+        }
     }
 
     fn note(&self, error: TcpError) {
@@ -280,17 +373,38 @@ impl Transfer<'_> {
     }
 
     /// The life of one stream, over all its connections.
-    fn lane(&self, index: u16, source: &Source) {
+    fn lane(&self, index: u16, way: &Way) {
+        let source = way.source;
         let (mut failures, mut denials) = (0u32, 0u32);
         for epoch in 0..=u16::MAX {
             let stream = StreamId { index, epoch };
             let mut progress = false;
-            let end = self.connection(stream, source, &mut progress);
+            let end = self.connection(stream, way, &mut progress);
             if matches!(end, End::Over) {
                 return;
             }
             // The connection is closed and the thread has left the memory: others may have its stripes.
             self.update(|claims, _| claims.lost(stream));
+            if let Some(relay) = &way.relay
+                && let End::Fatal(error, _) | End::Gone(error) | End::Lost(error) = &end
+                && !matches!(error, TcpError::Ground { .. })
+            {
+                failures += 1;
+                // Others have what it has. Only one that was lost, or has not put up its offer yet, is asked again.
+                let again = error.kind() == Kind::PeerLost
+                    || matches!(error, TcpError::Wire { source: WireError::Refused(_), .. });
+                if again && failures <= self.config.reconnects && self.back_off(failures, source) {
+                    continue;
+                }
+                // One that ends its offer has something newer.
+                if error.kind() == Kind::Stale || self.scouting.is_set() {
+                    tracing::debug!(relay, at = %way.endpoint, %error, "a relay is done");
+                } else {
+                    tracing::warn!(relay, at = %way.endpoint, %error, "a relay is not asked any more");
+                    self.watch.relay_lost();
+                }
+                return self.retire(source);
+            }
             match end {
                 End::Over => return,
                 End::Fatal(error, fault) => {
@@ -302,8 +416,8 @@ impl Transfer<'_> {
                     denials += 1;
                     // Once may be a damaged frame; twice is an answer.
                     if denials > 1 {
-                        lock(&self.condemned).push(source.id);
-                        return self.retire(source.id);
+                        lock(&self.condemned).push(source);
+                        return self.retire(source);
                     }
                 }
                 End::Lost(error) => {
@@ -312,11 +426,11 @@ impl Transfer<'_> {
                 }
             }
             failures = if progress { 1 } else { failures + 1 };
-            if failures > self.config.reconnects || !self.back_off(failures, source.id) {
+            if failures > self.config.reconnects || !self.back_off(failures, source) {
                 break;
             }
         }
-        self.retire(source.id);
+        self.retire(source);
     }
 
     /// Waits before dialling again; false if there is no point in it.
@@ -359,20 +473,22 @@ impl Transfer<'_> {
     }
 
     /// One connection of a stream.
-    fn connection(&self, stream: StreamId, source: &Source, progress: &mut bool) -> End {
-        match self.try_connection(stream, source, progress) {
+    fn connection(&self, stream: StreamId, way: &Way, progress: &mut bool) -> End {
+        match self.try_connection(stream, way, progress) {
             Ok(()) => End::Over,
             Err(error) => self.sort(error),
         }
     }
 
-    fn try_connection(&self, stream: StreamId, source: &Source, progress: &mut bool) -> Result<(), TcpError> {
-        let mut conn = self.dial(source)?;
-        let pull = self.shake(&mut conn, stream, source)?;
-        self.update(|claims, now| claims.join(stream, source.id, now)).map_err(|e| conn.wire(e))?;
+    fn try_connection(&self, stream: StreamId, way: &Way, progress: &mut bool) -> Result<(), TcpError> {
+        // Whether a relay answers does not matter any more once everything is there.
+        let stop = if way.relay.is_some() { &self.scouting } else { self.stop };
+        let mut conn = self.dial(&way.endpoint, stop)?;
+        let pull = self.shake(&mut conn, stream, way, stop)?;
+        self.update(|claims, now| claims.join(stream, way.source, now)).map_err(|e| conn.wire(e))?;
         self.watch.reach(Stage::Claim);
         let lander = self.landing.lander(self.ticket, &self.plan, self.config.verify);
-        let mut lane = Lane::new(self, source.id, stream, conn, pull, progress);
+        let mut lane = Lane::new(self, (way.source, way.relay.as_deref()), stream, conn, pull, progress);
         let result = lane.run(lander);
         if let Err(error) = &result {
             lane.give_up(error);
@@ -388,6 +504,9 @@ impl Transfer<'_> {
         if let TcpError::Stopped(stopped) = error {
             self.stopped(stopped);
             return End::Over;
+        }
+        if let TcpError::Liar { .. } = error {
+            return End::Gone(error);
         }
         if let TcpError::Ground { stripe, .. } = error {
             let (kind, stage) = (Kind::Bug, Stage::Data);
@@ -428,13 +547,12 @@ impl Transfer<'_> {
         End::Lost(error)
     }
 
-    fn dial(&self, source: &Source) -> Result<Conn, TcpError> {
-        let endpoint = &source.endpoint;
+    fn dial(&self, endpoint: &Endpoint, stop: &Stop) -> Result<Conn, TcpError> {
         let resolve = |e| TcpError::Resolve { endpoint: endpoint.to_string(), source: e };
         let addresses = (endpoint.host().as_str(), endpoint.port()).to_socket_addrs().map_err(resolve)?;
         let mut last = resolve(std::io::ErrorKind::NotFound.into());
         for address in addresses {
-            match self.connect(address, endpoint) {
+            match self.connect(address, endpoint, stop) {
                 Ok(conn) => return Ok(conn),
                 Err(e) => last = e,
             }
@@ -443,7 +561,7 @@ impl Transfer<'_> {
     }
 
     /// Connects without blocking, so that giving up is noticed meanwhile.
-    fn connect(&self, address: SocketAddr, endpoint: &Endpoint) -> Result<Conn, TcpError> {
+    fn connect(&self, address: SocketAddr, endpoint: &Endpoint, stop: &Stop) -> Result<Conn, TcpError> {
         let name = format!("{endpoint} ({address})");
         let failed =
             |source| TcpError::Io { peer: name.clone(), stage: Stage::Handshake, doing: "connect", source };
@@ -458,7 +576,7 @@ impl Transfer<'_> {
         let stream: TcpStream = socket.into();
         let conn = Conn::new(Arc::new(stream), name.clone());
         let limit = self.config.connect_timeout;
-        let by = By { until: Instant::now() + limit, limit, what: "the connection", stop: self.stop };
+        let by = By { until: Instant::now() + limit, limit, what: "the connection", stop };
         let mut made = !pending;
         while !made {
             if wait(conn.fd(), true, None, by.nap(&conn)?).map_err(failed)?.writable {
@@ -474,17 +592,23 @@ impl Transfer<'_> {
         Ok(conn)
     }
 
-    fn shake(&self, conn: &mut Conn, stream: StreamId, from: &Source) -> Result<PullStream, TcpError> {
+    fn shake(
+        &self,
+        conn: &mut Conn,
+        stream: StreamId,
+        way: &Way,
+        stop: &Stop,
+    ) -> Result<PullStream, TcpError> {
         let limit = self.config.handshake_timeout;
-        let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop: self.stop };
-        if from.tls {
-            self.secure(conn, from, &by)?;
+        let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop };
+        if way.tls {
+            self.secure(conn, &way.endpoint, &by)?;
         }
-        let source = from.id;
+        let source = way.source;
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
             .map_err(|e| TcpError::Setup { what: "a nonce", source: std::io::Error::other(e) })?;
-        let (ticket, key, nonce) = (self.ticket.id, self.ticket.key.clone(), Nonce(nonce));
+        let (ticket, key, nonce) = (way.completion.ticket, way.key.clone(), Nonce(nonce));
         let (sent, hello) = Dial { ticket, key, source, stream, nonce }.hello().map_err(|e| conn.wire(e))?;
         conn.send_by(&hello, &by)?;
         let (header, body) = conn.frame_by(&by)?;
@@ -492,16 +616,16 @@ impl Transfer<'_> {
         conn.send_by(&proof, &by)?;
         let (header, body) = conn.frame_by(&by)?;
         let proved = sent.accept(&header, &body).map_err(|e| conn.wire(e))?;
-        Ok(PullStream::new(proved, self.ticket.completion(), self.ticket.checks))
+        Ok(PullStream::new(proved, way.completion.clone(), self.ticket.checks))
     }
 
     /// Puts the connection inside TLS with a peer that has a certificate for the source's host.
-    fn secure(&self, conn: &mut Conn, source: &Source, by: &By<'_>) -> Result<(), TcpError> {
-        let endpoint = || source.endpoint.to_string();
+    fn secure(&self, conn: &mut Conn, at: &Endpoint, by: &By<'_>) -> Result<(), TcpError> {
+        let endpoint = || at.to_string();
         let Some(trust) = &self.config.privacy.trust else {
             return Err(TcpError::NoTrust { endpoint: endpoint() });
         };
-        let host = source.endpoint.host().as_str();
+        let host = at.host().as_str();
         let name = tls::server_name(host).ok_or_else(|| {
             let why = format!("no certificate can be for {host}");
             let source = Box::new(TlsError::Untrusted { peer: endpoint(), why });

@@ -14,14 +14,16 @@ use std::time::{Duration, Instant};
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::{
-    Check, Checks, Extent, Fault, FrameKind, Greeted, Message, Next, Nonce, Proved, Sender as SenderSide,
-    ServeEvent, ServeStream, Stage, StreamId, Stripe, StripePlan, Verdict, WireError, refuse,
+    Check, Checks, Extent, Fault, FrameKind, Greeted, MAX_HOLDS, Message, Next, Nonce, Proved,
+    Sender as SenderSide, ServeEvent, ServeStream, Stage, StreamId, Stripe, StripePlan, Verdict, WireError,
+    refuse,
 };
 use xxhash_rust::xxh3::Xxh3;
 
 use super::TcpError;
+use super::board::Bell;
 use super::conn::{By, Conn};
-use super::offer::{Content, Open, Over, Served};
+use super::offer::{Content, Crowd, Open, Over, Served};
 use super::sender::{Found, Peer, Shared, now_unix_ms};
 use crate::stop::Stop;
 use crate::tls::DATA_PROTOCOL;
@@ -141,6 +143,11 @@ struct Serving<'a> {
     sent: usize,
     /// Answers that wait for the end of the frame under way.
     pongs: Vec<u8>,
+    /// What the board says, which waits as well.
+    news: Vec<u8>,
+    bell: Arc<Bell>,
+    /// How much of the board the peer has been told of.
+    told: usize,
     sending: Option<Sending<'a>>,
     /// The length of the body that is due.
     body: Option<u32>,
@@ -171,7 +178,12 @@ impl<'a> Serving<'a> {
         open: &'a mut Option<Open>,
     ) -> Result<Serving<'a>, TcpError> {
         let stream = proved.stream();
-        let serve = ServeStream::new(proved, served.completion(), &served.plan).map_err(|e| conn.wire(e))?;
+        let serve = if served.crowd.is_relay() {
+            ServeStream::relay(proved, served.completion(), &served.plan)
+        } else {
+            ServeStream::new(proved, served.completion(), &served.plan).map_err(|e| conn.wire(e))?
+        };
+        let bell = served.bell()?;
         Ok(Serving {
             shared,
             served,
@@ -182,6 +194,9 @@ impl<'a> Serving<'a> {
             out: accept,
             sent: 0,
             pongs: Vec::new(),
+            news: Vec::new(),
+            bell,
+            told: 0,
             sending: None,
             body: None,
             unacknowledged: 0,
@@ -220,18 +235,30 @@ impl<'a> Serving<'a> {
             {
                 return Ok(());
             }
+            self.tell()?;
             let wrote = self.write(over.is_some())?;
             if wrote == Wrote::Stripe {
                 self.hear()?;
                 continue;
             }
             let timeout = self.patience(over.as_ref())?;
-            let wake = over.is_none().then(|| self.served.wake());
+            let wake = over.is_none().then(|| self.bell.fd());
             let ready = self.conn.wait(wrote == Wrote::Blocked, wake, timeout)?;
             if ready.readable {
                 self.hear()?;
             }
         }
+    }
+
+    /// Tells the peer what the board has that it had not before.
+    fn tell(&mut self) -> Result<(), TcpError> {
+        let Some(board) = self.served.crowd.board() else { return Ok(()) };
+        self.bell.hush();
+        for some in board.news(&mut self.told).chunks(MAX_HOLDS as usize) {
+            let frame = Message::Holds(some.to_vec()).encode(self.stream).map_err(|e| self.conn.wire(e))?;
+            self.news.extend(frame);
+        }
+        Ok(())
     }
 
     fn hear(&mut self) -> Result<(), TcpError> {
@@ -269,17 +296,27 @@ impl<'a> Serving<'a> {
     fn take(&mut self, event: ServeEvent) -> Result<(), TcpError> {
         match event {
             // It is in the stream's book, and served in its turn.
-            ServeEvent::Claim { .. } => {}
+            ServeEvent::Claim { stripe, .. } => match &self.served.crowd {
+                Crowd::One => {}
+                Crowd::Among(board) => board.add(stripe.id),
+                Crowd::Any(board) if board.contains(stripe.id) => {}
+                Crowd::Any(_) => {
+                    let (stream, stripe) = (self.stream, stripe.id);
+                    return Err(self.conn.wire(WireError::NotHeld { stream, stripe }));
+                }
+            },
             ServeEvent::Ack { stripe, verdict } => self.acknowledged(stripe, verdict),
             ServeEvent::Done => {
                 self.conn.stage = Stage::Complete;
-                self.served.end(None, Instant::now() + self.shared.config.lost_after);
+                if !self.served.crowd.is_relay() {
+                    self.served.end(None, Instant::now() + self.shared.config.lost_after);
+                }
                 let done = self.serve.done().map_err(|e| self.conn.wire(e))?;
                 self.close(&done);
             }
             ServeEvent::Fault(fault) => {
                 self.ended = true;
-                if fault.ends_ticket() {
+                if fault.ends_ticket() && !self.served.crowd.is_relay() {
                     self.served.end(Some(fault.clone()), Instant::now());
                 }
                 return Err(self.conn.wire(WireError::Peer(fault)));
@@ -387,6 +424,7 @@ impl<'a> Serving<'a> {
             }
             let Some(sending) = &mut self.sending else {
                 self.out.append(&mut self.pongs);
+                self.out.append(&mut self.news);
                 if !self.out.is_empty() {
                     continue;
                 }
@@ -530,6 +568,7 @@ impl<'a> Serving<'a> {
     fn finish(&mut self) -> Result<(), TcpError> {
         let Some(sending) = self.sending.take() else { return Ok(()) };
         self.out.append(&mut self.pongs);
+        self.out.append(&mut self.news);
         self.out.extend(self.serve.end(sending.check).map_err(|e| self.conn.wire(e))?);
         self.conn.stage = Stage::Verify;
         self.flush(false)?;

@@ -1,7 +1,10 @@
-//! A transfer as seen from outside, at any time and without a lock.
+//! A transfer as seen from outside, at any time.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
+use windlass_core::wire::control::Brought;
 use windlass_core::wire::{Progress, Stage};
 
 /// Counters of one pull. The threads that pull write them, anybody may read them.
@@ -16,6 +19,17 @@ pub struct Watch {
     streams: AtomicU32,
     bad: AtomicU32,
     lost: AtomicU32,
+    relays_lost: AtomicU32,
+    sources: Mutex<Vec<Supply>>,
+}
+
+/// What came from one source.
+#[derive(Debug)]
+struct Supply {
+    by: Option<String>,
+    bytes: u64,
+    first: Instant,
+    last: Instant,
 }
 
 /// What a [`Watch`] says.
@@ -34,6 +48,8 @@ pub struct Seen {
     /// Stripes whose sums were wrong.
     pub bad: u32,
     pub lost: u32,
+    /// Relays that could not be reached, failed or lied.
+    pub relays_lost: u32,
 }
 
 impl Watch {
@@ -50,6 +66,35 @@ impl Watch {
             streams: self.streams.load(Ordering::Relaxed),
             bad: self.bad.load(Ordering::Relaxed),
             lost: self.lost.load(Ordering::Relaxed),
+            relays_lost: self.relays_lost.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Who brought how much so far.
+    pub fn brought(&self) -> Vec<Brought> {
+        let sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = |s: &Supply| {
+            // A single stripe comes in no time.
+            let time = s.last.duration_since(s.first).max(Duration::from_millis(1));
+            Brought { by: s.by.clone(), bytes: s.bytes, rate: s.bytes as f64 / time.as_secs_f64() }
+        };
+        sources.iter().map(told).collect()
+    }
+
+    pub(super) fn relay_lost(&self) {
+        self.relays_lost.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A stripe that was asked for at `since` has come, from a relay of this name or from the publisher.
+    pub(super) fn supplied(&self, by: Option<&str>, bytes: u64, since: Instant) {
+        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = Instant::now();
+        match sources.iter_mut().find(|s| s.by.as_deref() == by) {
+            Some(source) => {
+                source.bytes += bytes;
+                source.last = last;
+            }
+            None => sources.push(Supply { by: by.map(str::to_owned), bytes, first: since, last }),
         }
     }
 

@@ -18,7 +18,7 @@ use windlass_core::identity::{CutsHash, Identity, Incarnation, LayoutHash, Model
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Age, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Registered, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{BlockVersions, Mode, TicketFields};
 use windlass_data::receiver::{Control, ControlError, Receiver, ReceiverError};
@@ -79,7 +79,7 @@ impl Control for Liar {
         twisted.map_or_else(|| Control::sums(&**self.server(), identity, stop), Ok)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
         Control::register(&**self.server(), registration, stop)
     }
 

@@ -14,7 +14,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::sync_info::{AgentWeightSyncInfo, WeightSyncInfo};
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::conformance::{LinkUnderTest, MemoryEngine, region_dir};
 use windlass_data::receiver::{Control, ControlError};
@@ -191,7 +191,7 @@ impl Control for OneProcess {
         Control::sums(&*self.server()?, identity, stop)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
         Control::register(&*self.server()?, registration, stop)
     }
 

@@ -38,7 +38,7 @@ fn published() -> (Publisher, Known) {
 /// A full ticket, straight from the server.
 fn ticket(server: &Server) -> Ticket {
     use windlass_core::wire::control::{Registration, RequestMode, TransferAnswer, TransferRequest};
-    let instance_id = Control::register(server, &Registration::default(), &stop()).unwrap();
+    let instance_id = Control::register(server, &Registration::default(), &stop()).unwrap().instance_id;
     let request = TransferRequest {
         instance_id,
         mode: RequestMode::Full,
@@ -48,6 +48,7 @@ fn ticket(server: &Server) -> Ticket {
         wanted: None,
         streams: None,
         timeout_ms: None,
+        relay: None,
     };
     let TransferAnswer::Granted(granted) = Server::request(server, &request, &stop()).unwrap() else {
         panic!("refused")
@@ -57,7 +58,7 @@ fn ticket(server: &Server) -> Ticket {
 
 fn pull_into(refresh: &windlass_data::image::Refresh<'_>, ticket: &Ticket) -> Result<(), TcpError> {
     let (config, watch) = (PullConfig::default(), Watch::default());
-    refresh.land(ticket, |landing| pull(ticket, landing, &config, &stop(), &watch)).map(drop)
+    refresh.land(ticket, None, |landing| pull(ticket, landing, &config, &stop(), &watch)).map(drop)
 }
 
 #[test]
@@ -145,7 +146,7 @@ fn a_broken_refresh_keeps_what_landed() {
     // The next process has only the bytes, and their sums tell what they are.
     let mut image = Image::open(spec(dir.path()), &stop()).unwrap();
     assert_eq!(image.current(), None);
-    let sums = publisher.server().sums(Some(1)).unwrap();
+    let sums = publisher.server().sums(Some(1), &stop()).unwrap();
     let refresh = image.refresh(&stop()).unwrap();
     assert_eq!(refresh.adopt(1, sums.sums()), refresh.manifest().cuts().blocks());
     refresh.finish(&known, &stop()).unwrap();

@@ -9,6 +9,7 @@ mod faults;
 mod memory;
 mod odd;
 mod plane;
+mod relays;
 mod roles;
 mod several;
 mod sync;

@@ -17,8 +17,8 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    PartInfo, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone, TransferRequest,
-    VersionInfo,
+    PartInfo, Registered, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone,
+    TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits;
 use windlass_data::receiver::{Control, ControlError, Event, Receiver, ReceiverConfig};
@@ -144,8 +144,18 @@ impl Holder {
 }
 
 impl Peer for Holder {
-    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
-        Peer::part(&*self.there()?, version, base, stop)
+    fn part(
+        &self,
+        version: Version,
+        base: Option<Version>,
+        stripe: Option<u32>,
+        stop: &Stop,
+    ) -> Result<PartInfo, ControlError> {
+        Peer::part(&*self.there()?, version, base, stripe, stop)
+    }
+
+    fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        Peer::part_sums(&*self.there()?, version, stop)
     }
 
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {
@@ -371,6 +381,7 @@ fn many_receivers_at_once_get_one_version_under_one_lease() {
             wanted: None,
             streams: None,
             timeout_ms: None,
+            relay: None,
         };
         Server::request(&server, &request, &stop()).unwrap();
     }
@@ -488,7 +499,7 @@ impl Control for Replaced {
         Control::sums(&*self.new, identity, stop)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
         Control::register(&*self.new, registration, stop)
     }
 

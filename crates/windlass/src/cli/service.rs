@@ -11,6 +11,7 @@ use windlass_core::identity::ModelId;
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::private::Readers;
+use windlass_data::receiver::RelayConfig;
 use windlass_data::tls::Trust;
 
 use super::{Threads, Work, done, parse_count};
@@ -57,6 +58,9 @@ pub(super) struct ParsedAgent {
     /// Re-hash every Nth version published by delta (and the first); 0 disables
     #[arg(long, default_value_t = 16, value_name = "N")]
     check_every: u64,
+    /// Receivers pass deltas on to each other once there are this many that can, and full images always; 0 disables relay
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    relay_from: usize,
     /// TCP streams per transfer
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_STREAMS)), value_name = "N")]
     streams: u16,
@@ -152,6 +156,7 @@ impl ParsedAgent {
             history: self.history as usize,
             history_bytes: self.history_bytes,
             check_every: self.check_every,
+            relay_from: self.relay_from,
             threads: self.threads.count(),
             streams: self.streams,
             timeout: Duration::from_secs(self.timeout),
@@ -234,7 +239,54 @@ pub(super) struct ParsedReceive {
     #[command(flatten)]
     disk: ParsedAsDir,
     #[command(flatten)]
+    relay: ParsedRelay,
+    #[command(flatten)]
     threads: Threads,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Relay: passing versions on to other receivers")]
+struct ParsedRelay {
+    /// Do not pass versions on, and take them from agents only
+    #[arg(long)]
+    no_relay: bool,
+    /// The address to listen on for other receivers [default: the address from which this host reaches the agent]
+    #[arg(long, value_name = "IP", conflicts_with = "no_relay")]
+    relay_bind: Option<IpAddr>,
+    /// Port to listen on, or a range such as 7100-7199; 0 takes any
+    #[arg(long, value_parser = parse_ports, default_value = "0", value_name = "PORT or FIRST-LAST")]
+    relay_ports: (u16, u16),
+    /// Host name for other receivers to connect to [default: the address of --relay-bind]
+    #[arg(long, value_name = "HOST", conflicts_with = "no_relay")]
+    relay_host: Option<String>,
+    /// This receiver's certificate chain in PEM, leaf first, for --relay-host. Without it, versions of agents that use TLS
+    /// are not passed on
+    #[arg(long, value_name = "FILE", requires = "tls_key", requires = "relay_host")]
+    tls_cert: Option<PathBuf>,
+    /// Private key of --tls-cert in PEM, readable only by its owner
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+}
+
+impl ParsedRelay {
+    fn check(self) -> Result<Option<RelayConfig>, Error> {
+        if self.no_relay {
+            return Ok(None);
+        }
+        let host = self.relay_host.map(|h| Host::new(&h)).transpose();
+        let host = host.map_err(|e| Error::Usage(e.to_string()))?;
+        if let Some(bind) = self.relay_bind.filter(|bind| bind.is_unspecified() && host.is_none()) {
+            return Err(Error::Usage(format!(
+                "--relay-bind {bind} listens on every address: say with --relay-host which one other receivers should use"
+            )));
+        }
+        let files = self.tls_cert.zip(self.tls_key);
+        let tls = match &host {
+            Some(host) => tls::certificate(files.as_ref(), host)?,
+            None => None,
+        };
+        Ok(Some(RelayConfig { bind: self.relay_bind, ports: self.relay_ports, host, tls }))
+    }
 }
 
 #[derive(Debug, Args)]
@@ -385,17 +437,19 @@ impl ParsedReceive {
             return Err(Error::Usage(format!("{why}, and run a receiver for each model")));
         }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let pid = std::process::id();
+        let unnamed = || if controlled { receiver_id(&host, &self.dir) } else { format!("{host}:{pid}") };
+        let name = self.name.unwrap_or_else(unnamed);
         let controller = self.controller.map(|url| {
-            let id = self.name.clone().unwrap_or_else(|| receiver_id(&host, &self.dir));
             let own = self.controller_token_file.as_deref();
             let own = own.map(|file| token::read_for(file, readers(self.group))).transpose()?;
-            controlled_by(url, &id, own, token, self.model)
+            controlled_by(url, &name, own, token, self.model)
         });
         Ok(Receive {
             publishers,
             in_place: self.in_place,
             dir: self.dir,
-            name: self.name.unwrap_or_else(|| format!("{host}:{}", std::process::id())),
+            name,
             mode: match self.mode {
                 ParsedMode::Auto => RequestMode::Auto,
                 ParsedMode::Full => RequestMode::Full,
@@ -419,6 +473,7 @@ impl ParsedReceive {
             }),
             trust: self.client.trust()?,
             controller: controller.transpose()?,
+            relay: self.relay.check()?,
         })
     }
 }

@@ -41,8 +41,9 @@ use tokio::sync::watch;
 use windlass_core::address::{Host, HostPort, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, Version};
+use windlass_core::wire::TicketId;
 use windlass_core::wire::control::{
-    BufferInfo, Registration, SharedTicket, TransferDone, TransferRequest, VersionInfo,
+    BufferInfo, Registration, Relays, SharedTicket, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
@@ -84,6 +85,8 @@ pub(crate) struct Agent {
     pub(crate) history_bytes: u64,
     /// How often the bytes of a version that was handed out by delta are summed; 0 for never.
     pub(crate) check_every: u64,
+    /// From so many receivers on that can, they pass deltas on to each other, and images always; 0 for never.
+    pub(crate) relay_from: usize,
     /// Threads of the sealer.
     pub(crate) threads: usize,
     /// Streams of a transfer.
@@ -162,6 +165,7 @@ impl Agent {
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
             check_every: self.check_every,
+            relay_from: self.relay_from,
             threads: self.threads,
             streams: self.streams,
             transfer_timeout: self.timeout,
@@ -352,9 +356,18 @@ pub(crate) async fn answer(
     let limits = Limits::default();
     let port = listener.local_addr().map_or(0, |a| a.port());
     let stop = Stop::never();
-    let shared = Shared { server: Arc::clone(&server), versions, port, stop: stop.clone() };
+    let (joins, joined) = watch::channel(0);
+    let shared = Shared { server: Arc::clone(&server), versions, joined, port, stop: stop.clone() };
     let router = http::guarded(routes(shared), &[], token, limits);
-    // Long-polls wait on this channel, so that a thousand of them cost no thread.
+    // Long-polls wait on these channels, so that a thousand of them cost no thread.
+    let (watch_stop, watched) = (stop.clone(), Arc::clone(&server));
+    let join_watcher = tokio::task::spawn_blocking(move || {
+        while !watch_stop.is_set() {
+            let seen = *joins.borrow();
+            let now = watched.wait_joined(seen, &watch_stop.with_timeout(Duration::from_secs(1)));
+            joins.send_if_modified(|old| std::mem::replace(old, now) != now);
+        }
+    });
     let watch_stop = stop.clone();
     let watcher = tokio::task::spawn_blocking(move || {
         let mut seen = None;
@@ -373,7 +386,7 @@ pub(crate) async fn answer(
     http::serve(listener, certificate.as_ref(), router, limits, ended, Duration::from_secs(2)).await;
     ending.abort();
     stop.set();
-    let _ = watcher.await;
+    let _ = (watcher.await, join_watcher.await);
 }
 
 /// What the region was promised for deltas; a region that was made without a promise has no bound of its own.
@@ -393,6 +406,8 @@ fn is_among(port: u16, (first, last): (u16, u16)) -> bool {
 struct Shared {
     server: Arc<Server>,
     versions: watch::Receiver<VersionInfo>,
+    /// How often receivers joined those that pass versions on.
+    joined: watch::Receiver<u64>,
     port: u16,
     /// Set when the service ends.
     stop: Stop,
@@ -405,6 +420,7 @@ fn routes(shared: Shared) -> Router {
         .route("/get_capabilities", get(get_capabilities))
         .route("/get_manifest", get(get_manifest))
         .route("/get_sums", get(get_sums))
+        .route("/get_relays", get(get_relays))
         .route("/get_part", get(get_part))
         .route("/share_ticket", post(share_ticket))
         .route("/register_receiver", post(register))
@@ -489,8 +505,42 @@ async fn get_sums(
     State(shared): State<Shared>,
     Params(query): Params<SumsQuery>,
 ) -> Result<Response, Failure> {
-    let sums = shared.server.sums(query.version).map_err(failure)?;
+    let stop = shared.stop.with_timeout(Limits::default().request);
+    let sums = blocking(move || shared.server.sums(query.version, &stop)).await?;
     Ok(http::octets(sums.sums().iter().flat_map(|s| s.to_bytes()).collect()))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RelaysQuery {
+    ticket: TicketId,
+    known: u32,
+    timeout_ms: Option<u64>,
+}
+
+async fn get_relays(
+    State(shared): State<Shared>,
+    Params(query): Params<RelaysQuery>,
+) -> Result<Response, Failure> {
+    let until =
+        tokio::time::Instant::now() + Duration::from_millis(query.timeout_ms.unwrap_or(0)).min(MAX_POLL);
+    let (server, mut joined) = (shared.server, shared.joined);
+    let more = |hurry| server.more_relays(query.ticket, query.known, hurry).map_err(failure);
+    let relays = loop {
+        joined.mark_unchanged();
+        if let Some(relays) = more(true)? {
+            break relays;
+        }
+        match tokio::time::timeout_at(until, joined.changed()).await {
+            Ok(Ok(())) => {}
+            // The time is over, or the service ends.
+            Ok(Err(_)) | Err(_) => {
+                let none = Relays { receivers: query.known, relays: Vec::new() };
+                break more(false)?.unwrap_or(none);
+            }
+        }
+    };
+    Ok(Json(relays).into_response())
 }
 
 #[derive(Debug, Deserialize)]
@@ -498,6 +548,7 @@ async fn get_sums(
 struct PartQuery {
     version: Version,
     base: Option<Version>,
+    stripe_bytes: Option<u32>,
     timeout_ms: Option<u64>,
 }
 
@@ -507,7 +558,8 @@ async fn get_part(
 ) -> Result<Response, Failure> {
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
-    let part = blocking(move || server.part(query.version, query.base, &stop)).await?;
+    let PartQuery { version, base, stripe_bytes, .. } = query;
+    let part = blocking(move || server.part(version, base, stripe_bytes, &stop)).await?;
     Ok(Json(part).into_response())
 }
 
@@ -555,6 +607,7 @@ async fn status(State(shared): State<Shared>) -> Response {
         "delta": server.delta(),
         "instances": server.instances(),
         "open_transfers": server.open_transfers(),
+        "relayed": server.passed(),
         "counters": server.counters(),
         "failure": server.failure(),
         "contradiction": server.contradiction(),
@@ -634,5 +687,11 @@ fn metrics_text(server: &Server) -> String {
     put("completed_total", "counter", "Transfers completed.", n(&c.completed));
     put("revoked_total", "counter", "Transfers ended because the slot was needed.", n(&c.revoked));
     put("sent_bytes_total", "counter", "Bytes sent and acknowledged.", n(&c.bytes_acked));
+    put(
+        "relayed_bytes_total",
+        "counter",
+        "Bytes that receivers got from other receivers.",
+        n(&c.bytes_relayed),
+    );
     out
 }

@@ -8,6 +8,7 @@
 //! Blocking; every call ends with its [`Stop`] or after [`TIMEOUT`] (see [`crate::service::client`]).
 
 use std::fmt::Write as _;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -20,9 +21,10 @@ use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::wire::TicketId;
 use windlass_core::wire::control::{
-    Age, Capabilities, PartInfo, Registered, Registration, SharedTicket, TransferAnswer, TransferDone,
-    TransferRequest, VersionInfo,
+    Age, Capabilities, PartInfo, Registered, Registration, Relays, SharedTicket, TransferAnswer,
+    TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::region::is_region;
@@ -39,6 +41,8 @@ use crate::service::token::{self, Held};
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long one long-poll waits at the other end.
 const POLL: Duration = Duration::from_secs(20);
+/// How long one of those waits that looks for relays.
+const SCOUT: Duration = Duration::from_secs(1);
 /// The route for versions.
 const VERSION: &str = "/get_version";
 /// The longest answer: the manifest of a very large model.
@@ -105,6 +109,16 @@ impl HttpControl {
     fn poll(&self, stop: &Stop) -> Duration {
         let given = stop.left().map_or(self.timeout, |left| left.min(self.timeout));
         POLL.min(given / 4 * 3)
+    }
+
+    fn get_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        let what = "get the sums";
+        let bytes = self.call(what, &format!("/get_sums?version={version}"), None::<&()>, stop)?;
+        let (sums, rest) = bytes.as_chunks::<16>();
+        if !rest.is_empty() {
+            return Err(self.answer(what, format!("{} bytes are no whole number of sums", bytes.len())));
+        }
+        Ok(sums.iter().map(|b| BlockSum::from_bytes(*b)).collect())
     }
 
     fn place(&self, what: &'static str) -> Result<Place, ControlError> {
@@ -313,6 +327,19 @@ impl Control for HttpControl {
         Privacy { trust: required.then(|| self.client.trust().ok()).flatten(), required }
     }
 
+    fn local_address(&self) -> Option<IpAddr> {
+        let (endpoint, _) = self.place("find the way to it").ok()?;
+        let (host, port) = (endpoint.address().host().as_str(), endpoint.address().port());
+        // Nothing is sent: only the route is looked up.
+        let look_up = |to: SocketAddr| {
+            let any: IpAddr = if to.is_ipv4() { [0; 4].into() } else { [0; 16].into() };
+            let socket = UdpSocket::bind((any, 0)).ok()?;
+            socket.connect(to).ok()?;
+            Some(socket.local_addr().ok()?.ip())
+        };
+        (host, port).to_socket_addrs().ok()?.find_map(look_up)
+    }
+
     fn version(
         &self,
         newer_than: Option<(Incarnation, Version)>,
@@ -341,22 +368,21 @@ impl Control for HttpControl {
     }
 
     fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
-        let what = "get the sums";
-        let bytes = self.call(what, &format!("/get_sums?version={}", identity.version), None::<&()>, stop)?;
-        let (sums, rest) = bytes.as_chunks::<16>();
-        if !rest.is_empty() {
-            return Err(self.answer(what, format!("{} bytes are no whole number of sums", bytes.len())));
-        }
-        Ok(sums.iter().map(|b| BlockSum::from_bytes(*b)).collect())
+        self.get_sums(identity.version, stop)
     }
 
-    fn register(&self, registration: &Registration, stop: &Stop) -> Result<String, ControlError> {
-        let registered: Registered = self.post("register", "/register_receiver", registration, stop)?;
-        Ok(registered.instance_id)
+    fn register(&self, registration: &Registration, stop: &Stop) -> Result<Registered, ControlError> {
+        self.post("register", "/register_receiver", registration, stop)
     }
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         self.post("request a transfer", "/request_transfer", request, stop)
+    }
+
+    fn relays(&self, ticket: TicketId, known: u32, stop: &Stop) -> Result<Relays, ControlError> {
+        // What is little news is told at the end of the wait.
+        let wait = self.poll(stop).min(SCOUT).as_millis();
+        self.get("find relays", &format!("/get_relays?ticket={ticket}&known={known}&timeout_ms={wait}"), stop)
     }
 
     fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError> {
@@ -365,13 +391,26 @@ impl Control for HttpControl {
 }
 
 impl Peer for HttpControl {
-    fn part(&self, version: Version, base: Option<Version>, stop: &Stop) -> Result<PartInfo, ControlError> {
+    fn part(
+        &self,
+        version: Version,
+        base: Option<Version>,
+        stripe: Option<u32>,
+        stop: &Stop,
+    ) -> Result<PartInfo, ControlError> {
         let wait = self.poll(stop).as_millis();
         let mut path = format!("/get_part?version={version}&timeout_ms={wait}");
         if let Some(base) = base {
             let _ = write!(path, "&base={base}");
         }
+        if let Some(stripe) = stripe {
+            let _ = write!(path, "&stripe_bytes={stripe}");
+        }
         self.get("get a part", &path, stop)
+    }
+
+    fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
+        self.get_sums(version, stop)
     }
 
     fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {

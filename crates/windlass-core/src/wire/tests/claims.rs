@@ -9,8 +9,12 @@ use crate::error::Kind;
 use crate::ranges::BlockRanges;
 
 const DEADLINE: Duration = Duration::from_mins(1);
-const POLICY: ClaimPolicy =
-    ClaimPolicy { deadline: DEADLINE, stripe_timeout: Duration::from_secs(5), max_bad: 2 };
+const POLICY: ClaimPolicy = ClaimPolicy {
+    deadline: DEADLINE,
+    stripe_timeout: Duration::from_secs(5),
+    max_bad: 2,
+    stall: Duration::from_millis(500),
+};
 
 fn at(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -206,8 +210,9 @@ fn a_slow_stream_holds_up_nothing_but_its_own_stripe() {
     assert_eq!(claims.claim(stream(0, 0), at(1)), Ok(Grant::Wait));
 
     // It is overdue after its timeout, and once it is reset another stream takes over.
-    assert_eq!(claims.overdue(at(5)), []);
-    assert_eq!(claims.overdue(at(6)), [stream(2, 0)]);
+    assert_eq!(claims.overdue(stream(2, 0), at(5)), None);
+    assert_eq!(claims.overdue(stream(2, 0), at(6)), Some(at(5)));
+    assert_eq!(claims.overdue(stream(0, 0), at(6)), None);
     assert_eq!(claims.lost(stream(2, 0)), 1);
     assert_eq!(granted(claims.claim(stream(0, 0), at(6))), Some((slow, 1)));
     assert_eq!(claims.complete(stream(2, 0), slow, at(6)), Err(WireError::NotLive { stream: stream(2, 0) }));

@@ -67,6 +67,11 @@ fn any_message() -> impl Strategy<Value = Message> {
         (any_kind(), stage, any::<Option<u32>>(), any_text()).prop_map(|(kind, stage, stripe, message)| {
             Message::Error(Fault { kind, stage, stripe, message })
         }),
+        proptest::collection::vec(
+            (any::<u16>(), 1u32..9).prop_map(|(s, n)| s.into()..u32::from(s) + n),
+            1..40
+        )
+        .prop_map(Message::Holds),
         any::<u64>().prop_map(Message::Ping),
         any::<u64>().prop_map(Message::Pong),
     ]

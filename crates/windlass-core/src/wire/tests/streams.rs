@@ -103,7 +103,7 @@ fn stripes_are_claimed_served_acknowledged_and_done() {
 /// Every kind, in every state in which it may not come.
 #[test]
 fn a_pull_stream_refuses_every_frame_out_of_order() {
-    use FrameKind::{Data, Done, Error, Ping, Pong, StripeEnd};
+    use FrameKind::{Data, Done, Error, Holds, Ping, Pong, StripeEnd};
     let ticket = ticket();
     let plan = plan(&ticket);
     let stripe = stripes(&plan)[0];
@@ -119,16 +119,16 @@ fn a_pull_stream_refuses_every_frame_out_of_order() {
         };
         FrameKind::ALL.into_iter().filter(ok).collect()
     };
-    assert_eq!(allowed(&|_| ()), [Error, Ping]);
-    assert_eq!(allowed(&|p| drop(p.claim(stripe, 0).unwrap())), [Data, Error, Ping]);
+    assert_eq!(allowed(&|_| ()), [Error, Holds, Ping]);
+    assert_eq!(allowed(&|p| drop(p.claim(stripe, 0).unwrap())), [Data, Error, Holds, Ping]);
     let whole = |p: &mut PullStream| {
         p.claim(stripe, 0).unwrap();
         p.header(&Header { body_len: stripe.bytes, ..frame(Data) }).unwrap();
         p.taken(stripe.bytes as usize).unwrap();
     };
-    assert_eq!(allowed(&whole), [StripeEnd, Error, Ping]);
-    assert_eq!(allowed(&|p| drop(p.done().unwrap())), [Done, Error, Ping]);
-    assert_eq!(allowed(&|p| drop(p.ping(5).unwrap())), [Error, Ping, Pong]);
+    assert_eq!(allowed(&whole), [StripeEnd, Error, Holds, Ping]);
+    assert_eq!(allowed(&|p| drop(p.done().unwrap())), [Done, Error, Holds, Ping]);
+    assert_eq!(allowed(&|p| drop(p.ping(5).unwrap())), [Error, Holds, Ping, Pong]);
     let fault = Fault { kind: crate::Kind::Stale, stage: Stage::Data, stripe: None, message: String::new() };
     let failed = |p: &mut PullStream| {
         let frame = Message::Error(fault.clone()).encode(STREAM).unwrap();

@@ -97,8 +97,11 @@ fn block_versions_of_a_ticket_must_make_sense() {
 #[test]
 fn the_base_and_payloads_of_a_delta_ticket_are_checked() {
     let base = |identity| Base { identity, digest: StateDigest([4; 16]) };
-    let payload =
-        |bytes, sources: &[u32]| Payload { bytes, sources: sources.iter().copied().map(SourceId).collect() };
+    let payload = |bytes, sources: &[u32]| Payload {
+        bytes,
+        sources: sources.iter().copied().map(SourceId).collect(),
+        sums: Vec::new(),
+    };
     let with = |identity, payloads| {
         broken(delta_fields(&[5]), |t| t.mode = Mode::Delta { base: base(identity), payloads })
     };

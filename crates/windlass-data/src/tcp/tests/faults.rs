@@ -78,7 +78,7 @@ fn one(seed: u64, image: &Image, tls: Option<&(Certificate, Privacy)>) {
         fields.deadline.timeout_ms = timeout.as_millis() as u64;
         let ticket = Ticket::new(inside(fields)).unwrap();
         let files = payloads.iter().map(|p| Some(payload_file(p))).collect();
-        let handle = offer(&senders[0], &ticket, 0, Body::Payloads(files));
+        let handle = offer(&senders[0], &ticket, 0, Body::payloads(files));
         let buffers: Vec<_> = payloads.iter().map(|p| Mapping::anonymous(p.len() as u64).unwrap()).collect();
         let result = pull_payloads(&ticket, &buffers, &pull_config);
         if result.is_ok() {

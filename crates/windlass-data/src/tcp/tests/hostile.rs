@@ -15,7 +15,7 @@ use super::world::{
     Image, Landed, Rng, eventually, offer, plain_manifest, quick, quick_pull, random, sender,
 };
 use crate::stop::Stop;
-use crate::tcp::{Offer, PullConfig, Sender, SenderConfig, TcpError};
+use crate::tcp::{Crowd, Offer, PullConfig, Sender, SenderConfig, TcpError};
 
 const FIRST: StreamId = StreamId { index: 0, epoch: 0 };
 
@@ -372,11 +372,13 @@ fn offers_that_do_not_fit_their_ticket_are_refused() {
     let at = sender.local_addr();
     let ticket = Ticket::new(image.ticket(at)).unwrap();
     let refused = |ticket: &Ticket, source, body| {
-        sender.offer(Offer { ticket: ticket.clone(), source: SourceId(source), body }).unwrap_err()
+        sender
+            .offer(Offer { ticket: ticket.clone(), source: SourceId(source), body, crowd: Crowd::One })
+            .unwrap_err()
     };
     let body = || image.body(Arc::new(()));
     assert!(matches!(refused(&ticket, 9, body()), TcpError::NotASource { source_id: 9, .. }));
-    let payloads = crate::tcp::Body::Payloads(vec![None]);
+    let payloads = crate::tcp::Body::payloads(vec![None]);
     assert!(matches!(refused(&ticket, 0, payloads), TcpError::Mode { .. }));
     let mut other = image.ticket(at);
     other.layout_hash.0[0] ^= 1;
@@ -385,7 +387,7 @@ fn offers_that_do_not_fit_their_ticket_are_refused() {
     short.file = super::world::payload_file(&[0; 100]);
     assert!(matches!(refused(&ticket, 0, short.body(Arc::new(()))), TcpError::Size { have: 100, .. }));
     let delta = Ticket::new(super::world::delta_fields(&[vec![1; 10]], at)).unwrap();
-    let missing = crate::tcp::Body::Payloads(vec![None]);
+    let missing = crate::tcp::Body::payloads(vec![None]);
     assert!(matches!(refused(&delta, 0, missing), TcpError::PayloadMissing { payload: 0, .. }));
     assert!(matches!(refused(&delta, 0, body()), TcpError::Mode { .. }));
     let _offer = offer(&sender, &ticket, 0, body());

@@ -4,6 +4,7 @@ mod faults;
 mod hostile;
 mod leases;
 mod proxy;
+mod relays;
 mod secret;
 mod transfers;
 mod world;

@@ -84,7 +84,7 @@ fn images_and_deltas_arrive_inside_tls_bit_for_bit() {
     let payloads = [Rng(4).bytes(1), Rng(5).bytes(700_001)];
     let ticket = Ticket::new(inside(delta_fields(&payloads, sender.local_addr()))).unwrap();
     let files = payloads.iter().map(|p| Some(payload_file(p))).collect();
-    let _offer = offer(&sender, &ticket, 0, Body::Payloads(files));
+    let _offer = offer(&sender, &ticket, 0, Body::payloads(files));
     let buffers: Vec<_> = payloads.iter().map(|p| Mapping::anonymous(p.len() as u64).unwrap()).collect();
     pull_payloads(&ticket, &buffers, &config).unwrap();
     for (buffer, payload) in buffers.iter().zip(&payloads) {

@@ -112,7 +112,7 @@ fn delta_payloads_arrive_in_their_buffers() {
     let payloads = [rng.bytes(1), rng.bytes(300_001), rng.bytes(64 << 10)];
     let ticket = Ticket::new(delta_fields(&payloads, sender.local_addr())).unwrap();
     let files = payloads.iter().map(|p| Some(payload_file(p))).collect();
-    let _offer = offer(&sender, &ticket, 0, Body::Payloads(files));
+    let _offer = offer(&sender, &ticket, 0, Body::payloads(files));
     let buffers: Vec<_> = payloads.iter().map(|p| Mapping::anonymous(p.len() as u64).unwrap()).collect();
     let pulled = pull_payloads(&ticket, &buffers, &quick_pull()).unwrap();
     for (buffer, payload) in buffers.iter().zip(&payloads) {
@@ -147,7 +147,7 @@ fn no_more_streams_are_opened_than_a_source_has_stripes() {
         let lanes = useful_lanes(&ticket, &plan);
         lanes.iter().map(|(index, source)| (*index, source.id.0)).collect::<Vec<_>>()
     };
-    let stripe = MIN_STRIPE_BYTES as usize;
+    let stripe = 4 * MIN_STRIPE_BYTES as usize;
     assert_eq!(lanes(delta_fields(&[vec![1; 100]], at)), [(0, 0)]);
     assert_eq!(lanes(delta_fields(&[vec![1; 2 * stripe]], at)), [(0, 0), (1, 0)]);
     assert_eq!(lanes(delta_fields(&[vec![1; 9 * stripe]], at)).len(), 4);

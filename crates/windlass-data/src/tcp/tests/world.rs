@@ -22,7 +22,7 @@ use crate::shm::Mapping;
 use crate::simd::kernels;
 use crate::stop::Stop;
 use crate::tcp::{
-    Body, ImageLanding, Offer, OfferHandle, PayloadLanding, PullConfig, Pulled, Sender, SenderConfig,
+    Body, Crowd, ImageLanding, Offer, OfferHandle, PayloadLanding, PullConfig, Pulled, Sender, SenderConfig,
     TcpError, Watch, pull,
 };
 
@@ -178,17 +178,20 @@ pub(super) fn fields(wanted: BlockRanges, sources: Vec<Source>) -> TicketFields 
         wanted,
         sources,
         streams: 3,
-        stripe_bytes: MIN_STRIPE_BYTES,
+        stripe_bytes: 4 * MIN_STRIPE_BYTES,
         checks: Checks::BlockSums,
         deadline: Deadline::starting(unix_ms(), 20_000),
         key: TicketKey::new(random()),
+        swarm: None,
     }
 }
 
 /// A delta of these payloads, all held by source 0.
 pub(super) fn delta_fields(payloads: &[Vec<u8>], at: SocketAddr) -> TicketFields {
-    let payloads =
-        payloads.iter().map(|p| Payload { bytes: p.len() as u64, sources: vec![SourceId(0)] }).collect();
+    let payloads = payloads
+        .iter()
+        .map(|p| Payload { bytes: p.len() as u64, sources: vec![SourceId(0)], sums: Vec::new() })
+        .collect();
     let base = Base { identity: identity(40), digest: StateDigest([4; 16]) };
     TicketFields {
         mode: Mode::Delta { base, payloads },
@@ -229,19 +232,23 @@ pub(super) fn quick_pull<'a>() -> PullConfig<'a> {
 }
 
 pub(super) fn offer(sender: &Sender, ticket: &Ticket, id: u32, body: Body) -> OfferHandle {
-    sender.offer(Offer { ticket: ticket.clone(), source: SourceId(id), body }).unwrap()
+    sender.offer(Offer { ticket: ticket.clone(), source: SourceId(id), body, crowd: Crowd::One }).unwrap()
 }
 
 /// A receiver's image, and what it was told about blocks.
 pub(super) struct Landed {
     pub(super) mapping: Mapping,
     pub(super) sums: Mutex<BTreeMap<u32, BlockSum>>,
+    /// What blocks are compared with, beyond what their senders say.
+    pub(super) proof: Option<Arc<SumTable>>,
+    /// What a stream waits for after each block.
+    pub(super) gate: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Landed {
     pub(super) fn new(manifest: &Manifest) -> Landed {
         let mapping = Mapping::anonymous(DATA_START + manifest.data_bytes()).unwrap();
-        Landed { mapping, sums: Mutex::default() }
+        Landed { mapping, sums: Mutex::default(), proof: None, gate: None }
     }
 
     pub(super) fn pull(
@@ -256,8 +263,10 @@ impl Landed {
             mapping: &self.mapping,
             data_start: DATA_START,
             kernels: kernels(),
+            proof: self.proof.as_deref(),
             landed: &|block, sum| {
                 assert_eq!(self.sums.lock().unwrap().insert(block, sum), None, "block {block} landed twice");
+                self.gate.iter().for_each(|gate| gate());
             },
             finish: &|| Ok(()),
         };

@@ -207,6 +207,7 @@ pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig
         allow: None,
         keep: None,
         share: None,
+        relaying: None,
     }
 }
 

@@ -14,7 +14,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::stop::Stop;
@@ -34,7 +34,7 @@ enum Answer {
     Version(VersionInfo),
     Manifest(String),
     Sums(Vec<BlockSum>),
-    Registered(String),
+    Registered(Box<Registered>),
     Transfer(TransferAnswer),
     Done,
     No { kind: Kind, message: String },
@@ -88,7 +88,9 @@ fn answer(mut peer: &UnixStream, control: &dyn Control) -> std::io::Result<()> {
         Ask::Version(seen) => control.version(seen, &stop).map(Answer::Version),
         Ask::Manifest => control.manifest(&stop).map(|m| Answer::Manifest(m.to_json())),
         Ask::Sums(identity) => control.sums(&identity, &stop).map(Answer::Sums),
-        Ask::Register(registration) => control.register(&registration, &stop).map(Answer::Registered),
+        Ask::Register(registration) => {
+            control.register(&registration, &stop).map(|r| Answer::Registered(Box::new(r)))
+        }
         Ask::Request(request) => control.request(&request, &stop).map(Answer::Transfer),
         Ask::Done(done) => control.done(&done, &stop).map(|()| Answer::Done),
     };
@@ -158,9 +160,9 @@ impl Control for Remote {
         }
     }
 
-    fn register(&self, registration: &Registration, _: &Stop) -> Result<String, ControlError> {
+    fn register(&self, registration: &Registration, _: &Stop) -> Result<Registered, ControlError> {
         match self.ask("register", &Ask::Register(registration.clone()))? {
-            Answer::Registered(id) => Ok(id),
+            Answer::Registered(registered) => Ok(*registered),
             _ => self.odd("register"),
         }
     }

@@ -146,6 +146,7 @@ fn one_pull(
             mapping,
             data_start: 0,
             kernels: windlass_data::simd::kernels(),
+            proof: None,
             landed: &|_, _| {},
             finish: &|| Ok(()),
         };

@@ -181,6 +181,7 @@ impl<'a> Publisher<'a> {
             wanted: None,
             streams: Some(self.config.streams),
             timeout_ms: Some(TIMEOUT.as_millis() as u64),
+            relay: None,
         };
         match self.server.request(&request, &self.stop()).map_err(failed!("ask for a ticket"))? {
             TransferAnswer::Granted(granted) => granted.ticket().map_err(failed!("read a ticket")),
@@ -203,6 +204,7 @@ impl<'a> Publisher<'a> {
             allow: None,
             keep: None,
             share: None,
+            relaying: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;
         Receiver::open(config, control, None, &self.stop()).map_err(failed!("open an image"))

@@ -169,8 +169,9 @@ impl Link<'_> {
         let config = PullConfig { verify, privacy: self.privacy, ..PullConfig::default() };
         let stop = self.publisher.stop();
         let ((), spent) = Spent::on(|| {
-            let pulled =
-                self.refresh.land(&ticket, |land| pull(&ticket, land, &config, &stop, &Watch::default()));
+            let pulled = self
+                .refresh
+                .land(&ticket, None, |land| pull(&ticket, land, &config, &stop, &Watch::default()));
             pulled.map_err(failed!("pull the image"))?;
             Ok(())
         })?;
@@ -202,7 +203,7 @@ impl Link<'_> {
 
     fn with_data<T>(&self, f: impl FnOnce(&mut [u8]) -> Result<T, Error>) -> Result<T, Error> {
         let ticket = self.publisher.ticket(None)?;
-        self.refresh.land(&ticket, |land| {
+        self.refresh.land(&ticket, None, |land| {
             let end = land.data_start + land.manifest.data_bytes();
             let mut loan = land.mapping.lend(land.data_start..end).map_err(failed!("write the image"))?;
             f(&mut loan)

@@ -297,6 +297,8 @@ impl Record {
         for one in &mut doing {
             one.stage = cut(&one.stage, 32);
             one.engines.truncate(32);
+            one.brought.truncate(64);
+            one.brought.iter_mut().for_each(|b| b.by = b.by.take().map(|name| cut(&name, 256)));
             for engine in &mut one.engines {
                 engine.engine = cut(&engine.engine, 256);
                 engine.condition = cut(&engine.condition, 32);

@@ -49,6 +49,7 @@ use serde_json::Value;
 use windlass_core::barrier::{Order, Peer, Phase, Served, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
+use windlass_core::wire::control::Brought;
 
 /// Maximum number of spans in a message.
 pub const MAX_SPANS: usize = 16;
@@ -277,6 +278,9 @@ pub struct Doing {
     /// Bytes per second, lately.
     #[serde(default)]
     pub rate: f64,
+    /// Who brought how much of the last version that other receivers took part in.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub brought: Vec<Brought>,
     /// Its engines, each with what it has.
     #[serde(default)]
     pub engines: Vec<EngineDoing>,

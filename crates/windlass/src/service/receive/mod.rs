@@ -50,7 +50,8 @@ use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
 use windlass_data::private;
 use windlass_data::receiver::{
-    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, Share, Start, Synced,
+    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, RelayConfig, Relaying, Share,
+    Start, Synced,
 };
 use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::shm::in_memory;
@@ -120,6 +121,8 @@ pub(crate) struct Receive {
     pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
     pub(crate) controller: Option<Controlled>,
+    /// How versions are passed on to other receivers, if they are.
+    pub(crate) relay: Option<RelayConfig>,
 }
 
 /// How long a region that is read in place may be silent before it is asked whether it is still the one.
@@ -188,6 +191,7 @@ impl Receive {
             allow: None,
             keep: self.engines.as_ref().map(|_| KEEP),
             share: self.engines.as_ref().map(|_| Share { dir: place.incoming() }),
+            relaying: self.relay.clone().map(|relay| Arc::new(Relaying::new(relay))),
         }
     }
 
@@ -445,8 +449,12 @@ fn report(synced: &Synced) -> Value {
 }
 
 fn line(image: &Known, s: &Synced) -> String {
+    let relayed = match s.relayed_bytes {
+        0 => String::new(),
+        relayed => format!(" ({} of them from other receivers)", bytes(relayed)),
+    };
     format!(
-        "{}: {} {}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
+        "{}: {} {}{relayed}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
         image.identity,
         s.mode,
         bytes(s.wire_bytes),

@@ -14,7 +14,7 @@ use windlass_core::address::Token;
 use windlass_core::barrier::{Order, Phase, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
-use windlass_core::wire::control::VersionInfo;
+use windlass_core::wire::control::{Brought, VersionInfo};
 use windlass_data::image::Known;
 use windlass_data::receiver::{
     Control, Fetched, Receiver, ReceiverConfig, ReceiverError, Stage as Doings, Start, StatusHandle, Synced,
@@ -89,6 +89,8 @@ struct State {
     /// The version for which no agent answered, and how often.
     unreached: Option<(Identity, u32)>,
     rate: Rate,
+    /// Who brought the last version that other receivers took part in.
+    brought: Vec<Brought>,
     /// The version that was put up as a directory last.
     placed: Option<Identity>,
 }
@@ -154,6 +156,7 @@ impl Model {
             error: None,
             unreached: None,
             rate: Rate::default(),
+            brought: Vec::new(),
             placed: None,
         };
         let found = receiver.current().cloned();
@@ -332,12 +335,16 @@ impl Model {
                 Doings::Opening | Doings::Applying | Doings::Finishing => "applying",
             };
             (bytes, of_bytes) = (status.bytes_done, status.bytes);
+            if !status.brought.is_empty() {
+                state.brought = status.brought;
+            }
             rate = state.rate.at(bytes, Instant::now());
         }
         if stage == "idle" && state.error.is_some() {
             stage = "failed";
         }
         let busy = !matches!(stage, "idle" | "staged" | "failed");
+        let brought = state.brought.clone();
         drop(state);
         let engines = self.engines.as_ref().map_or_else(Vec::new, |(engines, _)| {
             let told = engines.status().into_iter().map(|s| EngineDoing {
@@ -354,7 +361,7 @@ impl Model {
             told.collect()
         });
         let stage = stage.to_owned();
-        (Doing { model_id: self.id.clone(), stage, version, bytes, of_bytes, rate, engines }, busy)
+        (Doing { model_id: self.id.clone(), stage, version, bytes, of_bytes, rate, brought, engines }, busy)
     }
 
     /// Ends both threads, soon.
@@ -539,6 +546,7 @@ impl Model {
             Ok(Some(fetched)) => {
                 let (base, known) = (fetched.base(), fetched.known());
                 let synced = fetched.synced().clone();
+                state.brought.clone_from(&synced.brought);
                 let delta = (&known.identity, fetched, synced.wire_bytes);
                 let answer = state.orders.fetched(stage.order, &base, delta, now);
                 state.error = None;
@@ -574,6 +582,7 @@ impl Model {
         let session = state.session;
         match result {
             Ok((synced, got)) => {
+                state.brought.clone_from(&synced.brought);
                 let answer = state.orders.replaced(stage.order, &got, now);
                 state.error = None;
                 drop(state);

@@ -4,7 +4,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
-    Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::stop::Stop;
@@ -37,7 +37,7 @@ impl Control for NoAgent {
         NoAgent::lost("get the sums")
     }
 
-    fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
+    fn register(&self, _: &Registration, _: &Stop) -> Result<Registered, ControlError> {
         NoAgent::lost("register")
     }
 

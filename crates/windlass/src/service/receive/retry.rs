@@ -230,7 +230,7 @@ mod tests {
     use windlass_core::identity::{CutsHash, Identity, LayoutHash, ModelId};
     use windlass_core::manifest::Manifest;
     use windlass_core::wire::control::{
-        Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+        Registered, Registration, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
     };
     use windlass_data::receiver::ControlError;
 
@@ -275,7 +275,7 @@ mod tests {
             lost()
         }
 
-        fn register(&self, _: &Registration, _: &Stop) -> Result<String, ControlError> {
+        fn register(&self, _: &Registration, _: &Stop) -> Result<Registered, ControlError> {
             lost()
         }
 

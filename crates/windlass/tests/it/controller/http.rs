@@ -1,6 +1,7 @@
 //! What the controller's routes answer to whom: refusals, floods, events, the page, metrics, the description.
 
 use super::*;
+use windlass_core::wire::control::Brought;
 
 #[test]
 fn requests_that_are_refused_leave_nothing_behind() {
@@ -109,6 +110,7 @@ fn a_flood_of_refused_and_repeated_requests_does_not_grow_the_controller() {
                 bytes: 0,
                 of_bytes: 0,
                 rate: 1.0,
+                brought: vec![Brought { by: Some("x".repeat(300)), bytes: 1, rate: 1.0 }; 100],
                 engines: vec![EngineDoing {
                     engine: "e".repeat(1000),
                     condition: "c".into(),
@@ -338,6 +340,7 @@ fn the_description_names_every_route_and_field() {
         bytes: 1,
         of_bytes: 2,
         rate: 3.0,
+        brought: vec![Brought { by: Some("b".into()), bytes: 1, rate: 2.0 }],
         engines: vec![EngineDoing {
             engine: "e".into(),
             condition: "away".into(),
