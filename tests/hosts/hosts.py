@@ -119,13 +119,16 @@ class Host(Namespaces):
     def shape(self, rate: str) -> None:
         """Bounds what the host sends and what it gets, such as ``500mbit``."""
         shaped = ["tc", "qdisc", "replace", "dev"]
-        how = ["root", "tbf", "rate", rate, "burst", "512k", "latency", "100ms"]
+        how = ["root", "tbf", "rate", rate, "burst", "64k", "latency", "100ms"]
         run(*self.inside(*shaped, "eth0", *how))
         run(*self._switch.inside(*shaped, self._port, *how))
 
     def sent(self) -> int:
         """The bytes that it has sent."""
-        return int(run(*self.inside("cat", "/sys/class/net/eth0/statistics/tx_bytes")))
+        # Not from /sys, which shows the links of the namespace that mounted it.
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
+        (link,) = (line for line in lines if line.strip().startswith("eth0:"))
+        return int(link.split()[9])
 
     def unplug(self) -> None:
         """Takes it off the network: nothing arrives, and nobody is told."""
@@ -136,13 +139,16 @@ class Host(Namespaces):
         run(*self._switch.inside("ip", "link", "set", self._port, "master", "switch"))
 
     def start(
-        self, *words: str, env: Mapping[str, str] = {}, out: IO[Any] | int | None = None
+        self,
+        *words: str,
+        env: Mapping[str, str] = {},
+        out: IO[Any] | int | None = None,
+        err: IO[Any] | int | None = None,
     ) -> subprocess.Popen[str]:
         """Starts a command there."""
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "PYTHONDONTWRITEBYTECODE": "1", **env}
-        return subprocess.Popen(
-            self.inside(*words), env=variables, stdin=subprocess.PIPE, stdout=out, text=True, bufsize=1
-        )
+        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err}
+        return subprocess.Popen(self.inside(*words), env=variables, text=True, bufsize=1, **how)
 
     def python(self, *words: str, **how: Any) -> subprocess.Popen[str]:
         """Starts a Python program there."""
