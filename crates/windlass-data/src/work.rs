@@ -7,7 +7,7 @@
 //! the number of threads. Errors are the caller's own type, which must be able to say why work was stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::stop::{Stop, Stopped};
 
@@ -61,6 +61,12 @@ pub fn each<S: Send, E: From<Stopped> + Send>(
     })
 }
 
+/// The most threads that are of use to a pass over memory.
+fn most_threads() -> u64 {
+    static MOST: OnceLock<u64> = OnceLock::new();
+    *MOST.get_or_init(|| std::thread::available_parallelism().map_or(1, |cores| 4 * cores.get() as u64))
+}
+
 /// [`each`] without a [`Stop`]: every claimed index reaches `work`.
 pub(crate) fn claim<S: Send, E: Send>(
     threads: usize,
@@ -86,9 +92,9 @@ pub(crate) fn claim<S: Send, E: Send>(
         }
     };
     let states = std::thread::scope(|scope| {
-        // More threads than there is work would only cost memory. Where the system gives no more of them, those
-        // there are do all of it.
-        let wanted = (threads as u64).clamp(1, count.max(1));
+        // More threads than there is work, or than cores can keep busy, would only cost memory: one that finds none for its
+        // stack ends the process. Where the system gives no more of them, those there are do all of it.
+        let wanted = (threads as u64).clamp(1, count.clamp(1, most_threads()));
         let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, run).ok();
         let others: Vec<_> = (1..wanted).map_while(spawn).collect();
         let mut states = vec![run()];
