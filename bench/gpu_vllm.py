@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -296,39 +298,23 @@ class Engine(servers.Vllm):
 
 class Requests:
     """Requests at the same time until it ends, as rollouts would be: short prompts and long ones, short answers and long ones.
-    Answers are streamed, and every token counts when it comes."""
+    Answers are streamed, and every token counts when it comes. They are made in a process of their own: the trainer's must not
+    hold them up."""
 
     def __init__(self, engine: Any, clients: int, vocabulary: int) -> None:
-        self._engine = engine
-        self._vocabulary = vocabulary
-        self._end = threading.Event()
-        self._lock = threading.Lock()
-        self.tokens = 0
-        self.times: list[float] = []
-        self.failure: str | None = None
-        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)]
-        for thread in self._threads:
-            thread.start()
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        words = (engine.url, clients, vocabulary, theirs)
+        self._process = context.Process(target=make_requests, args=words, daemon=True)
+        self._process.start()
 
-    def _run(self, client: int) -> None:
-        turn = client
-        while not self._end.is_set():
-            prompt = [
-                3 + (turn * 7919 + i * 104_729) % (self._vocabulary - 3) for i in range(PROMPTS[turn % 4])
-            ]
-            body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWERS[turn % 3], "temperature": 1.0}
-            body |= {"ignore_eos": True, "stream": True}
-            turn += 1
-            try:
-                for _ in stream(self._engine.url, body):
-                    with self._lock:
-                        self.tokens += 1
-                        self.times.append(time.perf_counter())
-                    if self._end.is_set():
-                        return
-            except Exception as e:
-                self.failure = f"{type(e).__name__}: {e}"
-                return
+    def times(self) -> list[float]:
+        """When each token came so far, in order; an error if a request has failed."""
+        self._line.send("times")
+        times, failure = self._line.recv()
+        if failure:
+            raise RuntimeError(f"a request failed meanwhile: {failure}")
+        return sorted(times)
 
     def rates(self, seconds: float, without: Any, with_: Any) -> dict[str, dict[str, Any]]:
         """Tokens a second in the two seconds after each of two things begins, and in each part of those. The two take turns
@@ -344,15 +330,13 @@ class Requests:
                     f"WARNING: a step and what follows took {2.0 - left:.1f} s, more than the 2 s that are counted"
                 )
             time.sleep(max(0.0, left))
-            if self.failure:
-                raise RuntimeError(f"a request failed meanwhile: {self.failure}")
-        found = {}
+        found, times = {}, self.times()
         for what, begins in starts.items():
             tokens, counts = [], [0] * BINS
             for at in begins:
-                first, last = bisect.bisect_left(self.times, at), bisect.bisect_left(self.times, at + 2.0)
+                first, last = bisect.bisect_left(times, at), bisect.bisect_left(times, at + 2.0)
                 tokens.append(last - first)
-                for token in self.times[first:last]:
+                for token in times[first:last]:
                     counts[int((token - at) * BINS / 2.0)] += 1
             by_time = [count * BINS / 2.0 / len(begins) for count in counts]
             rate = sum(tokens) / (2.0 * len(begins))
@@ -363,9 +347,33 @@ class Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
+        self._process.kill()
+        self._process.join(PATIENCE)
+
+
+def make_requests(url: str, clients: int, vocabulary: int, line: Any) -> None:
+    """The process of :class:`Requests`: asks until it is killed, and tells when it is asked."""
+    times: list[float] = []
+    failures: list[str] = []
+
+    def ask(client: int) -> None:
+        for turn in itertools.count(client):
+            length = PROMPTS[turn % 4]
+            prompt = [3 + (turn * 7919 + i * 104_729) % (vocabulary - 3) for i in range(length)]
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWERS[turn % 3], "temperature": 1.0}
+            try:
+                for _ in stream(url, body | {"ignore_eos": True, "stream": True}):
+                    # The clock of all processes of a host.
+                    times.append(time.perf_counter())
+            except Exception as e:
+                failures.append(f"{type(e).__name__}: {e}")
+                return
+
+    for client in range(clients):
+        threading.Thread(target=ask, args=(client,), daemon=True).start()
+    while True:
+        line.recv()
+        line.send((list(times), failures[0] if failures else None))
 
 
 def stream(url: str, body: dict[str, Any]) -> Iterator[str]:
@@ -439,8 +447,6 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                         "drain_ms": loaded.get("drain_ms"),
                     }
                 )
-                if requests.failure:
-                    raise RuntimeError(f"a request failed meanwhile: {requests.failure}")
 
             for _ in range(given.steps + 2):
                 sync()
@@ -449,12 +455,13 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                 if rows[-1]["ahead"]:
                     rows[-1]["synced"] = sidecar.wait("synced", PATIENCE)
             timed = rows[2:]
+            requests.times()
             if given.seconds:
                 # The trainer's own steps go on, as they do on a GPU that both share: what is compared is publishing.
                 rates = requests.rates(given.seconds, lambda: step(model, given.share), sync)
                 say_rates(rates)
             proved = prove(engine, token, home / "images" / "policy", version)
-            requests_made = requests.tokens
+            requests_made = len(requests.times())
         after = engine.answers()
         if compares(given):
             # What follows changes the model.
@@ -469,8 +476,7 @@ def measure(given: argparse.Namespace, home: Path, model: Any, folder: Path) -> 
                     for _ in range(given.beside):
                         step(model, given.share)
                         own[way].append(theirs.sync(way))
-                if requests.failure:
-                    raise RuntimeError(f"a request failed meanwhile: {requests.failure}")
+                requests.times()
         log = engine.log.read_text(errors="replace")
         served = [
             line[line.index("windlass: version") :] for line in log.splitlines() if "is served:" in line
