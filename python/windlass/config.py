@@ -390,6 +390,8 @@ class TransferStatus(Config):
     mode: Literal["full", "delta"] | None = None
     bytes: int = 0
     bytes_done: int = 0
+    #: Who brought how much of them, where other receivers take part: ``by`` (absent for the publisher), ``bytes``, ``rate``.
+    brought: list[Mapping[str, Any]] = field(default_factory=list)
     synced: int = 0
     error: str | None = None
 

@@ -110,6 +110,7 @@ def test_the_status_of_a_receiver_is_read_as_rust_writes_it() -> None:
         "mode": "delta",
         "bytes": 10,
         "bytes_done": 4,
+        "brought": [{"by": "engine-2", "bytes": 3, "rate": 1.5}, {"bytes": 1, "rate": 2.0}],
         "synced": 2,
         "error": None,
     }

@@ -68,7 +68,8 @@ def test_ctrl_c_ends_every_wait_within_half_a_second_and_leaves_no_thread(home: 
                     child.send_signal(signal.SIGINT)
                 elif "ended" in words:
                     took[words["ended"]] = words["at"] - sent
-                    assert words["threads"] == [], words
+                    # A receiver goes on listening for others to pass its version on to.
+                    assert set(words["threads"]) <= {"windlass-accept"}, words
                 else:
                     assert words["done"] == []
             assert child.stderr is not None

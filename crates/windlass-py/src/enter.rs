@@ -2,7 +2,8 @@
 //!
 //! Work that may block runs on a thread of its own, which never touches Python. The caller waits for it with the
 //! interpreter released and looks for signals several times a second: Ctrl-C sets the work's [`Stop`], the thread is
-//! joined, and the `KeyboardInterrupt` goes on its way. No thread outlives its call.
+//! joined, and the `KeyboardInterrupt` goes on its way. No thread outlives its call, except those that pass a receiver's versions
+//! on; they end with the receiver.
 //!
 //! Everything that has a life in Rust also has a [`Home`]: the process that made it. A child of `fork` has the
 //! memory of its parent's regions and none of its threads; it gets an error instead of a hang.

@@ -71,6 +71,16 @@ impl Receiver {
     }
 }
 
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        if !self.home.is_here() {
+            // The threads that pass versions on are the parent's: there is nothing here to wait for.
+            let slot = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(std::mem::replace(slot, Slot::Closed));
+        }
+    }
+}
+
 fn mode(mode: &str) -> Result<RequestMode, Failure> {
     match mode {
         "auto" => Ok(RequestMode::Auto),
