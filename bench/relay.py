@@ -1,4 +1,4 @@
-"""Versions for many hosts that pass them on to each other, beside one host alone and beside hosts that do not.
+"""Versions for many hosts that pass them on to each other, compared with one host, and with hosts that do not.
 
     sudo .venv/bin/python bench/relay.py [--hosts 16] [--rate 50mbit] [--mib 64] [--repeats 3] [--json FILE]
 
@@ -14,8 +14,7 @@ one clock, and the bytes that leave the publisher's host, headers included:
 - `apart`: all of them, with `--no-relay`.
 
 `full` changes every element, which makes an image, and `delta` one in a hundred, on slower links, so that it takes long enough to be
-measured. Medians count. The bars are about links, not
-processors: `cpu` is the share of this machine's processors that the hosts' processes took, and all processes. Where the first is near 1, take a
+measured. Medians count. The bars are about links, not processors: `cpu` is the share of this machine's processors that the hosts' processes took, and all processes. Where the first is near 1, take a
 lower rate.
 """
 
@@ -249,7 +248,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=needs.whole(1), default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--cases", default="slow,apart,killed", help="which to measure beside `one` and `relay`"
+        "--cases", default="slow,apart,killed", help="which to measure besides `one` and `relay`"
     )
     parser.add_argument("--json", help="also write the result to this file")
     options = parser.parse_args()

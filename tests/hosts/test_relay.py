@@ -22,7 +22,7 @@ RATE, TENTH, FAST = "100mbit", "10mbit", "600mbit"
 RECEIVERS, MIB = 6, 16
 #: Every so many elements change, which makes a delta that is large enough to be passed on.
 CHANGED = 50
-#: Requests, acknowledgements and polls of all receivers, beside the headers that payload has.
+#: Requests, acknowledgements and polls of all receivers, without the headers that payload has.
 SMALL = 1 << 20
 
 

@@ -141,7 +141,7 @@ struct Lane {
 /// - CLAIMS-3 A stripe with wrong hashes is fetched again, a bounded number of times.
 /// - CLAIMS-4 After the deadline, or any other failure, nothing is handed out and nothing is acknowledged.
 /// - CLAIMS-5 A stream is handed only stripes that its source holds; those with the fewest holders go first.
-/// - CLAIMS-6 Of an origin, a receiver takes what nobody was given yet. Beyond that, while it is connected to a relay, it takes
+/// - CLAIMS-6 Of an origin, a receiver takes what no receiver was given yet. Beyond that, while it is connected to a relay, it takes
 ///   little more than its share, and twice as much each time that nothing comes from anywhere.
 /// - CLAIMS-7 Among several receivers, each asks an origin for few stripes at a time.
 /// - CLAIMS-8 A relay that sends one bad stripe is to be left. That costs the stripe no attempt, and the transfer nothing.
@@ -421,7 +421,7 @@ impl Claims {
         }
     }
 
-    /// Fails the transfer if there is a stripe that nobody holds any more.
+    /// Fails the transfer if there is a stripe that no source holds any more.
     fn orphaned(&mut self) -> Option<Failure> {
         let orphan = self.pool.orphan(|group| self.plan.group_holders(group).is_subset(&self.gone));
         let stripe = orphan.and_then(|id| self.plan.get(id)).filter(|_| self.failure.is_none())?;

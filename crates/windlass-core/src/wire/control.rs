@@ -22,9 +22,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Endpoint;
-use super::bytes::{TicketId, TicketKey};
 use super::message::Completion;
-use super::ticket::{Relay, SourceId, Ticket, TicketError, TicketFields};
+use super::ticket::{Relay, RelayOffer, SourceId, Ticket, TicketError, TicketFields};
 use crate::error::{Kind, excerpt};
 use crate::hex::hex_bytes;
 use crate::identity::{
@@ -148,20 +147,6 @@ pub struct Registration {
     /// Whether it can pass on to other receivers what it gets.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub relays: bool,
-}
-
-/// How a receiver passes on what a transfer brings it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RelayOffer {
-    /// Where others connect to.
-    pub endpoint: Endpoint,
-    /// Whether that is inside TLS.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub tls: bool,
-    /// What their streams are for, and the secret that they prove.
-    pub offer: TicketId,
-    pub key: TicketKey,
 }
 
 /// The receivers of what a ticket is for.
@@ -306,6 +291,23 @@ hex_bytes!(
     |text| IdentityError::Hash(excerpt(text)),
     "A [`StateSum`](crate::digest::StateSum) as text."
 );
+
+/// What the leading agent asks of another: its share of a version, once that is sealed there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartRequest {
+    pub version: Version,
+    /// Where a delta would start.
+    pub base: Option<Version>,
+    /// How many bytes of the delta each sum is to be of. No sums if not given.
+    pub stripe_bytes: Option<u32>,
+}
+
+impl PartRequest {
+    /// Its share of the image.
+    pub fn image(version: Version) -> PartRequest {
+        PartRequest { version, base: None, stripe_bytes: None }
+    }
+}
 
 /// An agent's report to the leading agent: its part of a sealed version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -230,7 +230,7 @@ pub use stream::{Next, PullEvent, PullStream, ServeEvent, ServeStream};
 pub use stripe::{Extent, SourceSet, Stripe, StripePlan};
 pub use ticket::{
     Base, Checks, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload, Relay,
-    Source, SourceId, Swarm, Ticket, TicketError, TicketFields,
+    RelayOffer, Source, SourceId, Swarm, Ticket, TicketError, TicketFields,
 };
 pub use versions::BlockVersions;
 

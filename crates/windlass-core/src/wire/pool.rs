@@ -1,4 +1,4 @@
-//! The stripes that nobody fetches, and which of them a source is asked for next.
+//! The stripes that no stream fetches, and which of them a source is asked for next.
 //!
 //! Two kinds of sources. Those of the ticket (*origins*) hold their blocks from the beginning. *Relays* are receivers of
 //! the same version: what they hold grows while they receive it, and they say so.
@@ -32,7 +32,7 @@ impl Place {
 }
 
 /// The relays that a receiver is told of: so many of the others, by rank, in both directions and at doubling distances. So
-/// every stripe is few steps from every receiver, and nobody passes on to more than twice as many as it is told of.
+/// every stripe is few steps from every receiver, and none passes on to more than twice as many as it is told of.
 pub fn neighbours(rank: u32, receivers: u32, most: usize) -> Vec<u32> {
     let mut found = Vec::new();
     let steps = (0..31).map(|i| 1u32 << i).take_while(|step| *step < receivers);

@@ -164,6 +164,21 @@ pub struct Source {
     pub tls: bool,
 }
 
+/// How a receiver passes on what a transfer brings it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RelayOffer {
+    /// Where others connect to.
+    pub endpoint: Endpoint,
+    /// Whether that is inside TLS.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
+    /// What their streams are for, in place of the ticket's id.
+    pub id: TicketId,
+    /// The secret that they prove, in place of the ticket's.
+    pub key: TicketKey,
+}
+
 /// A receiver of the same version that passes on what it has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Relay {
@@ -171,14 +186,7 @@ pub struct Relay {
     pub id: SourceId,
     /// What people call it.
     pub name: String,
-    pub endpoint: Endpoint,
-    /// Its streams are inside TLS.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub tls: bool,
-    /// What its streams are for, in place of the ticket's id.
-    pub offer: TicketId,
-    /// The secret that they prove, in place of the ticket's.
-    pub key: TicketKey,
+    pub offer: RelayOffer,
 }
 
 /// The receivers of one version that pass it on to each other.

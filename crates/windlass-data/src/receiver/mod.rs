@@ -614,7 +614,7 @@ impl Receiver {
             version: h.version,
             digest,
         });
-        // Whoever wants everything can pass everything on.
+        // Only a receiver of everything can pass everything on.
         let all = self.layout.as_ref().map(|m| BlockRanges::from(0..m.cuts().blocks()));
         let wanted = wanted.filter(|w| Some(w) != all.as_ref());
         let (mut unknown, mut stale) = (0, 0);

@@ -350,7 +350,12 @@ impl Run<'_> {
         let sums = sums.inspect_err(|error| tracing::warn!(%error, "this version is not passed on")).ok()?;
         let manifest = self.refresh.manifest();
         let proof = (sums.len() == manifest.cuts().blocks() as usize).then(|| SumTable::new(manifest, sums));
-        let proof = Arc::new(proof.filter(|table| table.digest(manifest) == ticket.digest)?);
+        let Some(proof) = proof.filter(|table| table.digest(manifest) == ticket.digest) else {
+            let (peer, version) = (self.receiver.control.peer(), ticket.identity.version);
+            tracing::warn!(%peer, version, "the table of sums does not add up to the digest: this version is not passed on");
+            return None;
+        };
+        let proof = Arc::new(proof);
         let body = self.refresh.body(Arc::clone(&proof));
         match body.and_then(|body| relaying.put_up_image(ticket, body)) {
             Ok(board) => board.map(|board| Shared { board, proof }),

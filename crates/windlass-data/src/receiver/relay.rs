@@ -14,8 +14,7 @@ use std::time::Duration;
 
 use windlass_core::address::{Host, HostPort};
 use windlass_core::digest::SumTable;
-use windlass_core::wire::control::RelayOffer;
-use windlass_core::wire::{Relay, SourceId, Ticket, TicketFields, TicketId, TicketKey};
+use windlass_core::wire::{Relay, RelayOffer, SourceId, Ticket, TicketFields, TicketId, TicketKey};
 
 use super::Control;
 use crate::stop::Stop;
@@ -111,16 +110,18 @@ impl Relaying {
         let RelayConfig { bind, ports, host, tls } = &self.config;
         if control.privacy().required && tls.is_none() {
             return Err(format!(
-                "{} is reached through TLS, and this receiver has no certificate of its own: give it one, or relay nothing",
+                "{} is reached through TLS, and this receiver has no certificate of its own: give it one with --tls-cert and --tls-key, or turn relaying off with --no-relay",
                 control.peer()
             ));
         }
         let bind = bind.or_else(|| control.local_address());
-        let bind = bind.ok_or("no address of this host leads to the publisher: name one to listen on")?;
+        let bind = bind.ok_or(
+            "no address of this host leads to the publisher: name one to listen on with --relay-bind",
+        )?;
         let host = match host {
             Some(host) => host.clone(),
             None if bind.is_unspecified() => {
-                return Err(format!("{bind} is every address: name the host for others"));
+                return Err(format!("{bind} is every address: say with --relay-host what others connect to"));
             }
             None => Host::new(&bind.to_string()).map_err(|e| e.to_string())?,
         };
@@ -140,10 +141,10 @@ impl Relaying {
         getrandom::fill(&mut id).ok()?;
         getrandom::fill(&mut key).ok()?;
         let tls = self.config.tls.is_some();
-        Some(RelayOffer { endpoint, tls, offer: TicketId(id), key: TicketKey::new(key) })
+        Some(RelayOffer { endpoint, tls, id: TicketId(id), key: TicketKey::new(key) })
     }
 
-    /// A ticket was granted to whoever made `offer`.
+    /// A ticket was granted for the request that `offer` went with.
     pub(super) fn promise(&self, ticket: TicketId, offer: RelayOffer) {
         let mut state = self.lock();
         if state.promised.len() >= MAX_PROMISED {
@@ -156,12 +157,12 @@ impl Relaying {
         let mut state = self.lock();
         let (promised, listening) = (state.promised.remove(&ticket.id), state.listening.clone());
         drop(state);
-        let (Some(RelayOffer { offer, key, .. }), Some(Ok(Listening { sender, .. }))) = (promised, listening)
+        let (Some(RelayOffer { id, key, .. }), Some(Ok(Listening { sender, .. }))) = (promised, listening)
         else {
             return Ok(None);
         };
         let board = Arc::<Board>::default();
-        let ticket = Ticket::new(TicketFields { id: offer, key, swarm: None, ..(**ticket).clone() })?;
+        let ticket = Ticket::new(TicketFields { id, key, swarm: None, ..(**ticket).clone() })?;
         let crowd = Crowd::Any(Arc::clone(&board));
         let handle = sender.offer(Offer { ticket, source: ANY_SOURCE, body, crowd })?;
         Ok(Some((handle, board)))
@@ -190,7 +191,7 @@ impl Relaying {
         Ok(Some(board))
     }
 
-    /// The image is about to change: returns when nobody can read it here any more.
+    /// The image is about to change: returns when it is not read here any more.
     pub(super) fn withdraw_image(&self, why: &str) {
         let image = self.lock().image.take();
         self.end(image, why);

@@ -105,7 +105,7 @@ impl Shelf {
             }
         }
         if self.relays {
-            // It is sent from a file, and nobody needs its name.
+            // It is sent from a file, and its name is not needed.
             let file = File::from(memfd_create("windlass-delta", MemfdFlags::CLOEXEC)?);
             fallocate(&file, FallocateFlags::empty(), 0, len)?;
             let memory = Arc::new(Mapping::map(&file, len, Access::Write)?);

@@ -44,7 +44,7 @@ pub enum ServeError {
     )]
     UnknownInstance { instance: String },
     /// A ticket that is not of a swarm, or whose version is long gone.
-    #[error("nobody passes on what ticket {ticket} is for: it comes from the ticket's sources alone")]
+    #[error("no receiver passes on what ticket {ticket} is for: it comes from the ticket's sources alone")]
     UnknownTicket { ticket: TicketId },
     #[error("the system gives no random bytes")]
     Random(String),

@@ -33,6 +33,7 @@
 
 mod delta_mode;
 mod error;
+mod part;
 mod sealing;
 mod swarm;
 mod tickets;
@@ -47,20 +48,18 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::digest::{BlockSum, StateSum, SumTable};
+use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Age, Capabilities, PartInfo, PartSum, Registered, Registration, Relays, RequestMode, SharedTicket,
-    TransferAnswer, TransferDone, TransferRequest, VersionInfo,
+    Age, Capabilities, Registered, Registration, Relays, RequestMode, TransferAnswer, TransferDone,
+    TransferRequest, VersionInfo,
 };
-use windlass_core::wire::{
-    DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, MAX_STRIPE_BYTES, MIN_STRIPE_BYTES, Mode, Payload, Ticket,
-    TicketId,
-};
+use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, TicketId};
 
 pub use self::error::ServeError;
+pub use self::part::Peer;
 use self::swarm::Swarms;
 pub use self::swarm::{Edge, Passed};
 use crate::history::{History, Limits};
@@ -68,7 +67,7 @@ use crate::publish::Folder;
 use crate::receiver::{Control, ControlError};
 use crate::region::{Lease, Region};
 use crate::stop::Stop;
-use crate::tcp::{Body, Crowd, OfferHandle, Sender, SenderConfig};
+use crate::tcp::{OfferHandle, Sender, SenderConfig};
 use crate::tls::Certificate;
 
 /// How long the other holders may take to answer for a ticket.
@@ -132,23 +131,6 @@ impl ServerConfig {
             peers: Vec::new(),
         }
     }
-}
-
-/// The holder of another part of the image.
-pub trait Peer: Send + Sync {
-    /// Its share of `version`, once sealed there, and of the delta from `base`, with the sums of its stripes of so many
-    /// bytes. Waits for that until `stop`.
-    fn part(
-        &self,
-        version: Version,
-        base: Option<Version>,
-        stripe: Option<u32>,
-        stop: &Stop,
-    ) -> Result<PartInfo, ControlError>;
-    /// Its part of the table of a sealed version.
-    fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError>;
-    /// Makes a ticket known to it.
-    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError>;
 }
 
 /// The id of a version that is in no slot, or not yet.
@@ -614,94 +596,9 @@ impl Server {
         }
     }
 
-    /// This server's share of a version, for the one that leads. Waits until it is sealed, or `stop`.
-    pub fn part(
-        &self,
-        version: Version,
-        base: Option<Version>,
-        stripe: Option<u32>,
-        stop: &Stop,
-    ) -> Result<PartInfo, ServeError> {
-        let allowed = MIN_STRIPE_BYTES..=MAX_STRIPE_BYTES;
-        if let Some(bytes) = stripe.filter(|bytes| !allowed.contains(bytes)) {
-            let allowed = format!("{MIN_STRIPE_BYTES} to {MAX_STRIPE_BYTES}");
-            return Err(ServeError::Bounds { what: "stripe_bytes", value: bytes.into(), allowed });
-        }
-        self.wait_slot(version, stop)?;
-        let state = self.inner.state();
-        let newest = self.inner.version_info(&state).version;
-        let slot = state.slots.iter().flatten().find(|s| s.version == version);
-        // A delta may lead to a version that is in no slot any more, and needs no sum.
-        let sum = slot.map(|s| s.sums.state());
-        drop(state);
-        let region = &self.inner.region;
-        let segment = base.and_then(|b| self.inner.segment(b, version, stop).ok());
-        let sum = sum.or(segment.as_ref().map(|_| StateSum::default()));
-        let sum = sum.ok_or(ServeError::NoVersion { version, newest })?;
-        Ok(PartInfo {
-            identity: self.inner.identity(version),
-            layout_hash: region.manifest().layout_hash(),
-            cuts_hash: region.manifest().cuts_hash(),
-            blocks: blocks_of(region),
-            sum: PartSum(sum.to_bytes()),
-            data: self.data_endpoint(),
-            tls: self.inner.config.tcp.tls.is_some(),
-            delta_bytes: segment.as_ref().map(|s| s.bytes),
-            delta_sums: match (&segment, stripe) {
-                (Some(segment), Some(stripe)) => self.inner.stripe_sums(segment, stripe)?,
-                (None, _) | (_, None) => Vec::new(),
-            },
-        })
-    }
-
     fn refusal(&self, what: &'static str, error: ServeError) -> ControlError {
         let (kind, message) = (error.kind(), error.to_string());
         ControlError::Refused { peer: self.peer(), what, kind, message }
-    }
-
-    fn wait_slot(&self, version: Version, stop: &Stop) -> Result<(), ServeError> {
-        let mut state = self.inner.state();
-        loop {
-            let newest = state.slots.iter().flatten().map(|s| s.version).max();
-            if newest >= Some(version) {
-                return Ok(());
-            }
-            if stop.is_set() || self.inner.stop.is_set() {
-                return Err(ServeError::NoVersion { version, newest });
-            }
-            let woken = self.inner.changed.wait_timeout(state, stop.nap());
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// Serves this server's part of a ticket that another one issued.
-    pub fn share(&self, shared: SharedTicket, stop: &Stop) -> Result<(), ServeError> {
-        let ticket = Ticket::new(shared.ticket)?;
-        let version = ticket.identity.version;
-        let body = match &ticket.mode {
-            Mode::Full => {
-                let state = self.inner.state();
-                let newest = self.inner.version_info(&state).version;
-                let slot = state.slots.iter().flatten().find(|s| s.version == version).cloned();
-                drop(state);
-                let slot = slot.ok_or(ServeError::NoVersion { version, newest })?;
-                self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
-            }
-            Mode::Delta { base, payloads } => {
-                let segment = self.inner.segment(base.identity.version, version, stop)?;
-                let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
-                (
-                    Body::payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),
-                    None,
-                )
-            }
-        };
-        let cargo = swarm::cargo(&ticket);
-        let crowd = match ticket.swarm {
-            Some(_) => Crowd::Among(self.inner.state().swarms.board(cargo)),
-            None => Crowd::One,
-        };
-        self.inner.offer(ticket, shared.source, body, crowd, "a peer".into())
     }
 }
 
@@ -749,27 +646,6 @@ impl Control for Server {
 
     fn done(&self, done: &TransferDone, _: &Stop) -> Result<(), ControlError> {
         self.completed(done).map_err(|e| self.refusal("report a transfer", e))
-    }
-}
-
-impl Peer for Server {
-    fn part(
-        &self,
-        version: Version,
-        base: Option<Version>,
-        stripe: Option<u32>,
-        stop: &Stop,
-    ) -> Result<PartInfo, ControlError> {
-        Server::part(self, version, base, stripe, stop).map_err(|e| self.refusal("get a part", e))
-    }
-
-    fn part_sums(&self, version: Version, _: &Stop) -> Result<Vec<BlockSum>, ControlError> {
-        let sums = Server::part_sums(self, Some(version));
-        Ok(sums.map_err(|e| self.refusal("get the sums", e))?.1.sums().to_vec())
-    }
-
-    fn share(&self, ticket: &SharedTicket, stop: &Stop) -> Result<(), ControlError> {
-        Server::share(self, ticket.clone(), stop).map_err(|e| self.refusal("share a ticket", e))
     }
 }
 

@@ -10,6 +10,7 @@ use windlass_core::digest::{StateSum, SumTable};
 use windlass_core::identity::{Incarnation, StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::TicketError;
+use windlass_core::wire::control::PartRequest;
 
 use super::{
     Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, blocks_of,
@@ -190,7 +191,7 @@ impl Inner {
         let mut sum = own;
         let mut held = blocks_of(&self.region);
         for peer in &self.config.peers {
-            let part = peer.part(version, None, None, &stop)?;
+            let part = peer.part(PartRequest::image(version), &stop)?;
             let manifest = self.region.manifest();
             let same = part.identity == self.identity(version)
                 && (part.layout_hash, part.cuts_hash) == (manifest.layout_hash(), manifest.cuts_hash())

@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use windlass_core::identity::Version;
-use windlass_core::wire::control::{Brought, RelayOffer, Relays};
+use windlass_core::wire::control::{Brought, Relays};
 use windlass_core::wire::{
-    MIN_STRIPE_BYTES, Mode, Relay, SourceId, Swarm, TicketFields, TicketId, neighbours,
+    MIN_STRIPE_BYTES, Mode, Relay, RelayOffer, SourceId, Swarm, TicketFields, TicketId, neighbours,
 };
 
 use super::ServeError;
@@ -83,9 +83,8 @@ impl Gathering {
         }
         let relay = |other: u32| {
             let member = self.members.get(other as usize)?;
-            let RelayOffer { endpoint, tls, offer, key } = member.offer.clone()?;
             let (id, name) = (SourceId(FIRST_RELAY + other), member.name.clone());
-            Some(Relay { id, name, endpoint, tls, offer, key })
+            Some(Relay { id, name, offer: member.offer.clone()? })
         };
         Relays { receivers, relays: near.into_iter().filter_map(relay).collect() }
     }
@@ -145,7 +144,7 @@ impl Swarms {
         offer: RelayOffer,
     ) -> (Swarm, Arc<Board>) {
         let gathering = self.gathering(cargo);
-        // Whoever asks again has nothing to pass on from before.
+        // A receiver that asks again has nothing to pass on from before.
         gathering.members.iter_mut().filter(|m| m.instance == instance).for_each(|m| m.offer = None);
         let rank = gathering.members.len() as u32;
         let (instance, offer) = (instance.to_owned(), Some(offer));
@@ -211,7 +210,7 @@ mod tests {
         RelayOffer {
             endpoint: format!("host-{n}.example:7").parse().unwrap(),
             tls: false,
-            offer: TicketId([n; 16]),
+            id: TicketId([n; 16]),
             key: TicketKey::new([n; 32]),
         }
     }
@@ -234,18 +233,18 @@ mod tests {
         assert_eq!((alone.rank, alone.receivers, alone.relays.len()), (0, 1, 0));
         let (second, same) = join(&mut swarms, (7, None), "b", ticket(1), offer(1));
         assert_eq!((second.rank, second.receivers), (1, 2));
-        assert_eq!(second.relays[0].offer, offer(0).offer);
+        assert_eq!(second.relays[0].offer, offer(0));
         assert!(Arc::ptr_eq(&board, &same));
         let found = swarms.relays(ticket(0), 1, true).unwrap().unwrap();
-        assert_eq!((found.receivers, found.relays[0].offer), (2, offer(1).offer));
-        assert_eq!(swarms.relays(ticket(0), 2, true).unwrap(), None, "nobody new");
+        assert_eq!((found.receivers, &found.relays[0].offer), (2, &offer(1)));
+        assert_eq!(swarms.relays(ticket(0), 2, true).unwrap(), None, "no new one");
         assert!(swarms.relays(ticket(9), 0, true).is_err());
         // A delta to the same version is something else, and what a restarted receiver had is gone.
         let (other, _) = join(&mut swarms, (7, Some(6)), "b", ticket(2), offer(2));
         assert_eq!(other.rank, 0);
         join(&mut swarms, (7, None), "a", ticket(3), offer(3));
         let found = swarms.relays(ticket(1), 2, true).unwrap().unwrap();
-        assert_eq!(found.relays.iter().map(|r| r.offer).collect::<Vec<_>>(), [offer(3).offer]);
+        assert_eq!(found.relays.iter().map(|r| &r.offer).collect::<Vec<_>>(), [&offer(3)]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    Granted, Have, Refused, RequestMode, SharedTicket, TransferAnswer, TransferRequest,
+    Granted, Have, PartRequest, Refused, RequestMode, SharedTicket, TransferAnswer, TransferRequest,
 };
 use windlass_core::wire::{
     Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion,
@@ -267,7 +267,7 @@ impl Inner {
             fields.wanted = wanted.clone();
         }
         for (i, peer) in self.config.peers.iter().enumerate() {
-            let part = peer.part(slot.version, None, None, stop)?;
+            let part = peer.part(PartRequest::image(slot.version), stop)?;
             let id = SourceId(i as u32 + 1);
             fields.sources.push(Source { id, endpoint: part.data, blocks: part.blocks, tls: part.tls });
         }
@@ -353,7 +353,8 @@ impl Inner {
         let sums = stripe.map(|stripe| self.stripe_sums(segment, stripe)).transpose()?.unwrap_or_default();
         let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)], sums }];
         for (i, peer) in self.config.peers.iter().enumerate() {
-            let part = peer.part(target, Some(base), stripe, stop)?;
+            let wanted = PartRequest { version: target, base: Some(base), stripe_bytes: stripe };
+            let part = peer.part(wanted, stop)?;
             let id = SourceId(i as u32 + 1);
             let Some(bytes) = part.delta_bytes else {
                 let reason = format!("the holder at {} has no delta from {base} to {target}", part.data);

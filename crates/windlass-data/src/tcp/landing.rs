@@ -66,7 +66,7 @@ pub struct ImageLanding<'a> {
     /// Where in the mapping the image's data begins.
     pub data_start: u64,
     pub kernels: &'a dyn Kernels,
-    /// The sums that the blocks must have, whoever sends them. Without them the senders' own sums count, and only the digest
+    /// The sums that the blocks must have, from any sender. Without them the senders' own sums count, and only the digest
     /// of the whole shows a sender that lies.
     pub proof: Option<&'a SumTable>,
     /// Called for each block with its sum when its stripe is right and in the book.
@@ -362,7 +362,7 @@ struct PayloadLander<'s, M> {
     loan: Option<Loan<'s>>,
     at: usize,
     hash: Xxh3,
-    /// What the stripe must have, whoever sends it.
+    /// What the stripe must have, from any sender.
     proof: Option<u64>,
 }
 

@@ -15,8 +15,8 @@ use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
     ClaimPolicy, Claims, Completion, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, MAX_STREAMS,
-    Nonce, Outcome, PING_AFTER_MS, Place, Progress, PullStream, Relay, Source, SourceId, Stage, StreamId,
-    Stripe, StripePlan, Swarm, Ticket, TicketKey, WireError,
+    Nonce, Outcome, PING_AFTER_MS, Place, Progress, PullStream, Relay, RelayOffer, Source, SourceId, Stage,
+    StreamId, Stripe, StripePlan, Swarm, Ticket, TicketKey, WireError,
 };
 
 use super::TcpError;
@@ -197,9 +197,9 @@ impl Way {
     }
 
     fn relay(ticket: &Ticket, relay: &Relay) -> Way {
-        let completion = Completion { ticket: relay.offer, ..ticket.completion() };
-        let (endpoint, key) = (relay.endpoint.clone(), relay.key.clone());
-        Way { source: relay.id, endpoint, tls: relay.tls, completion, key, relay: Some(relay.name.clone()) }
+        let RelayOffer { endpoint, tls, id, key } = relay.offer.clone();
+        let completion = Completion { ticket: id, ..ticket.completion() };
+        Way { source: relay.id, endpoint, tls, completion, key, relay: Some(relay.name.clone()) }
     }
 }
 
@@ -333,9 +333,9 @@ impl Transfer<'_> {
         let mut asked: BTreeSet<SourceId> = BTreeSet::new();
         let mut index = self.ticket.lanes().len() as u16;
         loop {
-            for relay in found.iter().filter(|r| (self.config.allow)(&r.endpoint)) {
+            for relay in found.iter().filter(|r| (self.config.allow)(&r.offer.endpoint)) {
                 let open = lock(&self.lanes).iter().filter(|(s, n)| asked.contains(s) && **n > 0).count();
-                let secret = relay.tls || !self.config.privacy.required;
+                let secret = relay.offer.tls || !self.config.privacy.required;
                 if index >= MAX_STREAMS || open >= MAX_RELAYS || !secret || !asked.insert(relay.id) {
                     continue;
                 }

@@ -11,7 +11,7 @@ use windlass_core::dtype::Dtype;
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
-use windlass_data::receiver::{Receiver, ReceiverConfig, RelayConfig, Relaying};
+use windlass_data::receiver::{Receiver, ReceiverConfig, RelayConfig, Relaying, Synced};
 use windlass_data::serve::{Peer, ServerConfig};
 
 const BYTES: u64 = 16 << 20;
@@ -24,20 +24,6 @@ fn publisher(relay_from: usize) -> Publisher {
 
 fn relaying() -> Arc<Relaying> {
     Arc::new(Relaying::new(RelayConfig { bind: Some([127, 0, 0, 1].into()), ..RelayConfig::default() }))
-}
-
-/// Bytes that the publisher has sent so far, when nothing is under way.
-fn sent(publisher: &Publisher) -> u64 {
-    let server = publisher.server();
-    eventually("all transfers are over", || server.open_transfers() == 0);
-    let counted = || server.counters().bytes_acked.load(Ordering::Relaxed);
-    // Offers are counted a moment after they end.
-    let mut last = counted();
-    for _ in 0..20 {
-        thread::sleep(std::time::Duration::from_millis(25));
-        last = last.max(counted());
-    }
-    last
 }
 
 #[test]
@@ -58,31 +44,30 @@ fn full_images_and_deltas_are_passed_on_and_every_image_is_right() {
             Receiver::open(config, publisher.server(), None, &stop()).unwrap()
         })
         .collect();
-    let mut before = 0;
+    let mut expected_of_publisher = 0;
     for (version, expected) in [(1, "full"), (2, "delta"), (3, "delta")] {
         if version > 1 {
             publisher.change(30);
             publisher.publish(version);
         }
-        let sizes: Vec<u64> = thread::scope(|scope| {
+        let synced: Vec<Synced> = thread::scope(|scope| {
             let syncing: Vec<_> =
                 receivers.iter_mut().map(|r| scope.spawn(move || r.sync(&stop()).unwrap())).collect();
-            let synced = syncing.into_iter().map(|s| s.join().unwrap());
-            synced.inspect(|s| assert_eq!(s.mode, expected)).map(|s| s.wire_bytes).collect()
+            syncing.into_iter().map(|s| s.join().unwrap()).collect()
         });
+        assert!(synced.iter().all(|s| s.mode == expected), "{synced:?}");
         for receiver in &receivers {
             assert_eq!(receiver.current().unwrap().identity.version, version);
             assert!(image_bytes(receiver) == publisher.data, "version {version}");
         }
-        let all: u64 = sizes.iter().sum();
-        let (total, passed_on) = (sent(&publisher), relays.iter().map(|r| r.sent()).sum::<u64>());
-        let from_publisher = total - before;
-        before = total;
-        eprintln!(
-            "version {version}: {all} bytes, {from_publisher} from the publisher, {passed_on} passed on"
-        );
-        assert!(from_publisher + passed_on >= all, "{from_publisher} + {passed_on} of {all}");
-        assert!(from_publisher < all, "{from_publisher} of {all}");
+        // What the receivers say of the publisher is what the publisher says of itself, once its offers are over.
+        let all: u64 = synced.iter().map(|s| s.wire_bytes).sum();
+        let relayed: u64 = synced.iter().map(|s| s.relayed_bytes).sum();
+        expected_of_publisher += all - relayed;
+        let acked = || publisher.server().counters().bytes_acked.load(Ordering::Relaxed);
+        eventually("the publisher has counted what it sent", || acked() >= expected_of_publisher);
+        assert_eq!(acked(), expected_of_publisher, "version {version}: {relayed} of {all} were passed on");
+        assert!(relayed > 0 && relays.iter().map(|r| r.sent()).sum::<u64>() >= relayed, "{relayed} of {all}");
     }
 }
 
@@ -146,9 +131,9 @@ fn below_the_number_of_receivers_that_are_worth_it_everything_comes_from_the_pub
         ..receiver_config(home.path().join("image"), RequestMode::Auto)
     };
     let mut receiver = Receiver::open(config, publisher.server(), None, &stop()).unwrap();
-    receiver.sync(&stop()).unwrap();
+    let synced = receiver.sync(&stop()).unwrap();
     assert!(image_bytes(&receiver) == publisher.data);
-    assert_eq!((relaying.sent(), sent(&publisher)), (0, BYTES));
+    assert_eq!((relaying.sent(), synced.relayed_bytes, synced.wire_bytes), (0, 0, BYTES));
 }
 
 #[test]
@@ -169,7 +154,7 @@ fn a_receiver_that_joins_late_gets_it_from_those_that_have_it() {
         let mut receiver = Receiver::open(config, Arc::clone(&via) as Arc<_>, None, &stop()).unwrap();
         let before = passed_on();
         let synced = thread::scope(|scope| {
-            // The first has nobody to ask. To the others the publisher sends little until a relay has been asked.
+            // The first has no relay to ask. To the others the publisher sends little until a relay has been asked.
             if !receivers.is_empty() {
                 via.line.allow(Some(via.line.passed() + (256 << 10)));
                 scope.spawn(|| {

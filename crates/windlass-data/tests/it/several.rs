@@ -17,7 +17,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
-    PartInfo, Registered, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone,
+    PartInfo, PartRequest, Registered, Registration, RequestMode, SharedTicket, TransferAnswer, TransferDone,
     TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits;
@@ -144,14 +144,8 @@ impl Holder {
 }
 
 impl Peer for Holder {
-    fn part(
-        &self,
-        version: Version,
-        base: Option<Version>,
-        stripe: Option<u32>,
-        stop: &Stop,
-    ) -> Result<PartInfo, ControlError> {
-        Peer::part(&*self.there()?, version, base, stripe, stop)
+    fn part(&self, wanted: PartRequest, stop: &Stop) -> Result<PartInfo, ControlError> {
+        Peer::part(&*self.there()?, wanted, stop)
     }
 
     fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {

@@ -43,7 +43,7 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, Version};
 use windlass_core::wire::TicketId;
 use windlass_core::wire::control::{
-    BufferInfo, Registration, Relays, SharedTicket, TransferDone, TransferRequest, VersionInfo,
+    BufferInfo, PartRequest, Registration, Relays, SharedTicket, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
@@ -559,7 +559,8 @@ async fn get_part(
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
     let PartQuery { version, base, stripe_bytes, .. } = query;
-    let part = blocking(move || server.part(version, base, stripe_bytes, &stop)).await?;
+    let wanted = PartRequest { version, base, stripe_bytes };
+    let part = blocking(move || server.part(wanted, &stop)).await?;
     Ok(Json(part).into_response())
 }
 

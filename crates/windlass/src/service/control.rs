@@ -23,7 +23,7 @@ use windlass_core::identity::{Identity, Incarnation, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::TicketId;
 use windlass_core::wire::control::{
-    Age, Capabilities, PartInfo, Registered, Registration, Relays, SharedTicket, TransferAnswer,
+    Age, Capabilities, PartInfo, PartRequest, Registered, Registration, Relays, SharedTicket, TransferAnswer,
     TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::receiver::{Control, ControlError};
@@ -391,20 +391,15 @@ impl Control for HttpControl {
 }
 
 impl Peer for HttpControl {
-    fn part(
-        &self,
-        version: Version,
-        base: Option<Version>,
-        stripe: Option<u32>,
-        stop: &Stop,
-    ) -> Result<PartInfo, ControlError> {
+    fn part(&self, wanted: PartRequest, stop: &Stop) -> Result<PartInfo, ControlError> {
+        let PartRequest { version, base, stripe_bytes } = wanted;
         let wait = self.poll(stop).as_millis();
         let mut path = format!("/get_part?version={version}&timeout_ms={wait}");
         if let Some(base) = base {
             let _ = write!(path, "&base={base}");
         }
-        if let Some(stripe) = stripe {
-            let _ = write!(path, "&stripe_bytes={stripe}");
+        if let Some(bytes) = stripe_bytes {
+            let _ = write!(path, "&stripe_bytes={bytes}");
         }
         self.get("get a part", &path, stop)
     }

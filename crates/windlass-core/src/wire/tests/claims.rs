@@ -282,3 +282,107 @@ fn a_fault_that_ends_the_ticket_ends_the_claims() {
     assert_eq!(claims.claim(stream(0, 0), at(0)).unwrap_err().kind(), Kind::Stale);
     assert_eq!(claims.outcome(at(0)), Outcome::Failed(Failure::Ended(fault)));
 }
+
+const ORIGIN: StreamId = StreamId { index: 0, epoch: 0 };
+const OTHER: StreamId = StreamId { index: 1, epoch: 0 };
+const RELAY: SourceId = SourceId(1000);
+
+/// One of so many receivers of 32 stripes, connected to the origin.
+fn among(receivers: u32) -> Claims {
+    let ticket = full_ticket((0..32).into(), vec![source(0, (0..32).into())]);
+    let plan = StripePlan::new(&ticket, |_| Some(60_000)).unwrap();
+    let mut claims = Claims::among(plan, POLICY, Place { rank: 0, receivers });
+    claims.join(ORIGIN, SourceId(0), Duration::ZERO).unwrap();
+    claims
+}
+
+/// The same, connected to a relay too.
+fn near_a_relay(receivers: u32) -> Claims {
+    let mut claims = among(receivers);
+    claims.add_relay(RELAY).unwrap();
+    claims.join(OTHER, RELAY, Duration::ZERO).unwrap();
+    claims
+}
+
+/// Takes stripes from the origin one by one until it is given none. Answers how many.
+fn take(claims: &mut Claims, now: Duration) -> usize {
+    let next = |claims: &mut Claims| granted(claims.claim(ORIGIN, now)).map(|(stripe, _)| stripe);
+    std::iter::from_fn(|| next(claims).inspect(|stripe| claims.complete(ORIGIN, *stripe, now).unwrap()))
+        .count()
+}
+
+#[test]
+fn among_many_receivers_few_stripes_are_open_at_an_origin() {
+    for (receivers, open) in [(1, 32), (2, 6), (4, 3), (16, 1), (100, 1)] {
+        let mut claims = among(receivers);
+        let mut taken: Vec<u32> = Vec::new();
+        while let Some((stripe, _)) = granted(claims.claim(ORIGIN, at(0))) {
+            taken.push(stripe);
+        }
+        assert_eq!(taken.len(), open, "of {receivers} receivers");
+        claims.complete(ORIGIN, taken[0], at(0)).unwrap();
+        assert_eq!(granted(claims.claim(ORIGIN, at(0))).is_some(), open < 32);
+    }
+}
+
+#[test]
+fn an_origin_is_asked_for_what_no_receiver_was_given_however_much_that_is() {
+    let mut claims = near_a_relay(16);
+    assert_eq!(take(&mut claims, at(0)), 32);
+    assert_eq!(claims.outcome(at(0)), Outcome::Finished);
+}
+
+#[test]
+fn of_what_others_were_given_an_origin_is_asked_for_a_share_that_doubles_with_every_stall() {
+    let mut claims = near_a_relay(16);
+    claims.holds(ORIGIN, 0..32).unwrap();
+    // A sixteenth is two stripes. The third begins below the limit of an eighth more than that.
+    assert_eq!(take(&mut claims, at(0)), 3);
+    assert_eq!(take(&mut claims, POLICY.stall / 2), 0, "it is not stalled yet");
+    assert_eq!(take(&mut claims, POLICY.stall), 2, "twice the share is five");
+    assert_eq!(take(&mut claims, POLICY.stall * 3 / 2), 0, "something came a moment ago");
+    assert_eq!(take(&mut claims, POLICY.stall * 2), 4, "four times the share is nine");
+}
+
+#[test]
+fn without_a_relay_an_origin_is_asked_for_everything_at_once() {
+    let mut claims = near_a_relay(16);
+    claims.holds(ORIGIN, 0..32).unwrap();
+    assert_eq!(take(&mut claims, at(0)), 3);
+    claims.lost(OTHER);
+    assert_eq!(take(&mut claims, at(0)), 29);
+}
+
+#[test]
+fn a_relay_that_is_much_slower_than_the_others_is_left_when_only_its_stripe_is_missing() {
+    let mut claims = near_a_relay(16);
+    claims.holds(OTHER, 31..32).unwrap();
+    let (slow, _) = granted(claims.claim(OTHER, at(0))).unwrap();
+    let long = POLICY.stall * 3;
+    assert_eq!(claims.overdue(OTHER, long), None, "others are not even asked for");
+    assert_eq!(take(&mut claims, at(0)), 31);
+    // It is the last one, and the others took no time: its limit is the shortest that there is.
+    assert_eq!(claims.overdue(OTHER, POLICY.stall), None);
+    assert_eq!(claims.overdue(OTHER, long), Some(POLICY.stall));
+    claims.lost(OTHER);
+    assert_eq!(granted(claims.claim(ORIGIN, long)), Some((slow, 1)));
+    // An origin has the whole time.
+    assert_eq!(claims.overdue(ORIGIN, long * 2), None);
+    assert_eq!(claims.overdue(ORIGIN, long + at(6)), Some(POLICY.stripe_timeout));
+}
+
+#[test]
+fn relays_may_come_to_hold_what_no_origin_has_any_more_but_not_for_ever() {
+    let mut claims = near_a_relay(16);
+    claims.abandon(SourceId(0)).unwrap();
+    assert_eq!(claims.outcome(POLICY.stall), Outcome::Running);
+    claims.holds(OTHER, 0..31).unwrap();
+    let began = POLICY.stall * 10;
+    while let Some((stripe, _)) = granted(claims.claim(OTHER, began)) {
+        claims.complete(OTHER, stripe, began).unwrap();
+    }
+    assert_eq!(claims.outcome(began + POLICY.stall * 19), Outcome::Running, "stripes came since");
+    let Outcome::Failed(failure) = claims.outcome(began + POLICY.stall * 20) else { panic!("it waits on") };
+    assert!(matches!(failure, Failure::NoSource { stripe: 31, .. }), "{failure}");
+    assert_eq!(failure.kind(), Kind::PeerLost);
+}

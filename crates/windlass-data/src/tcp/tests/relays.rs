@@ -7,7 +7,9 @@ use std::thread;
 use std::time::Duration;
 
 use windlass_core::error::Kind;
-use windlass_core::wire::{Relay, SourceId, Swarm, Ticket, TicketFields, TicketId, TicketKey, neighbours};
+use windlass_core::wire::{
+    Relay, RelayOffer, SourceId, Swarm, Ticket, TicketFields, TicketId, TicketKey, neighbours,
+};
 
 use super::world::{DATA_START, Image, Landed, eventually, plain_manifest, quick_pull, random, sender};
 use crate::shm::{Access, Mapping};
@@ -103,17 +105,15 @@ impl Origin {
 
     /// Puts up what a receiver has, or will have.
     fn relay(&self, rank: u32, ticket: &Ticket, peer: &Peer) -> OfferHandle {
-        let (offer, key) = (TicketId(random()), TicketKey::new(random()));
-        let fields = TicketFields { id: offer, key: key.clone(), ..(**ticket).clone() };
+        let (id, key) = (TicketId(random()), TicketKey::new(random()));
+        let fields = TicketFields { id, key: key.clone(), ..(**ticket).clone() };
         let crowd = Crowd::Any(Arc::clone(&peer.board));
         let body = peer.file.body(Arc::new(()));
         let (ticket, source) = (Ticket::new(fields).unwrap(), SourceId(100 + rank));
         let handle = peer.sender.offer(Offer { ticket, source, body, crowd }).unwrap();
         let endpoint = peer.sender.local_addr().to_string().parse().unwrap();
-        self.office.enter(
-            rank,
-            Relay { id: source, name: format!("host-{rank}"), endpoint, tls: false, offer, key },
-        );
+        let offer = RelayOffer { endpoint, tls: false, id, key };
+        self.office.enter(rank, Relay { id: source, name: format!("host-{rank}"), offer });
         handle
     }
 
