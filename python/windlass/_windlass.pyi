@@ -142,9 +142,9 @@ class DeltaOnItsWay:
         """
         Whether it is there, or failed.
         """
-    def take(self, /) -> list[StagedDelta]:
+    def take(self, /) -> tuple[list[StagedDelta], str | None]:
         """
-        The delta, to be applied part after part, once it is there.
+        The delta, to be applied part after part, once it is there, and the digest of the parameters.
         """
 
 @final
@@ -189,11 +189,12 @@ class DevicePlan:
         Applies a staged delta to the parameters, which must hold its base: (records applied, records that were there
         already). Corrupt if a record does not fit what is there; the parameters are a mixture then.
         """
-    def begin_handed(self, /, files: SupportsGetItem[int, tuple[str | PathLike[str], SupportsIndex]], model_id: str, base: tuple[SupportsIndex, SupportsIndex], target: tuple[SupportsIndex, SupportsIndex], timeout: SupportsFloat | SupportsIndex = 60.0) -> DeltaOnItsWay:
+    def begin_handed(self, /, files: SupportsGetItem[int, tuple[str | PathLike[str], SupportsIndex]], model_id: str, base: tuple[SupportsIndex, SupportsIndex], target: tuple[SupportsIndex, SupportsIndex], prove: SupportsIndex | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> DeltaOnItsWay:
         """
         Begins to bring a delta that a receiver of this host has fetched, and handed over in files (path, bytes), to the device.
         It leads from one version to another, each an incarnation and a version. A thread that needs no interpreter does it,
-        which an engine that computes in Python would give back late. Stale if the receiver took the delta back.
+        which an engine that computes in Python would give back late. If `prove` is a stream, it also makes the digest of the
+        parameters, which are read after that. Stale if the receiver took the delta back.
         """
     def dense(self, /, image: SupportsIndex, stream: SupportsIndex = 0, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[int, int]:
         """
@@ -231,15 +232,17 @@ class DevicePlan:
         """
         Brings a delta, a container of records, to the device. The parameters are not touched.
         """
-    def stage_fetched(self, /, fetched: FetchedDelta, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
+    def stage_fetched(self, /, fetched: FetchedDelta, base_incarnation: SupportsIndex, base_version: SupportsIndex, prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
         """
-        Brings a delta that a receiver has fetched to the device, to be applied part after part. Stale if it begins at another
-        version than the one given.
+        Brings a delta that a receiver has fetched to the device, to be applied part after part, and says which digest the
+        parameters have, if `prove` is a stream that they are read after. Stale if it begins at another version than the one
+        given.
         """
-    def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> list[StagedDelta]:
+    def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
         """
-        Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
-        the reason, if they were not kept.
+        Brings the deltas that lead from a version to `held` to the device, to be applied one after another, and says which
+        digest the parameters have, if `prove` is a stream that they are read after. Stale, with the reason, if the deltas were
+        not kept.
         """
     def sum_blocks(self, /, stream: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex = 60.0) -> None:
         """

@@ -6,6 +6,7 @@ The device's own part is tested on one (``tests/gpu/device.py``, ``tests/gpu/end
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import Follower, Receiver, WeightManager
+from windlass import Follower, Receiver, WeightManager, _windlass
 from windlass.engines.vllm import extension
 from windlass.engines.vllm.staging import Staging
 from windlass.errors import (
@@ -41,8 +42,8 @@ import reference  # noqa: E402
 class Plan:
     """A plan of a device: records are the parameters as they will be, and fit only what they were made from."""
 
-    def __init__(self, native: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self.native, self.tensors = native, tensors
+    def __init__(self, native: Any, tensors: Sequence[torch.Tensor], image: str) -> None:
+        self.native, self.tensors, self.image = native, tensors, image
         self.calls: list[str] = []
         self.fails: dict[str, WindlassError] = {}
         #: What the next delta that no image shows leads to.
@@ -68,15 +69,31 @@ class Plan:
     def sum_blocks(self, stream: int, timeout: float) -> None:
         self._called("sums")
 
-    def stage_held(self, held: Any, incarnation: int, version: int, timeout: float) -> list[Any]:
+    def stage_held(
+        self, held: Any, incarnation: int, version: int, prove: int | None, timeout: float
+    ) -> tuple[list[Any], str | None]:
         self._called("stage")
         records = Records([t.clone() for t in self.tensors], [t.clone() for t in self.tensors])
         self.native.sparse(held, incarnation, version, [t.data_ptr() for t in records.after])
-        return [records]
+        return [records], self.proof(prove)
 
-    def stage_fetched(self, fetched: Any, incarnation: int, version: int, timeout: float) -> list[Any]:
+    def stage_fetched(
+        self, fetched: Any, incarnation: int, version: int, prove: int | None, timeout: float
+    ) -> tuple[list[Any], str | None]:
         self._called("stage")
-        return [Records([t.clone() for t in self.tensors], self.fetched)]
+        return [Records([t.clone() for t in self.tensors], self.fetched)], self.proof(prove)
+
+    def proof(self, prove: int | None) -> str | None:
+        """The digest of the parameters, if they are to be proved."""
+        if prove is None:
+            return None
+        held = _windlass.open_image(self.image, 60.0, 60.0)
+        try:
+            told = json.loads(_windlass.combine_digests(held.layout(), [self.digest(0, 60.0)]))
+        finally:
+            held.finish()
+        digest: str | None = told["digest"]
+        return digest
 
     def begin_handed(
         self,
@@ -84,11 +101,12 @@ class Plan:
         model_id: str,
         base: tuple[int, int],
         target: tuple[int, int],
+        prove: int | None,
         timeout: float,
     ) -> Job:
         self._called("begin")
         self.handed = (files, model_id, base, target)
-        return Job(self)
+        return Job(self, prove)
 
     def reserve(self, size: int) -> None:
         self._called("reserve")
@@ -115,12 +133,13 @@ class Job:
 
     done = False
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, prove: int | None) -> None:
+        self._plan, self._prove = plan, prove
 
-    def take(self) -> list[Any]:
+    def take(self) -> tuple[list[Any], str | None]:
         self._plan._called("arrive")
-        return [Records([t.clone() for t in self._plan.tensors], self._plan.fetched)]
+        records = Records([t.clone() for t in self._plan.tensors], self._plan.fetched)
+        return [records], self._plan.proof(self._prove)
 
 
 class Records:
@@ -203,10 +222,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Bench]]:
             return SimpleNamespace(close=lambda: None)
 
         def load_plan(self, native: Any, addresses: list[int]) -> Plan:
-            plans.append(Plan(native, tensors))
-            return plans[-1]
+            return Plan(native, tensors, image)
 
-    plans: list[Plan] = []
+    image = ""
     tensors: Sequence[torch.Tensor] = ()
 
     def made(native: Any, given: Sequence[torch.Tensor]) -> DeviceWeights:
@@ -223,6 +241,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Bench]]:
         WeightManager(model_id="p", region_dir=home, timeout=60.0) as wm,
     ):
         wm.offload(dict(reference.plain("tiny", "cpu", 1).named_parameters()), 0, 0, 1)
+        image = f"{home}/image/p"
         with Receiver(f"{home}/image", region=wm.region, keep_deltas=8) as receiver:
             yield lambda: Bench(Path(home), wm, receiver)
 
@@ -236,7 +255,7 @@ def test_what_was_staged_is_only_applied(make: Callable[[], Bench]) -> None:
         assert bench.live.stage(order)
         assert all(torch.equal(a, b) for a, b in zip(before, bench.model.parameters())), "staging wrote"
         # Sums are taken once; from then on records carry them along.
-        assert bench.calls() == ["digest", *(["sums"] if first else []), "stage"]
+        assert bench.calls() == [*(["sums"] if first else []), "stage", "digest"]
         assert bench.live.stage(order) and bench.calls() == []
         bench.check(bench.live.load(order), "sparse")
         assert bench.calls() == ["apply"]
@@ -358,7 +377,7 @@ def test_a_version_is_taken_over_before_the_image_has_it(make: Callable[[], Benc
         assert fetched is not None and fetched.version == bench.version
         bench.plan.fetched = bench.fused()
         assert bench.live.stage_fetched(fetched)
-        assert bench.calls()[-1] == "stage"
+        assert "stage" in bench.calls()
         bench.check(bench.live.load_fetched(fetched), "sparse")
         assert bench.calls() == ["apply"]
         # The image follows.
@@ -594,6 +613,26 @@ def test_a_delta_for_other_weights_is_refused_and_nothing_is_written(make: Calla
     bench.receiver.show(fetched, 60.0)
     with bench.receiver.hold() as image:
         bench.check(bench.live.load(LoadOrder.of(image)), "sparse")
+
+
+def test_a_delta_is_refused_when_the_weights_are_proved_to_be_others(
+    make: Callable[[], Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windlass")
+    bench = make()
+    bench.live = Live(reference.ReferenceSession(bench.model), verify_every=1)
+    bench.start()
+    order, fetched = handed(bench)
+    next(iter(bench.model.parameters()))[3] += 1.0
+    staging = Staging(bench.live, order)
+    staging.join(60.0)
+    assert bench.calls() == ["sums", "begin", "arrive", "digest"]
+    assert isinstance(staging.error, WindlassStale) and "they have the digest" in caplog.text
+    with pytest.raises(WindlassInvalid, match="is not staged"):
+        bench.live.load(order)
+    bench.receiver.show(fetched, 60.0)
+    with bench.receiver.hold() as image:
+        bench.check(bench.live.load(LoadOrder.of(image)), "dense")
 
 
 def test_a_module_that_the_engine_changes_is_found_by_the_sums_of_the_device(

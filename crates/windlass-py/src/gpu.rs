@@ -504,18 +504,20 @@ impl DevicePlan {
         })
     }
 
-    /// Brings the deltas that lead from a version to `held` to the device, to be applied one after another. Stale, with
-    /// the reason, if they were not kept.
-    #[pyo3(signature = (held, base_incarnation, base_version, only = None, timeout = 60.0))]
+    /// Brings the deltas that lead from a version to `held` to the device, to be applied one after another, and says which
+    /// digest the parameters have, if `prove` is a stream that they are read after. Stale, with the reason, if the deltas were
+    /// not kept.
+    #[pyo3(signature = (held, base_incarnation, base_version, prove = None, only = None, timeout = 60.0))]
     fn stage_held(
         &self,
         py: Python<'_>,
         held: &Held,
         base_incarnation: u64,
         base_version: u64,
+        prove: Option<u64>,
         only: Option<Vec<String>>,
         timeout: f64,
-    ) -> PyResult<Vec<StagedDelta>> {
+    ) -> PyResult<Brought> {
         self.home.check("plan")?;
         let base = (Incarnation(base_incarnation), base_version);
         enter(py, Some(timeout), |stop| {
@@ -526,24 +528,29 @@ impl DevicePlan {
                 let (identity, digest) = held.known()?;
                 let trail = Trail::find(&region.deltas_dir(), region.manifest(), base, (&identity, digest))?;
                 let deltas = trail.deltas(crate::held::hands())?;
-                let stage = |d: &Delta<'_>| Ok(StagedDelta(made.stage(d, only.as_deref(), stop)?));
-                deltas.iter().map(stage).collect()
+                let only = only.as_deref();
+                let staged = stage_and_prove(&mut made, prove, stop, |made| {
+                    deltas.iter().map(|delta| Ok(made.stage(delta, only, stop)?)).collect()
+                });
+                staged.map(brought)
             })
         })
     }
 
-    /// Brings a delta that a receiver has fetched to the device, to be applied part after part. Stale if it begins at another
-    /// version than the one given.
-    #[pyo3(signature = (fetched, base_incarnation, base_version, only = None, timeout = 60.0))]
+    /// Brings a delta that a receiver has fetched to the device, to be applied part after part, and says which digest the
+    /// parameters have, if `prove` is a stream that they are read after. Stale if it begins at another version than the one
+    /// given.
+    #[pyo3(signature = (fetched, base_incarnation, base_version, prove = None, only = None, timeout = 60.0))]
     fn stage_fetched(
         &self,
         py: Python<'_>,
         fetched: &FetchedDelta,
         base_incarnation: u64,
         base_version: u64,
+        prove: Option<u64>,
         only: Option<Vec<String>>,
         timeout: f64,
-    ) -> PyResult<Vec<StagedDelta>> {
+    ) -> PyResult<Brought> {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
             fetched.with(|fetched| {
@@ -555,25 +562,30 @@ impl DevicePlan {
                 }
                 let mut made = lock(&self.made);
                 fetched.memory().for_each(|memory| made.note(memory));
-                let stage = |bytes| {
-                    let read = || fetched.part(bytes, crate::held::hands()).map_err(Failure::from);
-                    Ok(StagedDelta(made.stage_unread(bytes, read, only.as_deref(), stop)?))
-                };
-                fetched.containers().map(stage).collect()
+                let staged = stage_and_prove(&mut made, prove, stop, |made| {
+                    let stage = |bytes| {
+                        let read = || fetched.part(bytes, crate::held::hands()).map_err(Failure::from);
+                        made.stage_unread(bytes, read, only.as_deref(), stop)
+                    };
+                    fetched.containers().map(stage).collect()
+                });
+                staged.map(brought)
             })
         })
     }
 
     /// Begins to bring a delta that a receiver of this host has fetched, and handed over in files (path, bytes), to the device.
     /// It leads from one version to another, each an incarnation and a version. A thread that needs no interpreter does it,
-    /// which an engine that computes in Python would give back late. Stale if the receiver took the delta back.
-    #[pyo3(signature = (files, model_id, base, target, timeout = 60.0))]
+    /// which an engine that computes in Python would give back late. If `prove` is a stream, it also makes the digest of the
+    /// parameters, which are read after that. Stale if the receiver took the delta back.
+    #[pyo3(signature = (files, model_id, base, target, prove = None, timeout = 60.0))]
     fn begin_handed(
         &self,
         files: Vec<(PathBuf, u64)>,
         model_id: &str,
         base: (u64, Version),
         target: (u64, Version),
+        prove: Option<u64>,
         timeout: f64,
     ) -> PyResult<DeltaOnItsWay> {
         self.home.check("plan")?;
@@ -586,15 +598,17 @@ impl DevicePlan {
         let leads = (identity(base), identity(target));
         let stop = stop_after(Some(timeout))?;
         let (made, mapped, theirs) = (Arc::clone(&self.made), Arc::clone(&self.mapped), stop.clone());
-        let work = move || -> StagedParts {
+        let work = move || -> Result<Staging, Failure> {
             let handed = Handed::open(&files, leads, &mut lock(&mapped))?;
             let mut made = lock(&made);
             handed.memory().for_each(|memory| made.note(memory));
-            let stage = |bytes| {
-                let read = || handed.part(bytes, crate::held::hands()).map_err(Failure::from);
-                made.stage_unread(bytes, read, None, &theirs)
-            };
-            handed.containers().map(stage).collect()
+            stage_and_prove(&mut made, prove, &theirs, |made| {
+                let stage = |bytes| {
+                    let read = || handed.part(bytes, crate::held::hands()).map_err(Failure::from);
+                    made.stage_unread(bytes, read, None, &theirs)
+                };
+                handed.containers().map(stage).collect()
+            })
         };
         let thread = std::thread::Builder::new()
             .name("windlass-stage".into())
@@ -647,13 +661,35 @@ impl DevicePlan {
     }
 }
 
-/// The parts of a delta on the device, or why they are not.
-type StagedParts = Result<Vec<Staged>, Failure>;
+/// The parts of a delta on the device, and the digest of the parameters, if that was asked for and they are all of the model.
+type Staging = (Vec<Staged>, Option<String>);
+/// The same, for Python.
+type Brought = (Vec<StagedDelta>, Option<String>);
+
+fn brought((parts, digest): Staging) -> Brought {
+    (parts.into_iter().map(StagedDelta).collect(), digest)
+}
+
+/// Stages a delta while the device sums the parameters, which it takes about as long for. They are only read.
+fn stage_and_prove(
+    made: &mut Plan,
+    prove: Option<u64>,
+    stop: &Stop,
+    stage: impl FnOnce(&mut Plan) -> Result<Vec<Staged>, Failure>,
+) -> Result<Staging, Failure> {
+    let Some(stream) = prove else { return Ok((stage(made)?, None)) };
+    made.begin_digest(StreamHandle(stream), stop)?;
+    let staged = stage(made);
+    // Nothing of it is under way any more when an error is told.
+    let proof = made.end_digest()?;
+    let combined = combine(made.plan().manifest(), std::slice::from_ref(&proof));
+    Ok((staged?, combined.and_then(|c| c.digest).map(|digest| digest.to_string())))
+}
 
 /// A delta that is being brought to the device. Nothing outlives it: letting go of it calls it off.
 #[pyclass(frozen, module = "windlass._windlass")]
 pub(crate) struct DeltaOnItsWay {
-    thread: Mutex<Option<JoinHandle<StagedParts>>>,
+    thread: Mutex<Option<JoinHandle<Result<Staging, Failure>>>>,
     stop: Stop,
     home: Home,
 }
@@ -666,15 +702,15 @@ impl DeltaOnItsWay {
         lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// The delta, to be applied part after part, once it is there.
-    fn take(&self, py: Python<'_>) -> PyResult<Vec<StagedDelta>> {
+    /// The delta, to be applied part after part, once it is there, and the digest of the parameters.
+    fn take(&self, py: Python<'_>) -> PyResult<Brought> {
         self.home.check("delta")?;
         let thread = lock(&self.thread).take();
         let thread = thread.ok_or_else(|| Failure::invalid("the delta was taken before"))?;
         let ended = py.detach(|| thread.join());
         let staged =
             ended.map_err(|_| Failure::new(Kind::Bug, "a thread panicked; see standard error"))??;
-        Ok(staged.into_iter().map(StagedDelta).collect())
+        Ok(brought(staged))
     }
 }
 

@@ -13,7 +13,6 @@ touches, the digest of all parameters shows.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from windlass.errors import (
 )
 
 if TYPE_CHECKING:
-    from windlass._windlass import FetchedDelta, Held, Layout
+    from windlass._windlass import FetchedDelta, Held
     from windlass.load.order import DeltaFiles, LiveVersion
 
 __all__ = ["Arriving", "DeviceWeights", "device_weights"]
@@ -123,38 +122,51 @@ class DeviceWeights:
             self._plan.sum_blocks(self._stream, timeout=timeout)
             self._summed = True
 
-    def stage(self, held: Held, base: LiveVersion, target: LiveVersion, timeout: float) -> int:
-        """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is; how many
-        bytes. The parameters are only read."""
-        self._staged = self._spent = None
-        self.sum_up(timeout)
-        records = self._plan.stage_held(held, base.incarnation, base.version, timeout=timeout)
+    def stage(
+        self, held: Held, base: LiveVersion, target: LiveVersion, prove: bool, timeout: float
+    ) -> str | None:
+        """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is. The
+        parameters are only read. Answers their state digest if it is to be proved, and they are all of the model."""
+        stream = self._ready(prove, timeout)
+        records, digest = self._plan.stage_held(
+            held, base.incarnation, base.version, prove=stream, timeout=timeout
+        )
         self._staged = _Staged(base, target, records)
-        return self._staged.bytes
+        return digest
 
     def stage_fetched(
-        self, fetched: FetchedDelta, base: LiveVersion, target: LiveVersion, timeout: float
-    ) -> int:
+        self, fetched: FetchedDelta, base: LiveVersion, target: LiveVersion, prove: bool, timeout: float
+    ) -> str | None:
         """:meth:`stage` of a delta that no image shows yet."""
-        self._staged = self._spent = None
-        self.sum_up(timeout)
-        records = self._plan.stage_fetched(fetched, base.incarnation, base.version, timeout=timeout)
+        stream = self._ready(prove, timeout)
+        records, digest = self._plan.stage_fetched(
+            fetched, base.incarnation, base.version, prove=stream, timeout=timeout
+        )
         self._staged = _Staged(base, target, records)
-        return self._staged.bytes
+        return digest
 
-    def begin(self, delta: DeltaFiles, base: LiveVersion, target: LiveVersion, timeout: float) -> Arriving:
+    def begin(
+        self, delta: DeltaFiles, base: LiveVersion, target: LiveVersion, prove: bool, timeout: float
+    ) -> Arriving:
         """:meth:`stage_fetched` of a delta that a receiver of this host hands over in files; it goes on by itself."""
-        self._staged = self._spent = None
-        self.sum_up(timeout)
+        stream = self._ready(prove, timeout)
         leads = (base.incarnation, base.version), (target.incarnation, target.version)
         files = [(path, size) for path, size in delta.files]
-        return Arriving(
-            base, target, self._plan.begin_handed(files, target.model_id, *leads, timeout=timeout)
-        )
+        job = self._plan.begin_handed(files, target.model_id, *leads, prove=stream, timeout=timeout)
+        return Arriving(base, target, job)
 
-    def arrived(self, delta: Arriving) -> None:
-        """Waits for a delta that was begun: it is staged then."""
-        self._staged = _Staged(delta.base, delta.target, delta.job.take())
+    def arrived(self, delta: Arriving) -> str | None:
+        """Waits for a delta that was begun: it is staged then. Answers what :meth:`stage` does."""
+        digest: str | None
+        records, digest = delta.job.take()
+        self._staged = _Staged(delta.base, delta.target, records)
+        return digest
+
+    def _ready(self, prove: bool, timeout: float) -> int | None:
+        """Before records come. Answers the stream after which the parameters are read to prove them."""
+        self._staged = self._spent = None
+        self.sum_up(timeout)
+        return int(self._aside.cuda_stream) if prove else None
 
     def reserve(self, size: int) -> None:
         """Takes memory for deltas of up to so many bytes, if there is any: the first delta need not wait for it."""
@@ -170,7 +182,7 @@ class DeviceWeights:
             if self.staged != (base, target):
                 if held is None:
                     raise WindlassStale(f"what is staged does not lead from {base} to {target}")
-                self.stage(held, base, target, timeout)
+                self.stage(held, base, target, False, timeout)
             staged = self._staged
             assert staged is not None
             for records in staged.records:
@@ -199,12 +211,3 @@ class DeviceWeights:
     def digest(self, timeout: float) -> str:
         """The sums of what the parameters hold, box by box, as JSON."""
         return str(self._plan.digest(self._stream, timeout=timeout))
-
-    def state_digest(self, layout: Layout, timeout: float) -> str | None:
-        """The state digest of what the parameters hold, while the model computes; ``None`` if that is not all of the
-        model."""
-        # Until sums were taken, the engine's own loader may still be writing.
-        stream = int(self._aside.cuda_stream) if self._summed else self._stream
-        proof = self._plan.digest(stream, timeout=timeout)
-        told: str | None = json.loads(_windlass.combine_digests(layout, [proof]))["digest"]
-        return told

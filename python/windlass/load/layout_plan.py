@@ -31,7 +31,6 @@ class LayoutPlan:
     extras: list[str]
     #: (dtype, shape) of each tensor that it takes.
     table: dict[str, tuple[str, tuple[int, ...]]]
-    layout: Any
     verdict: Verdict | None = None
     native: Any = None
     #: The replayed parameters, if they are on a GPU.

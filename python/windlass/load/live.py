@@ -232,13 +232,16 @@ class Live:
         layout = held.layout()
         if self._key(layout) != plan.key:
             return False
-        found = device.state_digest(layout, order.timeout)
-        if found is not None and self._digest is not None:
-            if found != self._digest:
-                self.forget(f"they have the digest {found}, and version {base.version} has {self._digest}")
-                return False
-            self._since_verified = 0
-        device.stage(held, base, order.identity, order.timeout)
+        return self._proved(device.stage(held, base, order.identity, True, order.timeout))
+
+    def _proved(self, found: str | None) -> bool:
+        """Whether the weights may be what they are said to be, now that their digest is known, or not."""
+        if found is None or self._digest is None or self._live is None:
+            return True
+        self._since_verified = 0
+        if found != self._digest:
+            self.forget(f"they have the digest {found}, and version {self._live.version} has {self._digest}")
+            return False
         return True
 
     # A version that no image shows yet.
@@ -253,29 +256,27 @@ class Live:
         """
         target = _version_of(fetched)
         try:
-            ready = self._ready_for_delta(timeout)
+            ready = self._ready_for_delta()
             if ready is None:
                 return False
-            ready[0].stage_fetched(fetched, ready[1], target, timeout)
+            return self._proved(ready[0].stage_fetched(fetched, ready[1], target, self._due, timeout))
         except Exception as e:
             self._not_staged(target, e)
             return False
-        return True
 
-    def _ready_for_delta(self, timeout: float) -> tuple[DeviceWeights, LiveVersion] | None:
+    @property
+    def _due(self) -> bool:
+        """Whether the weights are to be proved with the next delta."""
+        return self._since_verified + 1 >= self._verify_every
+
+    def _ready_for_delta(self) -> tuple[DeviceWeights, LiveVersion] | None:
         """The device and the version that a delta is applied to before the image holds what it leads to, if that is
-        possible. Every so often the weights are proved first."""
+        possible."""
         plan, base = self._plan, self._live
         if plan is None or plan.device is None or not plan.ahead or base is None or self._dirty:
             return None
         if self._session.refuses_plan() is not None or not self._in_place(plan):
             return None
-        if self._since_verified + 1 >= self._verify_every:
-            found = plan.device.state_digest(plan.layout, timeout)
-            if found is not None and self._digest is not None and found != self._digest:
-                self.forget(f"they have the digest {found}, and version {base.version} has {self._digest}")
-                return None
-            self._since_verified = 0
         return plan.device, base
 
     def _not_staged(self, target: LiveVersion, why: Exception) -> None:
@@ -288,24 +289,29 @@ class Live:
         not what it begins from, or nothing can be applied before the image."""
         assert order.delta is not None
         try:
-            ready = self._ready_for_delta(order.timeout)
+            ready = self._ready_for_delta()
             if ready is None or _begins(order) != ready[1]:
                 return None
-            return ready[0].begin(order.delta, ready[1], order.identity, order.timeout)
+            return ready[0].begin(order.delta, ready[1], order.identity, self._due, order.timeout)
         except Exception as e:
             self._not_staged(order.identity, e)
             return None
 
     def delta_arrived(self, arriving: Arriving) -> None:
-        """Waits for what :meth:`begin_delta` began. Raises if it failed: load from the image then."""
+        """Waits for what :meth:`begin_delta` began. Raises if it failed, or if the weights turned out to be others: load from
+        the image then."""
         plan = self._plan
         if plan is None or plan.device is None:
             raise WindlassStale("the plan does not hold any more", "load from the image")
         try:
-            plan.device.arrived(arriving)
+            found = plan.device.arrived(arriving)
         except Exception as e:
             self._not_staged(arriving.target, e)
             raise
+        if not self._proved(found):
+            raise WindlassStale(
+                "the weights are not the version that they were known as", "load from the image"
+            )
 
     def load_fetched(self, fetched: FetchedDelta, timeout: float = 60.0) -> Report:
         """Applies what :meth:`stage_fetched` has brought, of which each record is checked. Raises before the first write
@@ -564,7 +570,7 @@ class Live:
         self.tell_extras(extras)
         rows = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in layout.tensors()}
         table = {name: rows[name] for name in taken if name in rows}
-        self._plan = LayoutPlan(key, found, extras, table, layout)
+        self._plan = LayoutPlan(key, found, extras, table)
         return self._plan
 
     def tell_extras(self, extras: list[str]) -> None:

@@ -9,7 +9,7 @@
 //! | [`DevicePlan::dense_from_host`] | an image on the host | the same, piece by piece, while the next piece is on its way |
 //! | [`DevicePlan::stage`] | a delta on the host | brings it to the device; the engine goes on computing |
 //! | [`DevicePlan::apply`] | a staged delta and the parameters | decodes and scatters it, in O(changes) |
-//! | [`DevicePlan::digest`] | the parameters | their sums, as they would stand in the image ([`crate::load::Proof`]) |
+//! | [`DevicePlan::digest`], or [`begin`](DevicePlan::begin_digest) and [`end`](DevicePlan::end_digest) | the parameters | their sums, as they would stand in the image ([`crate::load::Proof`]) |
 //!
 //! A delta leads from the weights in place to the next ones, so that applying it twice is wrong unless
 //! sums are checked. With the sums of the image's blocks ([`DevicePlan::set_sums`]) every record is, as on a CPU: skipped
@@ -706,6 +706,12 @@ impl DevicePlan {
 
     /// The sums of what the parameters hold; see [`crate::load::combine`].
     pub fn digest(&mut self, after: StreamHandle, stop: &Stop) -> Result<Proof, CudaError> {
+        self.begin_digest(after, stop)?;
+        self.end_digest()
+    }
+
+    /// Begins to sum what the parameters hold. [`DevicePlan::end_digest`] waits for that; a delta may be staged meanwhile.
+    pub fn begin_digest(&mut self, after: StreamHandle, stop: &Stop) -> Result<(), CudaError> {
         let _named = Named::new("digest");
         if self.digest.is_none() {
             self.gpu.kernels().prepare(&self.gpu, &[Kernel::Sum])?;
@@ -718,7 +724,7 @@ impl DevicePlan {
                 held,
             });
         }
-        let Some(d) = &self.digest else { return Ok(self.plan.proof(std::iter::empty())) };
+        let Some(d) = &self.digest else { return Ok(()) };
         self.gpu.wait_for(after, stop)?;
         self.stream.zero(&self.tally, self.tally.bytes())?;
         self.stream.zero(&d.sums, d.sums.bytes())?;
@@ -730,7 +736,12 @@ impl DevicePlan {
             work: 0,
         };
         // SAFETY: spans of the targets, and a sum for each box.
-        unsafe { self.gpu.kernels().launch(&self.stream, Kernel::Sum, &args, d.count as u64) }?;
+        unsafe { self.gpu.kernels().launch(&self.stream, Kernel::Sum, &args, d.count as u64) }
+    }
+
+    /// Waits for the sums that [`DevicePlan::begin_digest`] began to make.
+    pub fn end_digest(&mut self) -> Result<Proof, CudaError> {
+        let Some(d) = &self.digest else { return Ok(self.plan.proof(std::iter::empty())) };
         let sums = self.stream.download_table::<[u64; 2]>(&d.sums, d.held.len())?;
         let boxes =
             d.held.iter().zip(sums).map(|((tensor, _, held), sum)| (*tensor, held.with(BlockSum(sum))));
