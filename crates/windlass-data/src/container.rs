@@ -18,7 +18,7 @@ use crate::work;
 
 /// The first delta is expected to have this share of the weights, as a divisor: what 1 % of changes take, and some more. Memory
 /// for it is taken ahead.
-pub(crate) const LIKELY: u64 = 80;
+pub(crate) const LIKELY: u64 = 128;
 /// Below this a second thread costs more than it saves.
 const SMALL: usize = 4 << 20;
 

@@ -182,13 +182,7 @@ impl<'a> Run<'a> {
             placed = written.filter(|_| self.progress.synced.refetched == 0);
         }
         if self.progress.first.is_some() {
-            // While the whole image comes, which takes far longer.
-            let likely = self.refresh.manifest().data_bytes() / container::LIKELY;
-            let shelf = Arc::clone(&self.receiver.shelf);
-            std::thread::scope(|scope| {
-                scope.spawn(move || shelf.reserve(likely));
-                self.fill(BlockRanges::new())
-            })?;
+            self.fill(BlockRanges::new())?;
         }
         loop {
             let stop = self.stop.check();
@@ -321,7 +315,14 @@ impl<'a> Run<'a> {
         let board = board.as_deref();
         let pull =
             |landing: &ImageLanding<'_>| puller.pull(&ticket, landing, bytes, board, synced, self.stop);
-        let pulled = self.refresh.land(&ticket, proof.as_deref(), pull);
+        let image = self.refresh.manifest().data_bytes();
+        let pulled = std::thread::scope(|scope| {
+            if bytes > image / 2 {
+                // While most of an image comes, which takes far longer.
+                scope.spawn(|| puller.shelf.reserve(image / container::LIKELY));
+            }
+            self.refresh.land(&ticket, proof.as_deref(), pull)
+        });
         if pulled.is_err() {
             self.receiver.withdraw("its transfer failed");
         }

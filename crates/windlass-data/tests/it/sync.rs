@@ -1,10 +1,14 @@
 //! From a publisher's memory to a receiver's image, over real sockets.
 
 use crate::plane;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::plane::{Publisher, image_bytes, odd_manifest, receiver, receiver_at, shm, stop};
+use crate::plane::{Publisher, image_bytes, odd_manifest, receiver, receiver_at, receiver_config, shm, stop};
+use windlass_core::dtype::Dtype;
+use windlass_core::manifest::{Manifest, TensorSpec};
 use windlass_core::wire::control::RequestMode;
+use windlass_data::receiver::{Receiver, ReceiverConfig, Share};
 
 #[test]
 fn a_receiver_follows_a_publisher_by_deltas() {
@@ -180,4 +184,28 @@ fn an_image_that_is_ruined_is_fetched_anew() {
         assert_eq!(again.sync(&stop()).unwrap().mode, "full", "{how}");
         assert_eq!(image_bytes(&again), publisher.data, "{how}");
     }
+}
+
+#[test]
+fn the_file_for_the_first_delta_is_ready_when_the_first_image_is() {
+    let tensors = [TensorSpec::new("w", Dtype::BF16, [4 << 20])];
+    let mut publisher = Publisher::new(Manifest::new(tensors, BTreeMap::new()).unwrap());
+    publisher.publish(1);
+    let dir = shm();
+    let incoming = dir.path().join("incoming");
+    let config = ReceiverConfig {
+        share: Some(Share { dir: incoming.clone() }),
+        ..receiver_config(dir.path().join("image"), RequestMode::Auto)
+    };
+    let mut receiver = Receiver::open(config, publisher.server(), None, &stop()).unwrap();
+    let files = || -> Vec<_> {
+        std::fs::read_dir(&incoming).into_iter().flatten().map(|e| e.unwrap().file_name()).collect()
+    };
+    assert_eq!(files(), Vec::<std::ffi::OsString>::new());
+    receiver.sync(&stop()).unwrap();
+    assert_eq!(files(), ["1.delta"]);
+    publisher.change(1);
+    publisher.publish(2);
+    assert_eq!(receiver.sync(&stop()).unwrap().mode, "delta");
+    assert_eq!(files(), ["1.delta"], "the delta came to the file that was there");
 }
