@@ -120,12 +120,14 @@ def sync(transfer: WindlassTransfer, policy: Any) -> dict[str, float]:
     return transfer.metrics
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_server_that_joins_late_or_dies_gets_the_version_that_the_others_have(
     server: servers.Vllm, model: Path, token_file: Path, images: Path, policy: Any
 ) -> None:
     env = {"WINDLASS_TOKEN_FILE": str(token_file)}
-    options = {"token_file": token_file, "image_dir": str(images), "model_id": "late", "timeout": 300.0}
+    # A server takes its time to start where others do the same.
+    patience = {"timeout": 500.0, "away": 500.0}
+    options = {"token_file": token_file, "image_dir": str(images), "model_id": "late", **patience}
     transfer = WindlassTransfer(server.url, **options)
     with servers.Vllm(model, plugins="windlass,plain_weights", dev=False, env=env) as late:
         try:

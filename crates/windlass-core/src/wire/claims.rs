@@ -31,7 +31,7 @@ pub struct ClaimPolicy {
 }
 
 /// About how many stripes all receivers together ask an origin for at a time.
-const OPEN_IN_ALL: usize = 12;
+pub(super) const OPEN_IN_ALL: usize = 12;
 /// So many times [`ClaimPolicy::stall`] relays get to come to hold what no origin has any more.
 const HOPE: u32 = 20;
 
@@ -262,15 +262,17 @@ impl Claims {
         let receivers = u64::from(self.place.receivers);
         let share = self.progress.bytes / receivers;
         let share = share.saturating_add(share.saturating_mul(2) / receivers);
-        self.from_origins < share.saturating_mul(1u64.checked_shl(self.stalls).unwrap_or(u64::MAX))
+        let most = share.saturating_mul(1u64.checked_shl(self.stalls).unwrap_or(u64::MAX));
+        let stripe = self.progress.bytes / u64::from(self.progress.stripes.max(1));
+        self.from_origins.saturating_add(stripe) <= most
     }
 
     /// Whether an origin is sending as much as this receiver should ask for at a time. An origin sends to all at once, and what
     /// it sends arrives, and can be passed on, the later the more it is.
     fn has_enough_of(&self, origin: usize) -> bool {
-        let receivers = self.place.receivers as usize;
+        let receivers = self.place.receivers;
         let open = || self.lanes.values().filter(|l| l.live && l.source == origin).map(|l| l.held.len());
-        receivers > 1 && open().sum::<usize>() >= (OPEN_IN_ALL / receivers).max(1)
+        receivers > 1 && open().sum::<usize>() >= self.place.open()
     }
 
     /// How long a source may take for a stripe of this size. When only stripes under way are left, a relay that is much slower than

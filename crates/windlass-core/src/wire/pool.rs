@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use super::claims::OPEN_IN_ALL;
 use super::stripe::{Stripe, StripePlan};
 
 /// A receiver's place among those that receive the same version at the same time.
@@ -24,6 +25,16 @@ pub struct Place {
 impl Place {
     /// A receiver that knows of no other.
     pub const ALONE: Place = Place { rank: 0, receivers: 1 };
+
+    /// How many stripes it may ask an origin for at a time.
+    pub(super) fn open(self) -> usize {
+        (OPEN_IN_ALL / self.receivers.max(1) as usize).max(1)
+    }
+
+    /// How many streams to an origin are of use to it. One more than it needs: a lost one delays it less.
+    pub fn streams(self) -> usize {
+        if self.receivers > 1 { self.open() + 1 } else { usize::MAX }
+    }
 
     /// The stripe that it begins with: each rank halves the widest gap that the earlier ones have left.
     fn start(self, stripes: u32) -> u32 {

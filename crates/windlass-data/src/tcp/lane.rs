@@ -93,7 +93,8 @@ impl<'a> Lane<'a> {
         while self.pull.room() > 0 {
             let mut claims = transfer.book();
             let mut grant = claims.claim(self.stream, transfer.now());
-            if grant == Ok(Grant::Wait) && self.relay.is_none() && self.held == 0 && self.outbox.is_empty() {
+            let idle = self.held == 0 && self.outbox.is_empty();
+            if grant == Ok(Grant::Wait) && idle && !self.is_told() {
                 (claims, _) =
                     transfer.changed.wait_timeout(claims, IDLE).unwrap_or_else(PoisonError::into_inner);
                 grant = claims.claim(self.stream, transfer.now());
@@ -118,10 +119,15 @@ impl<'a> Lane<'a> {
     /// Whether the sender has said something, though nothing is claimed.
     fn is_addressed(&mut self) -> Result<bool, TcpError> {
         self.look()?;
-        // Of a relay's stripes only the relay tells.
-        let nap = if self.relay.is_some() { IDLE } else { Duration::ZERO };
-        let ready = self.conn.wait(false, None, nap)?;
+        let nap = if self.is_told() { Stop::GLANCE } else { Duration::ZERO };
+        let ready = self.conn.wait(false, Some(self.transfer.ended.fd()), nap)?;
         Ok(ready.readable || !self.conn.ahead().is_empty())
+    }
+
+    /// Whether the sender is the one that tells when there is something to claim: one of several receivers learns of its stripes
+    /// from relays and, of those that are left, from the origin. Otherwise it is the book, when a stream is lost.
+    fn is_told(&self) -> bool {
+        self.transfer.ticket.swarm.is_some()
     }
 
     fn flush(&mut self) -> Result<(), TcpError> {

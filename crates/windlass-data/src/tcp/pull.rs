@@ -20,7 +20,7 @@ use windlass_core::wire::{
 };
 
 use super::TcpError;
-use super::board::Board;
+use super::board::{Bell, Board};
 use super::conn::{By, Conn, wait};
 use super::landing::Landing;
 use super::lane::Lane;
@@ -142,8 +142,7 @@ pub fn pull(
         max_bad: config.max_bad,
         stall: config.stall,
     };
-    let place =
-        ticket.swarm.as_ref().map_or(Place::ALONE, |s| Place { rank: s.rank, receivers: s.receivers });
+    let place = place_in(ticket);
     let streams = useful_lanes(ticket, &plan);
     let mut lanes: BTreeMap<SourceId, usize> = BTreeMap::new();
     streams.iter().for_each(|(_, source)| *lanes.entry(source.id).or_default() += 1);
@@ -157,6 +156,7 @@ pub fn pull(
         claims: Mutex::new(Claims::among(plan.clone(), policy, place)),
         plan,
         changed: Condvar::new(),
+        ended: Bell::new()?,
         over: AtomicBool::new(false),
         lanes: Mutex::new(lanes),
         condemned: Mutex::default(),
@@ -216,13 +216,19 @@ fn check_privacy(ticket: &Ticket, privacy: &Privacy) -> Result<(), TcpError> {
     Ok(())
 }
 
-/// The ticket's streams, but for each source no more than it has stripes: a delta of a megabyte is not worth six
-/// connections. Every source keeps one, over which it learns that the transfer is done.
+/// The receiver's place among those of the same version.
+fn place_in(ticket: &Ticket) -> Place {
+    ticket.swarm.as_ref().map_or(Place::ALONE, |s| Place { rank: s.rank, receivers: s.receivers })
+}
+
+/// The ticket's streams, but for each source no more than it has stripes, or than a receiver among others has a use for: a
+/// delta of a megabyte is not worth six connections. Every source keeps one, over which it learns that the transfer is done.
 pub(super) fn useful_lanes<'t>(ticket: &'t Ticket, plan: &StripePlan) -> Vec<(u16, &'t Source)> {
+    let most = place_in(ticket).streams().min(ticket.streams.into());
     let stripes_of = |source: &Source| {
         let position = plan.source_position(source.id);
         let held = |s: &&Stripe| position.is_some_and(|p| plan.holders(s).contains(p));
-        plan.stripes().iter().filter(held).take(ticket.streams.into()).count().max(1)
+        plan.stripes().iter().filter(held).take(most).count().max(1)
     };
     let mut left: BTreeMap<SourceId, usize> = ticket.sources.iter().map(|s| (s.id, stripes_of(s))).collect();
     let mut useful = |(_, source): &(u16, &Source)| {
@@ -269,6 +275,8 @@ pub(super) struct Transfer<'a> {
     claims: Mutex<Claims>,
     /// The book has changed in a way that a waiting stream may care about.
     pub(super) changed: Condvar,
+    /// Rung when the transfer is over, one way or the other.
+    pub(super) ended: Arc<Bell>,
     /// The transfer has failed: streams leave.
     pub(super) over: AtomicBool,
     /// Streams of each source that have not retired.
@@ -304,8 +312,12 @@ impl Transfer<'_> {
             Outcome::Failed(_) => {
                 self.over.store(true, Ordering::Relaxed);
                 self.scouting.set();
+                self.ended.ring();
             }
-            Outcome::Finished => self.scouting.set(),
+            Outcome::Finished => {
+                self.scouting.set();
+                self.ended.ring();
+            }
             Outcome::Running => {}
         }
         drop(claims);

@@ -336,21 +336,21 @@ fn an_origin_is_asked_for_what_no_receiver_was_given_however_much_that_is() {
 fn of_what_others_were_given_an_origin_is_asked_for_a_share_that_doubles_with_every_stall() {
     let mut claims = near_a_relay(16);
     claims.holds(ORIGIN, 0..32).unwrap();
-    // A sixteenth is two stripes. The third begins below the limit of an eighth more than that.
-    assert_eq!(take(&mut claims, at(0)), 3);
+    // A sixteenth is two stripes. An eighth more than that is not enough for a third.
+    assert_eq!(take(&mut claims, at(0)), 2);
     assert_eq!(take(&mut claims, POLICY.stall / 2), 0, "it is not stalled yet");
-    assert_eq!(take(&mut claims, POLICY.stall), 2, "twice the share is five");
+    assert_eq!(take(&mut claims, POLICY.stall), 2, "twice the share is four and a half");
     assert_eq!(take(&mut claims, POLICY.stall * 3 / 2), 0, "something came a moment ago");
-    assert_eq!(take(&mut claims, POLICY.stall * 2), 4, "four times the share is nine");
+    assert_eq!(take(&mut claims, POLICY.stall * 2), 5, "four times the share is nine");
 }
 
 #[test]
 fn without_a_relay_an_origin_is_asked_for_everything_at_once() {
     let mut claims = near_a_relay(16);
     claims.holds(ORIGIN, 0..32).unwrap();
-    assert_eq!(take(&mut claims, at(0)), 3);
+    assert_eq!(take(&mut claims, at(0)), 2);
     claims.lost(OTHER);
-    assert_eq!(take(&mut claims, at(0)), 29);
+    assert_eq!(take(&mut claims, at(0)), 30);
 }
 
 #[test]

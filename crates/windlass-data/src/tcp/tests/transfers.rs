@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use windlass_core::wire::{Checks, MIN_STRIPE_BYTES, Mode, SourceId, StripePlan, Ticket, TicketFields};
+use windlass_core::wire::{
+    Checks, MIN_STRIPE_BYTES, Mode, SourceId, StripePlan, Swarm, Ticket, TicketFields,
+};
 
 use super::proxy::{Harm, Proxy};
 use super::world::{
@@ -151,6 +153,12 @@ fn no_more_streams_are_opened_than_a_source_has_stripes() {
     assert_eq!(lanes(delta_fields(&[vec![1; 100]], at)), [(0, 0)]);
     assert_eq!(lanes(delta_fields(&[vec![1; 2 * stripe]], at)), [(0, 0), (1, 0)]);
     assert_eq!(lanes(delta_fields(&[vec![1; 9 * stripe]], at)).len(), 4);
+    // Receivers that pass it on ask a source for little at a time.
+    for (receivers, streams) in [(1, 4), (3, 4), (6, 3), (16, 2), (1000, 2)] {
+        let swarm = Some(Swarm { rank: 0, receivers, relays: Vec::new() });
+        let fields = TicketFields { swarm, ..delta_fields(&[vec![1; 9 * stripe]], at) };
+        assert_eq!(lanes(fields).len(), streams, "of {receivers} receivers");
+    }
     // One source has one stripe, the other three: streams take turns between sources.
     let mut two = delta_fields(&[vec![1; 10], vec![1; 3 * stripe]], at);
     two.sources.push(source(1, at, (0..10).into()));
