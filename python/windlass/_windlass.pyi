@@ -232,13 +232,13 @@ class DevicePlan:
         """
         Brings a delta, a container of records, to the device. The parameters are not touched.
         """
-    def stage_fetched(self, /, fetched: FetchedDelta, base_incarnation: SupportsIndex, base_version: SupportsIndex, prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
+    def stage_fetched(self, /, fetched: FetchedDelta, base: tuple[SupportsIndex, SupportsIndex], prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
         """
         Brings a delta that a receiver has fetched to the device, to be applied part after part, and says which digest the
         parameters have, if `prove` is a stream that they are read after. Stale if it begins at another version than the one
         given.
         """
-    def stage_held(self, /, held: Held, base_incarnation: SupportsIndex, base_version: SupportsIndex, prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
+    def stage_held(self, /, held: Held, base: tuple[SupportsIndex, SupportsIndex], prove: SupportsIndex | None = None, only: SupportsGetItem[int, str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[list[StagedDelta], str | None]:
         """
         Brings the deltas that lead from a version to `held` to the device, to be applied one after another, and says which
         digest the parameters have, if `prove` is a stream that they are read after. Stale, with the reason, if the deltas were

@@ -70,15 +70,15 @@ class Plan:
         self._called("sums")
 
     def stage_held(
-        self, held: Any, incarnation: int, version: int, prove: int | None, timeout: float
+        self, held: Any, base: tuple[int, int], prove: int | None, timeout: float
     ) -> tuple[list[Any], str | None]:
         self._called("stage")
         records = Records([t.clone() for t in self.tensors], [t.clone() for t in self.tensors])
-        self.native.sparse(held, incarnation, version, [t.data_ptr() for t in records.after])
+        self.native.sparse(held, *base, [t.data_ptr() for t in records.after])
         return [records], self.proof(prove)
 
     def stage_fetched(
-        self, fetched: Any, incarnation: int, version: int, prove: int | None, timeout: float
+        self, fetched: Any, base: tuple[int, int], prove: int | None, timeout: float
     ) -> tuple[list[Any], str | None]:
         self._called("stage")
         return [Records([t.clone() for t in self.tensors], self.fetched)], self.proof(prove)

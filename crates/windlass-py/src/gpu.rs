@@ -507,19 +507,18 @@ impl DevicePlan {
     /// Brings the deltas that lead from a version to `held` to the device, to be applied one after another, and says which
     /// digest the parameters have, if `prove` is a stream that they are read after. Stale, with the reason, if the deltas were
     /// not kept.
-    #[pyo3(signature = (held, base_incarnation, base_version, prove = None, only = None, timeout = 60.0))]
+    #[pyo3(signature = (held, base, prove = None, only = None, timeout = 60.0))]
     fn stage_held(
         &self,
         py: Python<'_>,
         held: &Held,
-        base_incarnation: u64,
-        base_version: u64,
+        base: (u64, Version),
         prove: Option<u64>,
         only: Option<Vec<String>>,
         timeout: f64,
     ) -> PyResult<Brought> {
         self.home.check("plan")?;
-        let base = (Incarnation(base_incarnation), base_version);
+        let base = (Incarnation(base.0), base.1);
         enter(py, Some(timeout), |stop| {
             held.read(|lease| {
                 let region = lease.region();
@@ -540,13 +539,12 @@ impl DevicePlan {
     /// Brings a delta that a receiver has fetched to the device, to be applied part after part, and says which digest the
     /// parameters have, if `prove` is a stream that they are read after. Stale if it begins at another version than the one
     /// given.
-    #[pyo3(signature = (fetched, base_incarnation, base_version, prove = None, only = None, timeout = 60.0))]
+    #[pyo3(signature = (fetched, base, prove = None, only = None, timeout = 60.0))]
     fn stage_fetched(
         &self,
         py: Python<'_>,
         fetched: &FetchedDelta,
-        base_incarnation: u64,
-        base_version: u64,
+        base: (u64, Version),
         prove: Option<u64>,
         only: Option<Vec<String>>,
         timeout: f64,
@@ -554,10 +552,9 @@ impl DevicePlan {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
             fetched.with(|fetched| {
-                let base = fetched.base();
-                if (base.incarnation, base.version) != (Incarnation(base_incarnation), base_version) {
-                    let text =
-                        format!("what was fetched begins at {base}, and not at version {base_version}");
+                let begins = fetched.base();
+                if (begins.incarnation, begins.version) != (Incarnation(base.0), base.1) {
+                    let text = format!("what was fetched begins at {begins}, and not at version {}", base.1);
                     return Err(Failure::new(Kind::Stale, text));
                 }
                 let mut made = lock(&self.made);

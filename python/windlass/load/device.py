@@ -128,9 +128,8 @@ class DeviceWeights:
         """Brings the records that lead from ``base``, which the parameters hold, to ``target``, which ``held`` is. The
         parameters are only read. Answers their state digest if it is to be proved, and they are all of the model."""
         stream = self._ready(prove, timeout)
-        records, digest = self._plan.stage_held(
-            held, base.incarnation, base.version, prove=stream, timeout=timeout
-        )
+        begins = (base.incarnation, base.version)
+        records, digest = self._plan.stage_held(held, begins, prove=stream, timeout=timeout)
         self._staged = _Staged(base, target, records)
         return digest
 
@@ -139,9 +138,8 @@ class DeviceWeights:
     ) -> str | None:
         """:meth:`stage` of a delta that no image shows yet."""
         stream = self._ready(prove, timeout)
-        records, digest = self._plan.stage_fetched(
-            fetched, base.incarnation, base.version, prove=stream, timeout=timeout
-        )
+        begins = (base.incarnation, base.version)
+        records, digest = self._plan.stage_fetched(fetched, begins, prove=stream, timeout=timeout)
         self._staged = _Staged(base, target, records)
         return digest
 
