@@ -14,8 +14,8 @@ one clock, and the bytes that leave the publisher's host, headers included:
 - `apart`: all of them, with `--no-relay`.
 
 `full` changes every element, which makes an image, and `delta` one in a hundred, on slower links, so that it takes long enough to be
-measured. Medians count. The bars are about links, not processors: `cpu` is the share of this machine's processors that the hosts' processes took, and all processes. Where the first is near 1, take a
-lower rate.
+measured. Medians count. The bars are about links, not processors: `cpu` is the share of this machine's processors that the hosts'
+processes took, and all processes. Where the first is near 1, take a lower rate.
 """
 
 from __future__ import annotations

@@ -635,6 +635,53 @@ def test_a_delta_is_refused_when_the_weights_are_proved_to_be_others(
         bench.check(bench.live.load(LoadOrder.of(image)), "dense")
 
 
+def test_a_worker_with_a_part_of_the_model_sums_it_up_no_more_often(
+    make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    bench.start()
+    asked: list[bool] = []
+
+    def proof(self: Plan, prove: int | None) -> str | None:
+        asked.append(prove is not None)
+        return None
+
+    monkeypatch.setattr(Plan, "proof", proof)
+    for _ in range(6):
+        bench.announce()
+        fetched = bench.receiver.fetch(60)
+        assert fetched is not None
+        bench.plan.fetched = bench.fused()
+        assert bench.live.stage_fetched(fetched)
+        bench.check(bench.live.load_fetched(fetched), "sparse")
+        bench.receiver.show(fetched, 60.0)
+    assert asked == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_leave_the_device_only_when_staging_has_read_them(
+    make: Callable[[], Bench], level: int
+) -> None:
+    bench = make()
+    bench.start()
+    order, _ = handed(bench)
+    calls: list[str] = []
+
+    class Worker:
+        def get_model(self) -> Any:
+            return SimpleNamespace(_windlass_live=bench.live)
+
+        def sleep(self, level: int = 1) -> None:
+            calls.extend(bench.calls())
+            calls.append("sleep")
+
+    worker = Worker()
+    worker.__dict__["_windlass_staging"] = Staging(bench.live, order)
+    extension._watched("sleep", Worker.sleep)(worker, level)
+    assert calls == ["sums", "begin", "arrive", "sleep"]
+    assert (bench.live.report().live is None) == (level == 2)
+
+
 def test_a_module_that_the_engine_changes_is_found_by_the_sums_of_the_device(
     make: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

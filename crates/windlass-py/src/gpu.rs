@@ -667,7 +667,7 @@ fn brought((parts, digest): Staging) -> Brought {
     (parts.into_iter().map(StagedDelta).collect(), digest)
 }
 
-/// Stages a delta while the device sums the parameters, which it takes about as long for. They are only read.
+/// Stages a delta while the device sums the parameters, which it only reads.
 fn stage_and_prove(
     made: &mut Plan,
     prove: Option<u64>,

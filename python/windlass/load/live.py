@@ -235,7 +235,7 @@ class Live:
         return self._proved(device.stage(held, base, order.identity, True, order.timeout))
 
     def _proved(self, found: str | None) -> bool:
-        """Whether the weights may be what they are said to be, now that their digest is known, or not."""
+        """Whether the digest that was found is that of the live version; also if there is none to compare."""
         if found is None or self._digest is None or self._live is None:
             return True
         self._since_verified = 0
@@ -259,15 +259,17 @@ class Live:
             ready = self._ready_for_delta()
             if ready is None:
                 return False
-            return self._proved(ready[0].stage_fetched(fetched, ready[1], target, self._due, timeout))
+            return self._proved(ready[0].stage_fetched(fetched, ready[1], target, self._take_turn(), timeout))
         except Exception as e:
             self._not_staged(target, e)
             return False
 
-    @property
-    def _due(self) -> bool:
-        """Whether the weights are to be proved with the next delta."""
-        return self._since_verified + 1 >= self._verify_every
+    def _take_turn(self) -> bool:
+        """Whether the weights are to be proved with this delta; if so, the count begins anew."""
+        due = self._since_verified + 1 >= self._verify_every
+        if due:
+            self._since_verified = 0
+        return due
 
     def _ready_for_delta(self) -> tuple[DeviceWeights, LiveVersion] | None:
         """The device and the version that a delta is applied to before the image holds what it leads to, if that is
@@ -292,7 +294,7 @@ class Live:
             ready = self._ready_for_delta()
             if ready is None or _begins(order) != ready[1]:
                 return None
-            return ready[0].begin(order.delta, ready[1], order.identity, self._due, order.timeout)
+            return ready[0].begin(order.delta, ready[1], order.identity, self._take_turn(), order.timeout)
         except Exception as e:
             self._not_staged(order.identity, e)
             return None

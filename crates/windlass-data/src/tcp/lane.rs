@@ -124,8 +124,8 @@ impl<'a> Lane<'a> {
         Ok(ready.readable || !self.conn.ahead().is_empty())
     }
 
-    /// Whether the sender is the one that tells when there is something to claim: one of several receivers learns of its stripes
-    /// from relays and, of those that are left, from the origin. Otherwise it is the book, when a stream is lost.
+    /// Whether the sender tells when there is something to claim, as relays do. What a lost stream leaves is then found at the next
+    /// glance. Without relays only that comes back, and the book tells at once.
     fn is_told(&self) -> bool {
         self.transfer.ticket.swarm.is_some()
     }

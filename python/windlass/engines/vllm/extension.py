@@ -294,6 +294,10 @@ def _watched(name: str, original: Any) -> Any:
     @functools.wraps(original)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         level = args[0] if args else kwargs.get("level", 1)
+        staging = self.__dict__.get("_windlass_staging")
+        if staging is not None:
+            # It reads the weights, also those that are only taken off the device for a while.
+            staging.join(None)
         if name != "sleep" or level != 1:
             try:
                 live = self.get_model().__dict__.get("_windlass_live")
