@@ -16,6 +16,8 @@ one clock, and the bytes that leave the publisher's host, headers included:
 `full` changes every element, which makes an image, and `delta` one in a hundred, on slower links, so that it takes long enough to be
 measured. Medians count. The bars are about links, not processors: `cpu` is the share of this machine's processors that the hosts'
 processes took, and all processes. Where the first is near 1, take a lower rate.
+
+`windlass bench scale` predicts both from a model of the same links; it must come within a fifth.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +51,8 @@ import windlass  # noqa: E402
 
 #: Of the time of one host; of the image; of the time of one host again.
 BAR_TIME, BAR_BYTES, BAR_DELAY = 1.5, 2.0, 1.0
+#: How far a prediction may lie from what is measured.
+BAR_MODEL = 0.2
 #: How long all receivers may take for one version.
 PATIENCE = 600.0
 
@@ -236,6 +241,38 @@ def bars(results: dict[str, dict[str, Any]], image: int) -> list[dict[str, Any]]
     return found
 
 
+def predicted(kind: str, rate: str, image: int, payload: float, hosts: int) -> float:
+    """How many times as long as one host all of them take, by the model."""
+    rates = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    bits = next(float(rate[: -len(unit)]) * scale for unit, scale in rates.items() if rate.endswith(unit))
+    # What the hosts' links let stand in front of them (`hosts.py`).
+    queue = 100 + 65536 * 8e3 / bits
+    words = ["--bytes", str(image), "--delta-bytes", str(round(payload)), "--gbit", str(bits / 1e9)]
+    words += ["--receivers", str(hosts), "--trainers", "1", "--queue-ms", str(queue), "--deaths", "0"]
+    command = [sys.executable, "-m", "windlass", "bench", "scale", "--json", *words]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    (row,) = (row for row in rows if row["mode"] == kind)
+    return row["relay_s"] / row["alone_s"]
+
+
+def compared(
+    results: dict[str, dict[str, Any]], image: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """What the model says of what was measured."""
+    found = []
+    for kind, rate in (("full", options.rate), ("delta", options.delta_rate)):
+        one, relay = results[f"one, {kind}"], results[f"relay, {kind}"]
+        model = predicted(kind, rate, image, relay["payload"], options.hosts)
+        off = model / (relay["seconds"] / one["seconds"]) - 1
+        name = f"{kind}: relay / one by the model: {model:.2f}, off by"
+        found.append({"name": name, "value": round(off, 3), "bar": BAR_MODEL, "met": abs(off) <= BAR_MODEL})
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=needs.whole(4), default=16, help="receivers' hosts")
@@ -270,11 +307,11 @@ def main() -> int:
         "bytes": runs.bytes,
         "seconds": round(time.monotonic() - began, 1),
         "results": results,
-        "bars": bars(results, runs.bytes),
+        "bars": [*bars(results, runs.bytes), *compared(results, runs.bytes, options)],
     }
     for bar in result["bars"]:
         sys.stdout.write(
-            f"{bar['name']:36} {bar['value']:7.3f}   bar {bar['bar']:.1f}   {'met' if bar['met'] else 'MISSED'}\n"
+            f"{bar['name']:46} {bar['value']:7.3f}   bar {bar['bar']:.1f}   {'met' if bar['met'] else 'MISSED'}\n"
         )
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

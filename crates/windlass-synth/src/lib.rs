@@ -416,7 +416,8 @@ fn draw(key: u64, i: u64) -> u64 {
     mix(key.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-fn mix(mut z: u64) -> u64 {
+/// The last step of SplitMix64: numbers that are near each other become such that are not.
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

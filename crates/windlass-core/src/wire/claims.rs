@@ -11,8 +11,9 @@ use std::time::Duration;
 use super::WireError;
 use super::frame::StreamId;
 use super::message::{Fault, Verdict};
-use super::pool::{Place, Pool};
+use super::pool::Pool;
 use super::stripe::{Extent, SourceSet, Stripe, StripePlan};
+use super::swarm::Place;
 use super::ticket::{MAX_SOURCES, SourceId};
 use crate::error::Kind;
 
@@ -30,8 +31,6 @@ pub struct ClaimPolicy {
     pub stall: Duration,
 }
 
-/// About how many stripes all receivers together ask an origin for at a time.
-pub(super) const OPEN_IN_ALL: usize = 12;
 /// So many times [`ClaimPolicy::stall`] relays get to come to hold what no origin has any more.
 const HOPE: u32 = 20;
 

@@ -207,6 +207,7 @@ mod message;
 mod pool;
 mod stream;
 mod stripe;
+mod swarm;
 mod ticket;
 mod versions;
 
@@ -225,9 +226,9 @@ pub use handshake::{Challenged, Dial, Greeted, HelloSent, ProofSent, Proved, Rec
 pub use message::{
     Check, Claim, Completion, Fault, Frame, Hello, Message, Refusal, Stage, Verdict, decode_frame,
 };
-pub use pool::{Place, neighbours};
 pub use stream::{Next, PullEvent, PullStream, ServeEvent, ServeStream};
 pub use stripe::{Extent, SourceSet, Stripe, StripePlan};
+pub use swarm::{Place, RELAYS, neighbours, swarm_stripe_bytes};
 pub use ticket::{
     Base, Checks, Deadline, MAX_PAYLOADS, MAX_SOURCES, MAX_TICKET_JSON, MAX_TIMEOUT_MS, Mode, Payload, Relay,
     RelayOffer, Source, SourceId, Swarm, Ticket, TicketError, TicketFields,
@@ -239,7 +240,7 @@ pub const MAX_STREAMS: u16 = 256;
 /// How many streams a ticket has unless configured otherwise.
 pub const DEFAULT_STREAMS: u16 = 6;
 /// The smallest stripe size a ticket may ask for.
-pub const MIN_STRIPE_BYTES: u32 = 16 << 10;
+pub const MIN_STRIPE_BYTES: u32 = 8 << 10;
 /// The largest stripe, and the largest `Data` frame.
 pub const MAX_STRIPE_BYTES: u32 = 64 << 20;
 /// The stripe size unless configured otherwise.

@@ -10,58 +10,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::claims::OPEN_IN_ALL;
 use super::stripe::{Stripe, StripePlan};
-
-/// A receiver's place among those that receive the same version at the same time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// How many had begun before it.
-    pub rank: u32,
-    /// How many there are, as far as is known.
-    pub receivers: u32,
-}
-
-impl Place {
-    /// A receiver that knows of no other.
-    pub const ALONE: Place = Place { rank: 0, receivers: 1 };
-
-    /// How many stripes it may ask an origin for at a time.
-    pub(super) fn open(self) -> usize {
-        (OPEN_IN_ALL / self.receivers.max(1) as usize).max(1)
-    }
-
-    /// How many streams to an origin are of use to it. One more than it needs: a lost one delays it less.
-    pub fn streams(self) -> usize {
-        if self.receivers > 1 { self.open() + 1 } else { usize::MAX }
-    }
-
-    /// The stripe that it begins with: each rank halves the widest gap that the earlier ones have left.
-    fn start(self, stripes: u32) -> u32 {
-        ((u64::from(self.rank.reverse_bits()) * u64::from(stripes)) >> 32) as u32
-    }
-}
-
-/// The relays that a receiver is told of: so many of the others, by rank, in both directions and at doubling distances. So
-/// every stripe is few steps from every receiver, and none passes on to more than twice as many as it is told of.
-pub fn neighbours(rank: u32, receivers: u32, most: usize) -> Vec<u32> {
-    let mut found = Vec::new();
-    let steps = (0..31).map(|i| 1u32 << i).take_while(|step| *step < receivers);
-    let (rank, n) = (u64::from(rank), u64::from(receivers));
-    for step in steps.map(u64::from) {
-        for other in [(rank + step) % n, (rank + n - step) % n] {
-            let other = other as u32;
-            if other != rank as u32 && !found.contains(&other) && found.len() < most {
-                found.push(other);
-            }
-        }
-    }
-    found
-}
+use super::swarm::Place;
 
 /// Unclaimed stripes of one group of origins, by turn.
 #[derive(Clone, Debug, Default)]
 struct Queue {
+    /// Whether it is for others to ask for what is fresh.
+    others: bool,
     /// Those that no receiver has been given, as far as is known.
     fresh: BTreeSet<u32>,
     given: BTreeSet<u32>,
@@ -74,11 +30,36 @@ struct Relay {
     ready: BTreeSet<(u32, u32)>,
 }
 
+/// The stripes that have the same origins.
+fn groups(plan: &StripePlan) -> BTreeMap<u32, Vec<u32>> {
+    let mut groups: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for stripe in plan.stripes() {
+        groups.entry(StripePlan::group(stripe)).or_default().push(stripe.id);
+    }
+    groups
+}
+
+/// All stripes in the order in which a receiver asks for them: of each group from a place of its own on, and of all groups alike.
+fn order(groups: BTreeMap<u32, Vec<u32>>, place: Place) -> Vec<u32> {
+    let mut all = Vec::new();
+    for (group, mut ids) in groups {
+        let len = ids.len() as u64;
+        ids.rotate_left(place.start(len as u32) as usize);
+        // Where each lies in its group, so that none comes last.
+        let parts = (0..len).map(|i| (i << 32) / len);
+        all.extend(parts.zip(ids).map(|(part, id)| (part, group, id)));
+    }
+    all.sort_unstable();
+    all.into_iter().map(|(_, _, id)| id).collect()
+}
+
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub(super) struct Pool {
     stripes: u32,
-    start: u32,
+    /// When this receiver's turn comes to a stripe, and to which it comes then.
+    turns: Vec<u32>,
+    order: Vec<u32>,
     /// By number of holders and group: scarce ones first.
     queues: BTreeMap<(u32, u32), Queue>,
     keys: Vec<(u32, u32)>,
@@ -87,41 +68,50 @@ pub(super) struct Pool {
     /// How many relays hold each stripe.
     held: Vec<u32>,
     relays: BTreeMap<usize, Relay>,
+    /// Groups of which others ask for what is fresh.
+    others: BTreeSet<u32>,
 }
 
 impl Pool {
     pub(super) fn new(plan: &StripePlan, place: Place) -> Pool {
         let stripes = plan.stripes().len() as u32;
+        let groups = groups(plan);
+        let asks = |(group, ids): (&u32, &Vec<u32>)| place.asks(*group, ids.len() as u32);
+        let others = groups.iter().filter(|group| !asks(*group)).map(|(group, _)| *group).collect();
+        let order = order(groups, place);
+        let mut turns = vec![0; stripes as usize];
+        (0..).zip(&order).for_each(|(turn, id)| turns[*id as usize] = turn);
         let key = |s: &Stripe| (plan.holders(s).len(), StripePlan::group(s));
         let mut pool = Pool {
             stripes,
-            start: place.start(stripes),
+            turns,
+            order,
             queues: BTreeMap::new(),
             keys: plan.stripes().iter().map(key).collect(),
             unclaimed: vec![false; stripes as usize],
             given: vec![false; stripes as usize],
             held: vec![0; stripes as usize],
             relays: BTreeMap::new(),
+            others,
         };
         (0..stripes).for_each(|id| pool.put(id));
         pool
     }
 
-    /// When this receiver's turn comes to a stripe.
     fn turn(&self, id: u32) -> u32 {
-        if id >= self.start { id - self.start } else { id + self.stripes - self.start }
+        self.turns[id as usize]
     }
 
     fn at(&self, turn: u32) -> u32 {
-        let id = u64::from(turn) + u64::from(self.start);
-        (id % u64::from(self.stripes.max(1))) as u32
+        self.order[turn as usize]
     }
 
     /// A stripe is to be fetched (again).
     pub(super) fn put(&mut self, id: u32) {
         let (turn, i) = (self.turn(id), id as usize);
         self.unclaimed[i] = true;
-        let queue = self.queues.entry(self.keys[i]).or_default();
+        let others = self.others.contains(&self.keys[i].1);
+        let queue = self.queues.entry(self.keys[i]).or_insert_with(|| Queue { others, ..Queue::default() });
         let set = if self.given[i] { &mut queue.given } else { &mut queue.fresh };
         set.insert(turn);
         self.rank(id, true);
@@ -156,7 +146,7 @@ impl Pool {
     /// The next stripe for an origin that has these groups; with `again` also one that was given to others.
     pub(super) fn next_of_origin(&mut self, has: impl Fn(u32) -> bool, again: bool) -> Option<u32> {
         let queues = || self.queues.iter().filter(|((_, group), _)| has(*group)).map(|(_, queue)| queue);
-        let fresh = queues().find_map(|q| q.fresh.first());
+        let fresh = queues().filter(|q| again || !q.others).find_map(|q| q.fresh.first());
         let turn = fresh.or_else(|| queues().find_map(|q| q.given.first()).filter(|_| again));
         let id = self.at(*turn?);
         Some(self.take(id))

@@ -290,7 +290,7 @@ fn held_pieces(ticket: &Ticket) -> Vec<(Range<u32>, SourceSet)> {
 mod tests {
     use super::super::testing::{full_ticket, source};
     use super::*;
-    use crate::wire::{MIN_STRIPE_BYTES, Ticket};
+    use crate::wire::Ticket;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
@@ -360,7 +360,7 @@ mod tests {
     fn a_delta_is_cut_by_bytes_per_payload() {
         let ticket = super::super::testing::delta_ticket(&[150_000, 10]);
         let plan = StripePlan::new(&ticket, |_| None).unwrap();
-        let step = 4 * MIN_STRIPE_BYTES;
+        let step: u32 = 64 << 10;
         let bytes = |payload, offset: u32, len| Extent::Bytes { payload, offset: offset.into(), len };
         let extents: Vec<_> = plan.stripes().iter().map(|s| s.extent).collect();
         let expected = [

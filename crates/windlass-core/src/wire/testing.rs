@@ -1,8 +1,8 @@
 //! Tickets for tests.
 
 use super::{
-    Base, BlockVersions, Checks, Deadline, MIN_STRIPE_BYTES, Mode, Payload, Source, SourceId, Ticket,
-    TicketFields, TicketId, TicketKey,
+    Base, BlockVersions, Checks, Deadline, Mode, Payload, Source, SourceId, Ticket, TicketFields, TicketId,
+    TicketKey,
 };
 use crate::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest};
 use crate::ranges::BlockRanges;
@@ -30,7 +30,7 @@ pub(super) fn fields(wanted: BlockRanges, sources: Vec<Source>) -> TicketFields 
         wanted,
         sources,
         streams: 2,
-        stripe_bytes: 4 * MIN_STRIPE_BYTES,
+        stripe_bytes: 64 << 10,
         checks: Checks::BlockSums,
         deadline: Deadline::starting(1_800_000_000_000, 30_000),
         key: TicketKey::new(std::array::from_fn(|i| i as u8)),

@@ -11,14 +11,12 @@ use serde::Serialize;
 use windlass_core::identity::Version;
 use windlass_core::wire::control::{Brought, Relays};
 use windlass_core::wire::{
-    MIN_STRIPE_BYTES, Mode, Relay, RelayOffer, SourceId, Swarm, TicketFields, TicketId, neighbours,
+    Mode, RELAYS, Relay, RelayOffer, SourceId, Swarm, TicketFields, TicketId, neighbours,
 };
 
 use super::ServeError;
 use crate::tcp::Board;
 
-/// How many relays a receiver is told of at a time.
-const RELAYS: usize = 8;
 /// Relays are named from here on, beyond all sources of a ticket.
 const FIRST_RELAY: u32 = 1 << 16;
 /// Versions whose receivers are remembered, and those that are shown.
@@ -35,19 +33,6 @@ pub(super) fn cargo(ticket: &TicketFields) -> Cargo {
         Mode::Delta { base, .. } => Some(base.identity.version),
     };
     (ticket.identity.version, base)
-}
-
-/// About how many stripes an image is cut into for a swarm: a stripe is passed on when all of it is there.
-const STRIPES: u64 = 512;
-/// Deltas are a hundredth of an image, and are cut as finely as is allowed for longer.
-const DELTA_STRIPES: u64 = 32 * STRIPES;
-
-/// The stripes of an image, or of a delta to it, for a swarm. All its members must cut alike, whatever they ask for.
-pub(super) fn stripe_bytes(image: u64, delta: bool, most: u32) -> u32 {
-    let (parts, least) =
-        if delta { (DELTA_STRIPES, MIN_STRIPE_BYTES) } else { (STRIPES, 8 * MIN_STRIPE_BYTES) };
-    let bytes = u32::try_from(image / parts).unwrap_or(u32::MAX);
-    bytes.max(least).min(most.max(MIN_STRIPE_BYTES))
 }
 
 /// Deltas below this size are not worth finding each other for.
@@ -279,14 +264,5 @@ mod tests {
         assert_eq!(swarms.all.len(), KEPT);
         assert!(swarms.relays(TicketId([3; 16]), 0, true).is_err());
         assert!(swarms.relays(TicketId([99; 16]), 0, true).is_ok());
-    }
-
-    #[test]
-    fn stripes_of_a_swarm_are_small_but_allowed() {
-        assert_eq!(stripe_bytes(64 << 20, false, 16 << 20), 128 << 10);
-        assert_eq!(stripe_bytes(16 << 30, false, 16 << 20), 16 << 20);
-        assert_eq!(stripe_bytes(64 << 20, true, 16 << 20), MIN_STRIPE_BYTES);
-        assert_eq!(stripe_bytes(16 << 30, true, 16 << 20), 1 << 20);
-        assert_eq!(stripe_bytes(0, true, 0), MIN_STRIPE_BYTES);
     }
 }

@@ -12,7 +12,7 @@ use windlass_core::wire::control::{
 };
 use windlass_core::wire::{
     Base, BlockVersions, Checks, Deadline, MAX_STREAMS, MAX_TIMEOUT_MS, Mode, Payload, ProtocolVersion,
-    Source, SourceId, Ticket, TicketFields, TicketId, TicketKey,
+    Source, SourceId, Ticket, TicketFields, TicketId, TicketKey, swarm_stripe_bytes,
 };
 
 use super::{
@@ -407,7 +407,7 @@ impl Inner {
 
     /// The stripes of an image, or of a delta, for receivers that pass it on.
     fn swarm_stripe(&self, delta: bool) -> u32 {
-        swarm::stripe_bytes(self.region.manifest().data_bytes(), delta, self.config.stripe_bytes)
+        swarm_stripe_bytes(self.region.manifest().data_bytes(), delta, self.config.stripe_bytes)
     }
 
     /// Makes the receiver one of those that pass on what the ticket is for.

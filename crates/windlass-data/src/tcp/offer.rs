@@ -8,6 +8,7 @@ use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -141,6 +142,8 @@ struct State {
     bells: Vec<Weak<Bell>>,
     /// When the last connection left, or the offer was made.
     left: Option<Instant>,
+    /// How much of the board its one receiver has been told of.
+    told: usize,
 }
 
 /// An offer as the sender's threads see it.
@@ -218,6 +221,7 @@ impl Served {
             over: None,
             bells: Vec::new(),
             left: Some(Instant::now()),
+            told: 0,
         };
         Ok(Served {
             ticket,
@@ -312,9 +316,28 @@ impl Served {
         Ok(state.streams.insert(proved.stream().index, connection))
     }
 
+    /// What a connection should tell its peer of the board. Each connection of a relay has a receiver of its own, which has been
+    /// told of what was added before `told`. All connections of an origin's offer have the same: it is told once, by one that
+    /// is not busy, because news would wait behind the stripe. By a sole connection in any case.
+    pub(super) fn news(&self, told: &mut usize, busy: bool) -> Vec<Range<u32>> {
+        match &self.crowd {
+            Crowd::One => Vec::new(),
+            Crowd::Any(board) => board.news(told),
+            Crowd::Among(board) => {
+                let mut state = self.lock();
+                if busy && state.connections.len() > 1 {
+                    return Vec::new();
+                }
+                board.news(&mut state.told)
+            }
+        }
+    }
+
     /// An admitted connection is closed, and has given its ground back.
     pub(super) fn leave(&self, connection: u64) {
         let mut state = self.lock();
+        // What it told may not have arrived.
+        state.told = 0;
         state.connections.remove(&connection);
         state.bells.retain(|bell| bell.strong_count() > 0);
         state.streams.retain(|_, c| *c != connection);

@@ -250,11 +250,11 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Tells the peer what the board has that it had not before.
+    /// Tells the peer what the board has that it does not know of.
     fn tell(&mut self) -> Result<(), TcpError> {
-        let Some(board) = self.served.crowd.board() else { return Ok(()) };
         self.bell.hush();
-        for some in board.news(&mut self.told).chunks(MAX_HOLDS as usize) {
+        let busy = self.unacknowledged > 0;
+        for some in self.served.news(&mut self.told, busy).chunks(MAX_HOLDS as usize) {
             let frame = Message::Holds(some.to_vec()).encode(self.stream).map_err(|e| self.conn.wire(e))?;
             self.news.extend(frame);
         }

@@ -46,6 +46,79 @@ pub(super) enum ParsedBench {
         #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
         repeats: u16,
     },
+    /// Versions to up to thousands of hosts, over modelled links, by the code that decides who sends what to whom; moves no bytes
+    Scale(ParsedScale),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ParsedScale {
+    /// Parameters of the bf16 models; accepts the suffixes k, M, G and T
+    #[arg(long, default_value = "8G,70G,1T", value_delimiter = ',', value_parser = parse_count, value_name = "N,N…")]
+    params: Vec<u64>,
+    /// Bytes of one image, instead of --params
+    #[arg(long, conflicts_with = "params", value_parser = parse_count, value_name = "BYTES")]
+    bytes: Option<u64>,
+    /// Percentage of elements that change
+    #[arg(long, default_value = "1.0", value_parser = parse_percent, value_name = "P")]
+    change: f64,
+    /// Bytes of a delta, instead of an estimate from --change
+    #[arg(long, value_parser = parse_count, value_name = "BYTES")]
+    delta_bytes: Option<u64>,
+    /// Numbers of receivers' hosts
+    #[arg(long, default_value = "8,64,512", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N,N…")]
+    receivers: Vec<u32>,
+    /// Trainers' hosts, which hold equal parts of the model
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=128), value_name = "N")]
+    trainers: u32,
+    /// Rate of every host's link in each direction, in Gbit/s
+    #[arg(long, default_value = "25,100,400", value_delimiter = ',', value_parser = parse_positive, value_name = "G,G…")]
+    gbit: Vec<f64>,
+    /// Time for a message and its answer over free links, in milliseconds
+    #[arg(long, default_value = "0.2", value_parser = parse_positive, value_name = "MS")]
+    rtt_ms: f64,
+    /// The longest that bytes wait in front of a link, in milliseconds
+    #[arg(long, default_value = "5", value_parser = parse_positive, value_name = "MS")]
+    queue_ms: f64,
+    /// Time that an engine takes for a load, in milliseconds
+    #[arg(long, default_value = "10", value_parser = parse_positive, value_name = "MS")]
+    load_ms: f64,
+    /// Receivers' hosts that die in the course of a transfer, in the runs with failures
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=64), value_name = "N")]
+    deaths: u32,
+    /// Seed of who dies, and when
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+impl ParsedScale {
+    fn check(self) -> Result<bench::scale::ScaleConfig, Error> {
+        let images =
+            self.bytes.map_or_else(|| self.params.iter().map(|p| p.saturating_mul(2)).collect(), |b| vec![b]);
+        if images.contains(&0) || self.delta_bytes == Some(0) {
+            return Err(Error::Usage(
+                "a model without bytes cannot be sent: give more than 0 to --params, --bytes and --delta-bytes".into(),
+            ));
+        }
+        if !(self.change > 0.0 && self.change <= 1.0) {
+            return Err(Error::Usage(format!(
+                "--change {} is not a percentage above 0 and up to 100",
+                self.change * 100.0
+            )));
+        }
+        Ok(bench::scale::ScaleConfig {
+            images,
+            change: self.change,
+            delta_bytes: self.delta_bytes,
+            receivers: self.receivers,
+            trainers: self.trainers,
+            gbit: self.gbit,
+            rtt: self.rtt_ms / 1e3,
+            queue: self.queue_ms / 1e3,
+            load: self.load_ms / 1e3,
+            deaths: self.deaths,
+            seed: self.seed,
+        })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -189,6 +262,10 @@ impl ParsedBench {
                 let config = bench::controller::ControllerConfig { receivers, models, repeats };
                 done(move |s| bench::controller::run(&config, s))
             }
+            ParsedBench::Scale(scale) => {
+                let config = scale.check()?;
+                done(move |s| bench::scale::run(&config, s))
+            }
         })
     }
 }
@@ -233,6 +310,12 @@ impl ParsedRank {
 }
 
 /// Refuses impossible sizes and rates before memory is allocated.
+/// A positive number.
+fn parse_positive(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|n| *n > 0.0 && n.is_finite());
+    number.ok_or_else(|| format!("{text:?} is not a number above 0"))
+}
+
 fn check_model(elements: u64, change: f64, seed: u64) -> Result<SynthConfig, Error> {
     let model = SynthConfig { elements, seed, change };
     model.check()?;

@@ -352,10 +352,11 @@ fn parse_count(s: &str) -> Result<u64, String> {
         "k" | "K" => 1_000,
         "M" => 1_000_000,
         "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
         "Ki" => 1 << 10,
         "Mi" => 1 << 20,
         "Gi" => 1 << 30,
-        _ => return Err(format!("unknown suffix {suffix:?}; expected k, M, G, Ki, Mi or Gi")),
+        _ => return Err(format!("unknown suffix {suffix:?}; expected k, M, G, T, Ki, Mi or Gi")),
     };
     let n: u64 = digits.replace('_', "").parse().map_err(|_| "not a whole number".to_owned())?;
     n.checked_mul(scale).ok_or_else(|| "too large".into())

@@ -5,7 +5,6 @@ mod frames;
 mod golden;
 mod handshakes;
 mod streams;
-mod swarm;
 mod tickets;
 
 use super::{Challenged, Dial, Greeted, Header, Nonce, Proved, Receiver, Sender, SourceId, StreamId};

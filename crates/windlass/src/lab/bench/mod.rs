@@ -11,6 +11,7 @@ pub(crate) mod fanout;
 pub(crate) mod load;
 pub(crate) mod offload;
 pub(crate) mod rig;
+pub(crate) mod scale;
 pub(crate) mod seal;
 pub(crate) mod sync;
 pub(crate) mod tcp;
