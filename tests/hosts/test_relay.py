@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import PATIENCE, ROOT, bench, missing
+from hosts import PATIENCE, ROOT, bench, missing, run
 from swarm import Swarm, total
 
 TLS = ROOT / "tests" / "python" / "tls"
@@ -141,6 +143,29 @@ def test_nothing_is_passed_on_where_relays_are_turned_off(
     swarm.next(CHANGED)
     assert total(swarm.arrived(receivers), "relayed_bytes") == 0
     assert swarm.status()["relayed"] == []
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="NO FIREWALL: there is no nft (package nftables)")
+def test_versions_pass_firewalls_that_open_the_ports_of_the_guide(swarm: Swarm) -> None:
+    (rules,) = re.findall(r"```nft\n(.*?)```", (ROOT / "docs/hosts.md").read_text(), re.DOTALL)
+    assert "7200-7209" in rules
+    for host in (swarm.source, *swarm.hosts):
+        own = rules.replace("7200-7209", "7000-7009") if host is swarm.source else rules
+        subprocess.run(host.inside("nft", "-f", "-"), input=own, text=True, check=True, timeout=PATIENCE)
+    swarm.publish("--data-ports=7001-7009")
+    receivers = [swarm.receive(host, "--relay-ports=7200-7209") for host in swarm.hosts]
+    swarm.arrived(receivers)
+    swarm.next()
+    found = swarm.arrived(receivers)
+    assert total(found, "relayed_bytes") > 0
+    assert total(found, "relays_lost") == 0
+    # The firewall is there: other ports do not even refuse.
+    ask = "import socket, sys\ntry: socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)\nexcept OSError as e: print(type(e).__name__)"
+    tried = [
+        run(*swarm.source.inside(sys.executable, "-c", ask, swarm.hosts[0].address, port)).strip()
+        for port in ("7209", "7210")
+    ]
+    assert tried == ["ConnectionRefusedError", "TimeoutError"]
 
 
 def test_relays_with_certificates_pass_on_what_came_through_tls(swarm: Swarm) -> None:

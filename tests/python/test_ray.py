@@ -143,7 +143,10 @@ def test_actors_sync_by_the_other_strategies_too(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.timeout(400)
 def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
-    training, serving, sync = actors(broadcast({}, {}, timeout=30.0), tmp_path, 1, [1, 1])
+    import ray_actors
+
+    config = broadcast({}, {}, timeout=30.0)
+    training, serving, sync = actors(config, tmp_path, 1, [1, 1])
     try:
         sync.initialize()
         sync.sync_weights()
@@ -154,6 +157,14 @@ def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 240
         assert isinstance(lost.value, (EnginesFailed, WindlassPeerLost))
         assert "engine 0 died" not in str(lost.value)
+        # Another one takes its place. That the dead one does not leave holds nobody up.
+        serving[1] = [ray.remote(num_cpus=0.5)(ray_actors.Engine).remote(config)]
+        engines = [RayEngine(ranks, name=f"engine {number}") for number, ranks in enumerate(serving)]
+        sync = RayWeightSync(training, engines, timeout=240.0)
+        sync.initialize()
+        weights = ray.get(training[0].step.remote(0.5), timeout=240)
+        sync.sync_weights()
+        same(weights, serving)
     finally:
         end(training, serving)
 

@@ -336,7 +336,11 @@ class _TrainerSide:
         from windlass.transfer.sync import WeightSyncManager
         from windlass.transfer.trainer import TrainerRanks
 
-        await self._close()
+        try:
+            await self._close()
+        except EnginesFailed as e:
+            # An engine that has died does not leave, and may be why all of them join again.
+            log.warning("not every engine has left: %s", e)
         left = list(handles)
         adapters = []
         for engine in engines:

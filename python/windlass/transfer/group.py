@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -52,12 +53,16 @@ _joining = threading.Lock()
 
 
 def node_address() -> str:
-    """The address under which other hosts reach this one, or loopback where there is no network.
+    """The address under which other hosts reach this one: Ray's in a process of a Ray cluster, else that of the interface with the
+    default route; loopback where there is none.
 
     >>> import ipaddress
     >>> bool(ipaddress.ip_address(node_address()))
     True
     """
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
     for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             # Nothing is sent: connecting a datagram socket only chooses the interface.

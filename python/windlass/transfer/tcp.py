@@ -156,6 +156,10 @@ class TcpTransferStrategy(WeightTransferStrategy):
                 f"this strategy has not reserved {info.endpoints[0]}",
                 "the sync info is made by the same object on training rank 0, once for each sender",
             )
+        if ranks.rank > 0:
+            # The first rank of each further host has an agent too. All of them have the token that receivers were told.
+            local = self.settings.link == "shm"
+            reserved = _Reserved.make(self.settings.config(), local=local, token=info.token)
         return TcpTransferSender(self.settings, info, ranks, reserved)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> TcpTransferReceiver:
@@ -188,7 +192,8 @@ class _Reserved:
         self.release = weakref.finalize(self, kept)
 
     @classmethod
-    def make(cls, config: WeightManagerConfig, *, local: bool) -> _Reserved:
+    def make(cls, config: WeightManagerConfig, *, local: bool, token: str | None = None) -> _Reserved:
+        """For rank 0; with the ``token`` that rank 0 has told, for another one."""
         agent = config.agent
         bind = agent.bind
         if bind == "127.0.0.1" and not local and agent.advertise_host is None:
@@ -210,7 +215,7 @@ class _Reserved:
             if agent.token_file is not None:
                 token = _windlass.read_token(Path(agent.token_file))
                 return cls._kept(config, bind, host, port, token, keeper, None)
-            token, folder = secrets.token_hex(32), tempfile.mkdtemp(prefix="windlass-token-")
+            token, folder = token or secrets.token_hex(32), tempfile.mkdtemp(prefix="windlass-token-")
             path = os.path.join(folder, "token")
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(token)
