@@ -386,3 +386,40 @@ fn relays_may_come_to_hold_what_no_origin_has_any_more_but_not_for_ever() {
     assert!(matches!(failure, Failure::NoSource { stripe: 31, .. }), "{failure}");
     assert_eq!(failure.kind(), Kind::PeerLost);
 }
+
+/// The first stripe that each of so many receivers asks every origin for. Two origins hold so many stripes each.
+fn first_claims(receivers: u32, stripes: u32) -> [Vec<Option<u32>>; 2] {
+    let halves = [0..stripes, stripes..2 * stripes];
+    let sources = (0..).zip(halves).map(|(id, half)| source(id, half.into())).collect();
+    let ticket = full_ticket((0..2 * stripes).into(), sources);
+    let plan = StripePlan::new(&ticket, |_| Some(60_000)).unwrap();
+    [0, 1].map(|origin: u16| {
+        let first = |rank| {
+            let mut claims = Claims::among(plan.clone(), POLICY, Place { rank, receivers });
+            claims.add_relay(SourceId(9)).unwrap();
+            claims.join(stream(2, 0), SourceId(9), at(0)).unwrap();
+            claims.join(stream(origin, 0), SourceId(origin.into()), at(0)).unwrap();
+            granted(claims.claim(stream(origin, 0), at(0))).map(|(id, _)| id)
+        };
+        (0..receivers).map(first).collect()
+    })
+}
+
+#[test]
+fn receivers_begin_at_other_places_of_every_origin() {
+    for (origin, first) in first_claims(16, 64).into_iter().enumerate() {
+        let places: BTreeSet<u32> = first.into_iter().flatten().collect();
+        assert_eq!(places.len(), 16, "of origin {origin}: {places:?}");
+    }
+}
+
+#[test]
+fn of_few_stripes_not_all_receivers_ask_the_origin() {
+    let [one, other] = first_claims(64, 8);
+    let askers = |first: &[Option<u32>]| -> BTreeSet<usize> {
+        first.iter().enumerate().filter(|(_, id)| id.is_some()).map(|(rank, _)| rank).collect()
+    };
+    let (one, other) = (askers(&one), askers(&other));
+    assert_eq!((one.len(), other.len()), (8, 8));
+    assert!(one.is_disjoint(&other), "others ask the other one: {one:?}, {other:?}");
+}
