@@ -24,7 +24,7 @@ use windlass_data::history::Limits;
 use windlass_data::receiver::{Control, ControlError, Event, Receiver, ReceiverConfig};
 use windlass_data::serve::{Peer, Server, ServerConfig};
 use windlass_data::stop::Stop;
-use windlass_data::tcp::SenderConfig;
+use windlass_data::tcp::{PullConfig, SenderConfig};
 
 /// Large enough for many stripes of the smallest size.
 fn wide_manifest() -> Manifest {
@@ -94,8 +94,11 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
         Manifest::new(vec![TensorSpec::new("w", Dtype::U8, [40 << 20])], std::collections::BTreeMap::new())
             .unwrap();
     let history = Limits { count: 8, bytes: 256 << 20 };
-    // The line rests while two versions are made, which may take long on a busy machine: the pull must not be given up.
-    let tcp = SenderConfig::default();
+    // The line rests while two versions are made, which may take long on a busy machine: neither end must give the pull up.
+    let patience = Duration::from_mins(5);
+    let tcp = SenderConfig { lost_after: patience, ..SenderConfig::default() };
+    let pull = PullConfig { lost_after: patience, stripe_timeout: patience, ..PullConfig::default() };
+    let stop = || Stop::after(patience);
     let config = ServerConfig { history, stripe_bytes: 1 << 20, tcp, ..quick_server() };
     let mut publisher = Publisher::with(manifest, None, config);
     Noise(9).fill_fast(&mut publisher.data);
@@ -103,7 +106,7 @@ fn a_joiner_is_lifted_by_a_delta_of_any_size() {
     let dir = shm();
     let via = Via::new(publisher.server());
     let config = receiver_config(dir.path().join("image"), RequestMode::Auto);
-    let config = ReceiverConfig { transfer_timeout: Duration::from_mins(2), ..config };
+    let config = ReceiverConfig { transfer_timeout: patience, pull, ..config };
     let mut receiver = Receiver::open(config, Arc::clone(&via) as Arc<dyn Control>, None, &stop()).unwrap();
     via.line.allow(Some(22 << 20));
     let mut published = Vec::new();

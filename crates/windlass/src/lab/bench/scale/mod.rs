@@ -24,8 +24,8 @@ use crate::error::Error;
 const BYTES_PER_CHANGE: f64 = 3.04;
 /// Transfers are modelled with at most so many stripes. Real ones of large models have more, and pass them on sooner.
 const MAX_STRIPES: u64 = 1024;
-/// What the controller takes for one message (`windlass bench controller`, 300 receivers).
-const MESSAGE: f64 = 60e-6;
+/// What the controller takes for one order (`windlass bench controller`, 300 receivers).
+const MESSAGE: f64 = 31e-6;
 
 /// What to model.
 #[derive(Clone, Debug)]

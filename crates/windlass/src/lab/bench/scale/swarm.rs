@@ -29,6 +29,8 @@ const STEPS: f64 = 2048.0;
 const STEPS_PER_STRIPE: f64 = 4.0;
 /// The rates of a step are found by so many rounds of sharing what is left of each link.
 const SHARES: usize = 4;
+/// How often all streams are looked at in the time of one transfer over a free link.
+const LOOKS: f64 = 200.0;
 /// No transfer takes so many times as long as one over a free link.
 const TOO_LONG: f64 = 2000.0;
 
@@ -142,8 +144,6 @@ struct Host {
     /// Bytes that are on their way from it and to it.
     leaving: f64,
     coming: f64,
-    /// Whether it may have something to claim.
-    awake: bool,
     /// Streams that end here, and that begin here.
     into: Vec<usize>,
     out: Vec<usize>,
@@ -156,6 +156,8 @@ pub(super) struct Broadcast {
     flows: Vec<Flow>,
     messages: BinaryHeap<Reverse<(u64, u64, Message)>>,
     posted: u64,
+    /// Streams that may have something to claim.
+    ready: Vec<usize>,
     now: f64,
     step: f64,
     looked: f64,
@@ -180,6 +182,7 @@ impl Broadcast {
             flows: Vec::new(),
             messages: BinaryHeap::new(),
             posted: 0,
+            ready: Vec::new(),
             now: 0.0,
             step,
             looked: 0.0,
@@ -277,7 +280,7 @@ impl Broadcast {
                     let host = &mut self.hosts[to];
                     if let Some(claims) = host.claims.as_mut().filter(|_| host.lives) {
                         let _ = claims.holds(stream, stripe..stripe + 1);
-                        host.awake = true;
+                        self.ready.push(flow);
                     }
                 }
                 Message::Whole { flow, stripe } => self.whole(flow, stripe),
@@ -310,7 +313,7 @@ impl Broadcast {
         let host = &mut self.hosts[to];
         let Some(claims) = host.claims.as_mut().filter(|_| host.lives) else { return };
         if claims.complete(stream, stripe, now).is_ok() {
-            host.awake = true;
+            self.ready.push(flow);
             if claims.progress().stripes_done == self.model.stripes {
                 host.done = Some(at);
             }
@@ -326,7 +329,7 @@ impl Broadcast {
         let host = &mut self.hosts[to];
         if let Some(claims) = host.claims.as_mut().filter(|_| host.lives) {
             let _ = claims.abandon(source);
-            host.awake = true;
+            self.ready.extend(&host.into);
         }
     }
 
@@ -338,35 +341,31 @@ impl Broadcast {
         self.hosts[to].coming -= left;
     }
 
-    /// Every stream of receivers that may have something to claim claims what it can.
+    /// Every stream that may have something to claim claims what it can.
     fn claim(&mut self) {
         let now = self.time();
+        let mut ready = std::mem::take(&mut self.ready);
         // Now and then also the others: some claims are allowed only after a while.
-        let all = self.now - self.looked >= 0.01;
+        let all = self.now == 0.0 || self.now - self.looked >= (self.model.alone() / LOOKS).max(0.01);
         if all {
             self.looked = self.now;
+            ready = (0..self.flows.len()).collect();
         }
-        for host in 0..self.hosts.len() {
-            if !self.hosts[host].lives || self.hosts[host].done.is_some() {
+        for flow in ready {
+            let Flow { from, to, stream, .. } = self.flows[flow];
+            if !self.hosts[to].lives || self.hosts[to].done.is_some() {
                 continue;
             }
-            if !(std::mem::take(&mut self.hosts[host].awake) || all) {
-                continue;
+            while self.flows[flow].room() {
+                let Some(claims) = self.hosts[to].claims.as_mut() else { break };
+                let Ok(Grant::Stripe { stripe, .. }) = claims.claim(stream, now) else { break };
+                self.flows[flow].asked += 1;
+                let delay = self.delay(to, from);
+                self.post(delay, Message::Claim { flow, stripe: stripe.id });
             }
-            for i in 0..self.hosts[host].into.len() {
-                let flow = self.hosts[host].into[i];
-                let (from, stream) = (self.flows[flow].from, self.flows[flow].stream);
-                while self.flows[flow].room() {
-                    let Some(claims) = self.hosts[host].claims.as_mut() else { break };
-                    let Ok(Grant::Stripe { stripe, .. }) = claims.claim(stream, now) else { break };
-                    self.flows[flow].asked += 1;
-                    let delay = self.delay(host, from);
-                    self.post(delay, Message::Claim { flow, stripe: stripe.id });
-                }
-                let claims = self.hosts[host].claims.as_ref();
-                if all && !self.flows[flow].lost && claims.is_some_and(|c| c.overdue(stream, now).is_some()) {
-                    self.give_up(flow);
-                }
+            let claims = self.hosts[to].claims.as_ref();
+            if all && !self.flows[flow].lost && claims.is_some_and(|c| c.overdue(stream, now).is_some()) {
+                self.give_up(flow);
             }
         }
     }
@@ -496,7 +495,6 @@ impl Host {
             done: None,
             leaving: 0.0,
             coming: 0.0,
-            awake: true,
             into: Vec::new(),
             out: Vec::new(),
         }
