@@ -241,13 +241,28 @@ def bars(results: dict[str, dict[str, Any]], image: int) -> list[dict[str, Any]]
     return found
 
 
+def bits(rate: str) -> float:
+    """A rate such as ``50mbit`` in bits a second."""
+    for unit, scale in {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.items():
+        with contextlib.suppress(ValueError):
+            if rate.endswith(unit) and (number := float(rate.removesuffix(unit))) > 0:
+                return number * scale
+    raise ValueError(f"{rate!r} is not a rate: give a number and kbit, mbit or gbit, such as 50mbit")
+
+
+def a_rate(text: str) -> str:
+    try:
+        bits(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text
+
+
 def predicted(kind: str, rate: str, image: int, payload: float, hosts: int) -> float:
     """How many times as long as one host all of them take, by the model."""
-    rates = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    bits = next(float(rate[: -len(unit)]) * scale for unit, scale in rates.items() if rate.endswith(unit))
     # What the hosts' links let stand in front of them (`hosts.py`).
-    queue = 100 + 65536 * 8e3 / bits
-    words = ["--bytes", str(image), "--delta-bytes", str(round(payload)), "--gbit", str(bits / 1e9)]
+    queue = 100 + 65536 * 8e3 / bits(rate)
+    words = ["--bytes", str(image), "--delta-bytes", str(round(payload)), "--gbit", str(bits(rate) / 1e9)]
     words += ["--receivers", str(hosts), "--trainers", "1", "--queue-ms", str(queue), "--deaths", "0"]
     command = [sys.executable, "-m", "windlass", "bench", "scale", "--json", *words]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
@@ -276,8 +291,10 @@ def compared(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=needs.whole(4), default=16, help="receivers' hosts")
-    parser.add_argument("--rate", default="50mbit", help="of every link, as tc takes it")
-    parser.add_argument("--delta-rate", default="2mbit", help="of every link while deltas are measured")
+    parser.add_argument("--rate", type=a_rate, default="50mbit", help="of every link, as tc takes it")
+    parser.add_argument(
+        "--delta-rate", type=a_rate, default="2mbit", help="of every link while deltas are measured"
+    )
     parser.add_argument("--mib", type=needs.whole(1), default=64, help="MiB of the image")
     parser.add_argument(
         "--change", type=float, default=1.0, help="percent of the elements that a delta changes"

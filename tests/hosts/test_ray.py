@@ -154,7 +154,7 @@ def test_versions_reach_engines_on_other_nodes_and_one_in_the_place_of_a_node_th
         driver.step()
         seen.append(driver.reached(version))
         sent.append(cluster.sent_by_trainers())
-    # The trainers gather all weights to compute the digest. Beside that they send an image, then a delta.
+    # The trainers gather all weights to compute the digest. What they send besides is an image, then a delta.
     assert sent[1] - sent[0] > 2 * BYTES
     assert sent[2] - sent[1] < 1.5 * BYTES
     cluster.hosts[places[1]].kill()

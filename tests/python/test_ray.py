@@ -157,7 +157,7 @@ def test_a_dead_engine_is_named_and_the_others_are_not(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 240
         assert isinstance(lost.value, (EnginesFailed, WindlassPeerLost))
         assert "engine 0 died" not in str(lost.value)
-        # Another one takes its place. That the dead one does not leave holds nobody up.
+        # Another one takes its place. The others do not wait for the dead one to leave.
         serving[1] = [ray.remote(num_cpus=0.5)(ray_actors.Engine).remote(config)]
         engines = [RayEngine(ranks, name=f"engine {number}") for number, ranks in enumerate(serving)]
         sync = RayWeightSync(training, engines, timeout=240.0)

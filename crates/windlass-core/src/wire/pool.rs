@@ -16,8 +16,6 @@ use super::swarm::Place;
 /// Unclaimed stripes of one group of origins, by turn.
 #[derive(Clone, Debug, Default)]
 struct Queue {
-    /// Whether it is for others to ask for what is fresh.
-    others: bool,
     /// Those that no receiver has been given, as far as is known.
     fresh: BTreeSet<u32>,
     given: BTreeSet<u32>,
@@ -110,8 +108,7 @@ impl Pool {
     pub(super) fn put(&mut self, id: u32) {
         let (turn, i) = (self.turn(id), id as usize);
         self.unclaimed[i] = true;
-        let others = self.others.contains(&self.keys[i].1);
-        let queue = self.queues.entry(self.keys[i]).or_insert_with(|| Queue { others, ..Queue::default() });
+        let queue = self.queues.entry(self.keys[i]).or_default();
         let set = if self.given[i] { &mut queue.given } else { &mut queue.fresh };
         set.insert(turn);
         self.rank(id, true);
@@ -143,11 +140,13 @@ impl Pool {
         id
     }
 
-    /// The next stripe for an origin that has these groups; with `again` also one that was given to others.
+    /// The next stripe for an origin that has these groups; with `again` also one that was given to others, or that is
+    /// for others to ask for.
     pub(super) fn next_of_origin(&mut self, has: impl Fn(u32) -> bool, again: bool) -> Option<u32> {
-        let queues = || self.queues.iter().filter(|((_, group), _)| has(*group)).map(|(_, queue)| queue);
-        let fresh = queues().filter(|q| again || !q.others).find_map(|q| q.fresh.first());
-        let turn = fresh.or_else(|| queues().find_map(|q| q.given.first()).filter(|_| again));
+        let queues = || self.queues.iter().filter(|((_, group), _)| has(*group));
+        let asks = |group| again || !self.others.contains(group);
+        let fresh = queues().filter(|((_, group), _)| asks(group)).find_map(|(_, q)| q.fresh.first());
+        let turn = fresh.or_else(|| queues().find_map(|(_, q)| q.given.first()).filter(|_| again));
         let id = self.at(*turn?);
         Some(self.take(id))
     }

@@ -1,6 +1,6 @@
 //! What the receivers of one version are to each other: who asks whom, how much of an origin, in pieces of what size.
 //!
-//! Pure functions of how many there are, so that nobody needs to be asked.
+//! Pure functions of how many there are: receivers that know that number come to the same answer without asking each other.
 
 use super::MIN_STRIPE_BYTES;
 

@@ -104,6 +104,9 @@ impl ScaleConfig {
         let costs = Costs { latency: self.rtt / 2.0, message: MESSAGE, load: self.load };
         let mut broadcast = Broadcast::new(model)?;
         broadcast.run(f64::MAX);
+        if broadcast.last().is_infinite() {
+            return Err(Error::Bug(format!("the modelled transfer to {receivers} receivers does not end")));
+        }
         let gate = visible(&broadcast.done(), costs)?;
         let deaths = if self.deaths > 0 && receivers > self.deaths {
             let mut broadcast = Broadcast::new(model)?;

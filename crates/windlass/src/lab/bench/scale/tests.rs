@@ -69,7 +69,7 @@ fn a_receiver_that_dies_holds_the_gate_up_until_it_counts_as_silent() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
     fn two_relays_killed_at_any_moment_delay_the_rest_by_less_than_one_transfer(seed in any::<u64>()) {
         let mut broadcast = Broadcast::new(model(16, 128)).unwrap();
